@@ -1,0 +1,33 @@
+"""slidesparse: run (2N-2):2N sparse language models on 2:4 Sparse Tensor Cores, exactly.
+
+>>> import slidesparse as ss
+>>> str(ss.Pattern.parse("6:8").ideal_speedup)
+'4/3'
+"""
+
+from slidesparse.convert import sparsify_
+from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.slide import lift
+from slidesparse.support import tightest_pattern
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "InputError",
+    "PackedWeight",
+    "Pattern",
+    "PatternViolation",
+    "SlideLinear",
+    "SlideSparseError",
+    "UnsupportedError",
+    "lift",
+    "pack",
+    "prune_mask",
+    "sparsify_",
+    "tightest_pattern",
+]

@@ -1,0 +1,61 @@
+"""The one exception family that users meet.
+
+A message answers four questions in one line: what is wrong, what was got, what is needed, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class SlideSparseError(Exception):
+    """Base of every error that slidesparse raises on purpose.
+
+    Args:
+        what: What is wrong, naming the thing (a tensor, a file, an option).
+        got: What was found.
+        needed: What would have been right.
+        remedy: What the user can do.
+    """
+
+    def __init__(self, what: str, *, got: object = None, needed: str | None = None, remedy: str | None = None) -> None:
+        self.what, self.got, self.needed, self.remedy = what, got, needed, remedy
+        parts = [what]
+        if got is not None:
+            parts.append(f"got {got}")
+        if needed is not None:
+            parts.append(f"needed {needed}")
+        if remedy is not None:
+            parts.append(remedy)
+        super().__init__("; ".join(parts))
+
+
+class InputError(SlideSparseError, ValueError):
+    """An argument, an option or a tensor that cannot be used."""
+
+
+class PatternViolation(InputError):
+    """A weight with more non-zeros in a group than its pattern allows.
+
+    Attributes:
+        tensor: Name of the weight.
+        row: First offending output row.
+        group: First offending column group of that row.
+        count: Non-zeros found there.
+        violations: Offending (row, group) pairs in the whole weight.
+    """
+
+    def __init__(self, tensor: str, pattern: object, row: int, group: int, count: int, violations: int) -> None:
+        self.tensor, self.row, self.group, self.count, self.violations = tensor, row, group, count, violations
+        super().__init__(
+            f"{tensor} violates {pattern} at row {row}, group {group} ({violations} such groups)",
+            got=f"{count} non-zeros",
+            needed=f"at most {getattr(pattern, 'keep', '?')}",
+            remedy="prune it first (slidesparse.prune_mask, or method='magnitude')",
+        )
+
+
+class UnsupportedError(SlideSparseError, RuntimeError):
+    """Hardware, a library or a backend that cannot do what was asked for."""
+
+
+class CheckpointError(SlideSparseError, RuntimeError):
+    """A checkpoint on disk that is missing, damaged or of a kind we do not treat."""

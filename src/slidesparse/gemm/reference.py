@@ -1,0 +1,72 @@
+"""The reference backend: the slid 2:4 matrix times the lifted activations, in plain torch, on any device.
+
+It is the definition that every other backend is tested against. INT8 products are exact: float32 holds every integer up
+to 2^24, and 1024 products of two int8 numbers stay within 2^10 * 2^14, so blocks of 1024 columns go through a float
+GEMM (fast everywhere) without rounding and are summed in int32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slidesparse.gemm.base import Layout, Operand, Problem
+from slidesparse.packed import PackedWeight
+
+EXACT_BLOCK = 1024
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight^T``: x [M, K], weight [out, K] -> [M, out], int32 and exact for int8, float32 for other types."""
+    if x.dtype != torch.int8:
+        return x.to(torch.float32) @ weight.to(torch.float32).T
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
+    for start in range(0, x.shape[1], EXACT_BLOCK):
+        block = slice(start, start + EXACT_BLOCK)
+        total += (x[:, block].to(torch.float32) @ weight[:, block].to(torch.float32).T).to(torch.int32)
+    return total
+
+
+def apply_scales(
+    accumulator: torch.Tensor,
+    scale_x: torch.Tensor | None,
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``scale_x * (scale_w * accumulator) + bias`` in float32, rounded once: [M, out]."""
+    y = accumulator.to(torch.float32)
+    if scale_w is not None:
+        y = scale_w * y
+    if scale_x is not None:
+        y = scale_x * y
+    if bias is not None:
+        y = y + bias.to(torch.float32)
+    return y.to(out_dtype)
+
+
+class Reference:
+    """Slid weights times lifted activations, exactly; slow."""
+
+    name = "reference"
+    accelerated = False
+    layout = Layout(lifted=True)
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Never refuses."""
+        return None
+
+    def prepare(self, packed: PackedWeight) -> Operand:
+        """The slid matrix, zeros in place: [out, K']."""
+        return (packed.columns(),)
+
+    def matmul(
+        self,
+        x: torch.Tensor,
+        scale_x: torch.Tensor | None,
+        operand: Operand,
+        scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return apply_scales(product(x, operand[0]), scale_x, scale_w, bias, out_dtype)

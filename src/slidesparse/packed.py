@@ -1,0 +1,202 @@
+"""PackedWeight: a weight in the canonical packed form, and its inverse.
+
+A packed weight is a sequence of *segments* over the input's column groups, and one column map. A uniform pattern is one
+2:4 segment; a partial pattern is a dense segment (the groups that keep everything) followed by a 2:4 segment. The form
+is neutral: a backend reorders it once into the operand that its kernel reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import STRIDE, WINDOW, Pattern
+from slidesparse.slide import compress, decompress, expand, gather, lift, metadata
+from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a packed weight's columns.
+
+    Attributes:
+        kind: ``"dense"`` or ``"2:4"``.
+        groups: Column groups of the input that it holds, in packed order: int64 [n].
+        values: Dense: [out, n * 2N]. 2:4: the kept values in order, [out, n * (2N - 2)].
+        code: 2:4 only: the group code, [out, n]; metadata and positions derive from it.
+    """
+
+    kind: Literal["dense", "2:4"]
+    groups: torch.Tensor
+    values: torch.Tensor
+    code: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Segment:
+        """The same segment on another device."""
+        code = None if self.code is None else self.code.to(device)
+        return replace(self, groups=self.groups.to(device), values=self.values.to(device), code=code)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out, in] in packed form.
+
+    Attributes:
+        pattern: What it follows.
+        shape: ``(out, in)`` of the weight, before any padding.
+        k_offset: Position inside its group at which input column 0 stands.
+        segments: See :class:`Segment`; empty ones are left out.
+        scale: Weight scale, float32 [out], or None for an unquantised weight.
+    """
+
+    pattern: Pattern
+    shape: tuple[int, int]
+    k_offset: int
+    segments: tuple[Segment, ...]
+    scale: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the values."""
+        return self.segments[0].values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self.segments[0].values.device
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of values and 2:4 metadata (two bits a kept value), the form that sparse MMA reads; no scales."""
+        return sum(
+            s.values.numel() * s.values.element_size() + (s.values.numel() // 4 if s.kind == "2:4" else 0)
+            for s in self.segments
+        )
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same weight on another device."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, segments=tuple(s.to(device) for s in self.segments), scale=scale)
+
+    def unpack(self) -> torch.Tensor:
+        """The weight [out, in] again, bit for bit (but for the sign of zeros)."""
+        out, columns = self.shape
+        n, size = self.pattern.groups(columns, self.k_offset), self.pattern.group
+        whole = torch.zeros(out, n, size, dtype=as_bits(self.segments[0].values).dtype, device=self.device)
+        for segment in self.segments:
+            if segment.code is None:
+                groups = segment.values.unflatten(-1, (-1, size))
+            else:
+                groups = decompress(segment.values, segment.code, self.pattern)
+            whole[:, segment.groups] = as_bits(groups)
+        return whole.flatten(1)[:, self.k_offset : self.k_offset + columns].contiguous().view(self.dtype)
+
+    def columns(self) -> torch.Tensor:
+        """The matrix that multiplies lifted activations, zeros in place: [out, K'], every 2:4 segment a 2:4 matrix."""
+        parts = [s.values if s.code is None else expand(s.values, s.code, self.pattern) for s in self.segments]
+        return torch.cat([as_bits(part) for part in parts], -1).view(self.dtype)
+
+    def metadata(self) -> torch.Tensor | None:
+        """2:4 metadata nibbles of the 2:4 segment, uint8 [out, n * (N - 1)], or None when all is dense."""
+        codes = [s.code for s in self.segments if s.code is not None]
+        return metadata(codes[0], self.pattern) if codes else None
+
+    def column_map(self, multiple: int = 1) -> torch.Tensor:
+        """The input column that feeds every packed column, -1 where none does: int64 [K'].
+
+        Args:
+            multiple: Each segment is padded at its end to a multiple of so many columns, as a backend asks. There the
+                weight is 0 and so is the activation.
+        """
+        size, device = self.pattern.group, self.device
+        window_starts = torch.arange(0, size - WINDOW + 1, STRIDE, device=device)
+        within = {
+            "dense": torch.arange(size, device=device),
+            "2:4": (window_starts.unsqueeze(-1) + torch.arange(WINDOW, device=device)).flatten(),
+        }
+        parts = []
+        for segment in self.segments:
+            columns = (segment.groups.unsqueeze(-1) * size + within[segment.kind]).flatten() - self.k_offset
+            columns = torch.where((columns >= 0) & (columns < self.shape[1]), columns, -1)
+            parts.append(torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1))
+        return torch.cat(parts)
+
+    def lift(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations [..., in] -> [..., K'], to be multiplied by :meth:`columns`."""
+        if self.pattern.is_uniform:
+            return lift(x, self.pattern, self.k_offset)
+        return gather(x, self.column_map())
+
+
+def pack(
+    weight: torch.Tensor,
+    pattern: Pattern | str,
+    *,
+    scale: torch.Tensor | None = None,
+    k_offset: int = 0,
+    groups: torch.Tensor | None = None,
+    name: str = "weight",
+) -> PackedWeight:
+    """Slide and compress a weight.
+
+    Args:
+        weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
+        pattern: The pattern that it claims.
+        scale: Weight scale [out] or [out, 1], carried along as float32 [out].
+        k_offset: Position inside its group at which column 0 stands: ``shard_start % group`` for a shard.
+        groups: The column groups to slide, ascending; the others stay dense. None: all of a uniform pattern, and for a
+            partial one those that the zeros show, which must be at least its share. A shard of a partial weight has a
+            share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
+        name: What error messages call the weight.
+
+    Raises:
+        PatternViolation: When a group that should follow the pattern does not. Nothing is ever dropped.
+        InputError: When the weight, the scale or an argument is malformed.
+
+    >>> w = torch.tensor([[5, 0, 7, 1, 0, 2, 0, 3]], dtype=torch.int8)
+    >>> packed = pack(w, "6:8")
+    >>> packed.segments[0].values.tolist(), packed.columns().tolist()
+    ([[5, 0, 7, 1, 2, 3]], [[5, 0, 0, 0, 7, 1, 0, 0, 0, 2, 0, 3]])
+    >>> torch.equal(packed.unpack(), w)
+    True
+    """
+    pattern = Pattern.parse(pattern)
+    check_weight(weight, name)
+    check_k_offset(pattern, k_offset)
+    weight = weight.contiguous()
+    out, columns = weight.shape
+    total = pattern.groups(columns, k_offset)
+    if groups is None and not pattern.is_uniform and k_offset == 0:
+        groups = check_pattern(weight, pattern, name=name)
+    elif groups is None and not pattern.is_uniform:
+        raise InputError(
+            f"a shard of {pattern} has a share of its own",
+            remedy="pass groups=following_groups(shard, pattern, k_offset)",
+        )
+    else:
+        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+    by_group = grouped(as_bits(weight), pattern, k_offset).view(weight.dtype)
+    everything = torch.arange(total, device=weight.device)
+    slid = everything if groups is None else groups.to(weight.device)
+    dense = everything[~torch.isin(everything, slid)]
+    segments = []
+    if len(dense):
+        values = as_bits(by_group)[:, dense].flatten(1).view(weight.dtype)
+        segments.append(Segment("dense", dense, values))
+    if len(slid):
+        chosen = by_group if len(slid) == total else as_bits(by_group)[:, slid].view(weight.dtype)
+        segments.append(Segment("2:4", slid, *compress(chosen, pattern)))
+    return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
+
+
+def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Tensor | None:
+    if scale is None:
+        return None
+    if scale.numel() != out:
+        raise InputError(
+            f"scale of {name}", got=list(scale.shape), needed=f"one scale a channel, [{out}] or [{out}, 1]"
+        )
+    return scale.reshape(out).to(torch.float32)

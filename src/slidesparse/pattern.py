@@ -1,0 +1,285 @@
+"""Theory of the sliding-window decomposition, in plain Python.
+
+A pattern ``keep:group`` allows at most ``keep`` non-zeros in every ``group`` consecutive input columns. Ours have
+``keep = 2N - 2`` and ``group = 2N``. A group is covered by ``N - 1`` windows of 4 columns at stride 2::
+
+    group of 6:8   | 0  1  2  3  4  5  6  7 |
+    window 0         [--------]
+    window 1               [--------]
+    window 2                     [--------]
+
+Each window holds two non-zeros, the 2:4 form that Sparse Tensor Cores run, so the windows hold ``2N - 2`` together:
+exactly ``keep``. Non-zeros come first in the notation: 6:8 keeps 6. Other tools put the number of zeros first.
+
+Source of the construction: the paper, section "Solution: Sliding Window Decomposition" and its appendix.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal
+
+from slidesparse.errors import InputError
+
+WINDOW = 4
+STRIDE = 2
+WINDOW_KEEP = 2
+MAX_GROUP = 32
+
+StorageForm = Literal["dense", "2:4", "code-byte", "code-bits"]
+
+_SYNTAX = re.compile(r"(\d+):(\d+)(?:@(\d+(?:\.\d{1,2})?)%)?")
+_NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
+
+
+@dataclass(frozen=True, order=True)
+class Pattern:
+    """At most ``keep`` non-zeros in every ``group`` consecutive columns, on a ``share`` of the column groups.
+
+    Args:
+        keep: Non-zeros allowed in a group, ``2N - 2``.
+        group: Columns of a group, ``2N``, from 4 to 32.
+        share: Share of the column groups that follow the pattern in every row, in steps of 0.01 %; the other groups are
+            dense. 1 (the default) is a uniform pattern; with 0 nothing follows, and every such pattern is ``DENSE``.
+
+    Raises:
+        InputError: When the numbers do not make such a pattern.
+
+    >>> p = Pattern.parse("6:8")
+    >>> p.windows, str(p.expansion), str(p.ideal_speedup)
+    (3, '3/2', '4/3')
+    >>> str(Pattern.parse("4:6@50%"))
+    '4:6@50%'
+    """
+
+    keep: int
+    group: int
+    share: Fraction = field(default=Fraction(1))
+
+    def __post_init__(self) -> None:
+        if self.group % 2 or not 4 <= self.group <= MAX_GROUP or self.keep != self.group - 2:
+            raise InputError("not a sliding pattern", got=f"{self.keep}:{self.group}", needed=_NEEDED)
+        share = Fraction(self.share)
+        if not 0 <= share <= 1 or (share * 10_000).denominator != 1:
+            raise InputError(
+                f"not a share of column groups in {self.keep}:{self.group}",
+                got=f"{float(share) * 100:g} %",
+                needed="0 to 100 %, in steps of 0.01 %",
+            )
+        object.__setattr__(self, "share", share)
+        if share == 0:
+            object.__setattr__(self, "keep", 2)
+            object.__setattr__(self, "group", 4)
+
+    @classmethod
+    def parse(cls, text: str | Pattern) -> Pattern:
+        """Read ``"6:8"``, ``"4:6@50%"`` or ``"dense"``; a Pattern passes through unchanged.
+
+        Raises:
+            InputError: When the text is anything else. Nothing is guessed: ``6_8`` and ``6:8:10`` are errors.
+        """
+        if isinstance(text, Pattern):
+            return text
+        if text == "dense":
+            return DENSE
+        match = _SYNTAX.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise InputError("not a pattern", got=repr(text), needed=f"{_NEEDED}, a share of one (4:6@50%), or dense")
+        keep, group, percent = match.groups()
+        return cls(int(keep), int(group), Fraction(percent or "100") / 100)
+
+    def __str__(self) -> str:
+        if self.share == 0:
+            return "dense"
+        uniform = f"{self.keep}:{self.group}"
+        return uniform if self.is_uniform else f"{uniform}@{float(self.share * 100):g}%"
+
+    @property
+    def is_uniform(self) -> bool:
+        """True when every group follows the pattern."""
+        return self.share == 1
+
+    @property
+    def uniform(self) -> Pattern:
+        """The pattern that the following groups obey, on all groups."""
+        return Pattern(self.keep, self.group)
+
+    @property
+    def windows(self) -> int:
+        """Windows of a following group, ``N - 1``."""
+        return self.group // 2 - 1
+
+    def window(self, j: int) -> range:
+        """Group positions that window ``j`` covers, ``2j .. 2j+3``."""
+        if not 0 <= j < self.windows:
+            raise InputError(f"no such window of {self}", got=j, needed=f"0 to {self.windows - 1}")
+        return range(STRIDE * j, STRIDE * j + WINDOW)
+
+    @property
+    def slid_group(self) -> int:
+        """Columns of a following group after sliding, ``4(N - 1)``."""
+        return WINDOW * self.windows
+
+    @property
+    def expansion(self) -> Fraction:
+        """Columns after lifting over columns before, the paper's gamma: ``2 - 2/N`` when uniform."""
+        return self.share * Fraction(self.slid_group, self.group) + (1 - self.share)
+
+    @property
+    def density(self) -> Fraction:
+        """Non-zeros allowed, over all weights."""
+        return self.share * Fraction(self.keep, self.group) + (1 - self.share)
+
+    @property
+    def sparsity(self) -> Fraction:
+        """Zeros guaranteed, over all weights."""
+        return 1 - self.density
+
+    @property
+    def ideal_speedup(self) -> Fraction:
+        """Speed-up over dense where 2:4 runs at twice the dense rate: ``N/(N-1)`` when uniform (Corollary 1.2)."""
+        return self.speedup(Fraction(2))
+
+    def speedup(self, mma_gain: Fraction) -> Fraction:
+        """Speed-up over dense where a 2:4 multiply runs ``mma_gain`` times as fast as a dense one of equal size."""
+        slid = self.share * Fraction(self.slid_group, self.group) / Fraction(mma_gain)
+        return 1 / (slid + (1 - self.share))
+
+    @property
+    def codes(self) -> int:
+        """Ways to leave two positions of a group out, ``C(2N, 2)``: the values that a group code can take."""
+        return math.comb(self.group, 2)
+
+    def bytes_per_weight(self, form: StorageForm, bits: int = 8) -> Fraction:
+        """Bytes that one weight of ``bits`` bits takes, metadata included, scales excluded.
+
+        Args:
+            form: ``dense``; ``2:4`` (kept values and two bits of index each, what sparse MMA reads);
+                ``code-byte`` (kept values and a whole number of bytes a group naming the two positions left out);
+                ``code-bits`` (the same in the fewest bits).
+            bits: Width of a value.
+        """
+        index_bits: dict[str, int] = {
+            "2:4": 2 * self.keep,
+            "code-byte": 8 * math.ceil((self.codes - 1).bit_length() / 8),
+            "code-bits": (self.codes - 1).bit_length(),
+        }
+        dense = Fraction(bits, 8)
+        if form == "dense":
+            return dense
+        if form not in index_bits:
+            raise InputError("unknown storage form", got=form, needed=f"dense, {', '.join(index_bits)}")
+        following = Fraction(self.keep * bits + index_bits[form], 8 * self.group)
+        return self.share * following + (1 - self.share) * dense
+
+    def groups(self, columns: int, k_offset: int = 0) -> int:
+        """Groups that cover ``columns`` input columns of which the first stands at position ``k_offset`` of a group."""
+        return -(-(k_offset + columns) // self.group)
+
+    def following(self, groups: int) -> int:
+        """How many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
+        return math.ceil(self.share * groups)
+
+
+DENSE = Pattern(2, 4, Fraction(0))
+"""An ordinary dense weight: no group follows anything."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What sliding a ``keep:group`` source over ``hw_keep:hw_window`` hardware gives.
+
+    Attributes:
+        starts: First position of each window.
+        expansion: Columns after lifting over columns before.
+        counterexample: A support (positions of non-zeros) that no assignment to windows can hold, or None.
+    """
+
+    keep: int
+    group: int
+    hw_keep: int
+    hw_window: int
+    starts: tuple[int, ...]
+    expansion: Fraction
+    counterexample: tuple[int, ...] | None
+
+    @property
+    def feasible(self) -> bool:
+        """True when every support of the source fits into the windows."""
+        return self.counterexample is None
+
+    @property
+    def speedup(self) -> Fraction:
+        """Speed-up over dense on hardware whose gain is ``hw_window/hw_keep``; meaningful when feasible."""
+        return Fraction(self.hw_window, self.hw_keep) / self.expansion
+
+    @property
+    def bound(self) -> Fraction:
+        """No decomposition of this source is faster than ``group/keep`` (the paper's Theorem 3)."""
+        return Fraction(self.group, self.keep)
+
+
+def decompose(keep: int, group: int, hw_keep: int = 2, hw_window: int = 4) -> Decomposition:
+    """Slide a ``keep:group`` source over ``hw_keep:hw_window`` hardware and decide whether every support fits.
+
+    Windows start every ``hw_window - hw_keep`` positions (the paper's stride); a last window that would pass the end
+    of the group is moved back to end there. The paper's Theorem 2 asks only for ``windows * hw_keep >= keep``. That is
+    not enough: two windows of 1:4 hardware hold a 2:7 source by that count, yet non-zeros at positions 0 and 1 both lie
+    in window 0 alone. Hall's condition decides: for every set of windows, the positions that only these cover must
+    not hold more non-zeros than they have room for. Windows are intervals, so runs of neighbouring windows suffice
+    (a set with gaps splits into runs, and one of these fails on its own if the set does).
+
+    Args:
+        keep: Non-zeros of the source in a group.
+        group: Columns of the source's group.
+        hw_keep: Non-zeros that the hardware allows in a window.
+        hw_window: Columns of a window.
+
+    Raises:
+        InputError: When a number is out of range, or the source already satisfies the hardware's pattern.
+
+    >>> decompose(6, 8).feasible
+    True
+    >>> decompose(2, 7, 1, 4).counterexample
+    (0, 1)
+    """
+    if not (0 < hw_keep < hw_window <= group and 0 < keep <= group):
+        raise InputError(
+            "cannot slide this source",
+            got=f"{keep}:{group} on {hw_keep}:{hw_window}",
+            needed="0 < keep <= group and 0 < hardware keep < hardware window <= group",
+        )
+    if Fraction(keep, group) < Fraction(hw_keep, hw_window):
+        raise InputError(
+            f"{keep}:{group} is sparser than the hardware's {hw_keep}:{hw_window}",
+            needed="a source at least as dense as the hardware's pattern",
+        )
+    stride = hw_window - hw_keep
+    last = group - hw_window
+    starts = (*range(0, last, stride), last)
+    return Decomposition(
+        keep=keep,
+        group=group,
+        hw_keep=hw_keep,
+        hw_window=hw_window,
+        starts=starts,
+        expansion=Fraction(len(starts) * hw_window, group),
+        counterexample=_hall_violator(keep, group, hw_keep, hw_window, starts),
+    )
+
+
+def _hall_violator(
+    keep: int, group: int, hw_keep: int, hw_window: int, starts: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The smallest support that overfills a run of neighbouring windows, or None."""
+    covering = [[w for w, start in enumerate(starts) if start <= p < start + hw_window] for p in range(group)]
+    for length in range(1, len(starts) + 1):
+        room = length * hw_keep
+        for first in range(len(starts) - length + 1):
+            confined = [p for p in range(group) if first <= covering[p][0] and covering[p][-1] < first + length]
+            if min(keep, len(confined)) > room:
+                return tuple(confined[: room + 1])
+    return None

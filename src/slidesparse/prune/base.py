@@ -1,0 +1,64 @@
+"""What a pruning method is.
+
+A method is asked once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It sees
+their weights and, if it asks for calibration, statistics of that common input, and returns the pruned weights. It may
+change the values that it keeps, as SparseGPT does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linears that read the same input.
+
+    Attributes:
+        weights: Name -> weight [out_i, in], float, unpruned.
+        pattern: The pattern that all of them get.
+        input_gram: ``sum over tokens of x x^T``, float32 [in, in], for methods that need calibration; its diagonal
+            holds the squared column norms that Wanda reads, the whole of it is SparseGPT's Hessian.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    pattern: Pattern
+    input_gram: torch.Tensor | None = None
+
+
+class Pruner(Protocol):
+    """A pruning method."""
+
+    name: str
+    needs_calibration: bool
+
+    def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
+        """Pruned weights by name, each in the type and shape it came in; removed weights are exactly zero."""
+        ...
+
+
+METHODS: dict[str, Callable[[], Pruner]] = {}
+"""Name -> constructor of every known method."""
+
+
+def register(name: str, make: Callable[[], Pruner]) -> None:
+    """Make a method known under ``name``."""
+    METHODS[name] = make
+
+
+def get_pruner(name: str) -> Pruner:
+    """The method of that name.
+
+    Raises:
+        InputError: Listing the known names.
+    """
+    if name not in METHODS:
+        raise InputError("unknown pruning method", got=repr(name), needed=f"one of {', '.join(METHODS)}")
+    return METHODS[name]()

@@ -1,0 +1,29 @@
+"""Magnitude pruning: remove the smallest weights of every group."""
+
+from __future__ import annotations
+
+import torch
+
+from slidesparse.prune.base import Linears, register
+from slidesparse.prune.mask import magnitude_cost, prune_masks
+from slidesparse.support import check_weight
+
+
+class Magnitude:
+    """Keep the largest weights of each group; no calibration."""
+
+    name = "magnitude"
+    needs_calibration = False
+
+    def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
+        """See :class:`slidesparse.prune.base.Pruner`."""
+        for name, weight in linears.weights.items():
+            check_weight(weight, name)
+        masks = prune_masks([magnitude_cost(w) for w in linears.weights.values()], linears.pattern)
+        return {
+            name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+            for (name, weight), mask in zip(linears.weights.items(), masks, strict=True)
+        }
+
+
+register(Magnitude.name, Magnitude)

@@ -1,0 +1,86 @@
+"""From what each removal costs to the mask that costs least.
+
+A *cost* is a non-negative number for every weight: what the output's squared error grows by when that weight alone is
+removed. Magnitude pruning says ``w^2``; Wanda says ``(w * norm of the input column)^2``. The rule below is the same for
+both, and ties are broken by position (the later one goes), so a mask is a function of its costs on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import Pattern
+from slidesparse.support import check_weight, grouped
+
+
+def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
+    """Which weights to keep: bool [out, in], at most ``keep`` in every group that follows the pattern.
+
+    Args:
+        weight: [out, in], any supported type.
+        pattern: Uniform or partial; groups are aligned to column 0.
+        cost: float32 [out, in], what removing each weight costs; ``w^2`` (magnitude pruning) when None.
+
+    >>> prune_mask(torch.tensor([[4.0, 3, 2, 1, 5, 6, 7, 8]]), "6:8").int().tolist()
+    [[1, 1, 0, 0, 1, 1, 1, 1]]
+    """
+    check_weight(weight)
+    return prune_masks([magnitude_cost(weight) if cost is None else cost], pattern)[0]
+
+
+def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
+    """``w^2``, float32 [out, in]."""
+    return weight.to(torch.float32).square()
+
+
+def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:
+    """Masks of linears that read the same input, one for each cost.
+
+    With a uniform pattern they are independent. With a partial one all of them prune the same column groups, those
+    whose pruning costs least over all rows of all linears; else a fused layer (q, k, v; gate, up) would keep hardly any
+    group that follows the pattern.
+
+    Args:
+        costs: float32 [out_i, in] each, one ``in`` for all, non-negative and finite.
+        pattern: Uniform or partial.
+
+    Returns:
+        bool [out_i, in] each.
+    """
+    pattern = Pattern.parse(pattern)
+    columns = {cost.shape[-1] for cost in costs}
+    if len(columns) != 1:
+        raise InputError("linears that read one input differ in columns", got=sorted(columns), needed="one number")
+    for cost in costs:
+        if not bool((cost >= 0).all()) or not bool(torch.isfinite(cost).all()):
+            raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
+    # Padding costs less than anything, so it is left out first and never displaces a weight.
+    by_group = [grouped(cost.to(torch.float32), pattern, fill=-1.0) for cost in costs]
+    drops = [_two_cheapest(groups) for groups in by_group]
+    if not pattern.is_uniform:
+        follows = _cheapest_groups(by_group, drops, pattern)
+        drops = [drop & follows.unsqueeze(-1) for drop in drops]
+    return [~drop.flatten(1)[:, : cost.shape[1]] for drop, cost in zip(drops, costs, strict=True)]
+
+
+def _two_cheapest(groups: torch.Tensor) -> torch.Tensor:
+    """bool like ``groups`` [out, n, 2N]: the two entries of least cost; of equal ones the later."""
+    flipped = groups.flip(-1)  # argmin returns the first of equals
+    first = flipped.argmin(-1, keepdim=True)
+    second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
+    drop = torch.zeros_like(flipped, dtype=torch.bool)
+    return drop.scatter_(-1, first, True).scatter_(-1, second, True).flip(-1)
+
+
+def _cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
+    """bool [n]: the share of column groups whose pruning costs least, summed in float64 so that order does not matter."""
+    n = groups[0].shape[1]
+    total = torch.zeros(n, dtype=torch.float64, device=groups[0].device)
+    for group, drop in zip(groups, drops, strict=True):
+        total += torch.where(drop, group.clamp(min=0), 0.0).sum((0, 2), dtype=torch.float64)
+    follows = torch.zeros(n, dtype=torch.bool, device=total.device)
+    follows[total.argsort(stable=True)[: pattern.following(n)]] = True
+    return follows

@@ -1,0 +1,140 @@
+"""Symmetric 8-bit quantisation: weights per output channel, activations per token.
+
+Activations follow the expressions of vLLM's own kernels, so that a checkpoint gives the same numbers dense in stock
+vLLM and sparse with us. With ``absmax`` over the row, all in float32:
+
+===========  ===============================================  ==================================  ==================
+type         scale stored                                     quantised value                     vLLM kernel
+===========  ===============================================  ==================================  ==================
+int8         ``absmax / 127``                                 ``rint(x * (127 / absmax))``        ``dynamic_scaled_int8_quant`` (w8a8/int8/scaled_quant.cu)
+float8_e4m3  ``max(absmax / 448, 1 / (448 * 512))``           ``e4m3(clamp(x / scale, +-448))``   ``dynamic_per_token_scaled_fp8_quant`` (w8a8/fp8/common.cu)
+===========  ===============================================  ==================================  ==================
+
+Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the same expressions on their rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.support import check_weight
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+TERNARY_MIN_SCALE = 1e-5
+
+QuantName = Literal["int8", "fp8"]
+DtypeName = Literal["int8", "fp8", "bf16", "fp16", "fp32"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+"""The names that options take, and the storage types that they mean."""
+
+QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
+"""Storage types that carry scales."""
+
+
+class Quantised(NamedTuple):
+    """8-bit values and the float32 scales [rows, 1] with which ``values * scale`` gives the numbers back."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """``"int8"``, ``"fp8"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` (or its torch.dtype) -> torch.dtype.
+
+    Raises:
+        InputError: For any other name or type.
+    """
+    dtype = DTYPES.get(name) if isinstance(name, str) else name
+    if dtype not in DTYPES.values():
+        raise InputError("unknown weight type", got=repr(name), needed=f"one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The inverse of :func:`parse_dtype`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """Quantise every row with its own scale.
+
+    Args:
+        x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
+            fault stays visible in what is computed from it.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        values like ``x`` in ``dtype`` and scale float32 [..., 1].
+    """
+    wide = x.to(torch.float32)
+    absmax = wide.abs().amax(-1, keepdim=True)
+    if dtype == torch.int8:
+        inverse = torch.where(absmax == 0, 0.0, INT8_MAX / absmax)
+        # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
+        values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-INT8_MAX - 1, INT8_MAX)
+        return Quantised(values.to(torch.int8), absmax / INT8_MAX)
+    if dtype == torch.float8_e4m3fn:
+        scale = (absmax / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+        return Quantised((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
+    raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
+
+
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight") -> Quantised:
+    """Quantise a weight per output channel; zeros stay zeros.
+
+    Args:
+        weight: [out, in], bfloat16, float16 or float32.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        name: What error messages call the weight.
+
+    Raises:
+        InputError: When the weight holds NaN or Inf, or is no float matrix.
+    """
+    check_weight(weight, name)
+    if weight.dtype in QUANTISED:
+        raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
+    return quantize_rows(weight, dtype)
+
+
+def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
+    """The absmean of a BitNet b1.58 master weight, ``max(mean |w|, 1e-5)``: float32 scalar."""
+    return weight.to(torch.float32).abs().mean().clamp(min=TERNARY_MIN_SCALE)
+
+
+def ternary_weight(
+    weight: torch.Tensor, absmean: torch.Tensor, dtype: torch.dtype = torch.int8, *, name: str = "weight"
+) -> Quantised:
+    """Round a weight to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8.
+
+    ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. The scale is that of the
+    *trained* weight (:func:`ternary_scale`): take it before pruning, which would shift the mean.
+
+    Args:
+        weight: [out, in], float, pruned or not.
+        absmean: float32 scalar.
+        dtype: torch.int8 only.
+        name: What error messages call the weight.
+    """
+    check_weight(weight, name)
+    if dtype != torch.int8:
+        raise InputError("the ternary recipe ends in INT8 storage", got=dtype, needed="int8")
+    values = (weight.to(torch.float32) / absmean).round().clamp(-1, 1).to(torch.int8)
+    return Quantised(values, absmean.to(torch.float32).expand(weight.shape[0], 1).contiguous())
+
+
+def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``values * scale`` in float32: values [..., K], scale [..., 1] or [..., rows] -> float32 [..., K]."""
+    scale = scale if scale.dim() == values.dim() else scale.unsqueeze(-1)
+    return values.to(torch.float32) * scale.to(torch.float32)

@@ -1,0 +1,161 @@
+"""Where a weight's non-zeros are, and which patterns it satisfies.
+
+Everything here reads the *bits* of a weight, so one code serves every type: a value is zero when all of its bits but
+the sign are zero (FP8 and float weights may hold -0.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+from slidesparse.errors import InputError, PatternViolation
+from slidesparse.pattern import DENSE, MAX_GROUP, Pattern
+
+INT_VIEW = {
+    torch.int8: torch.int8,
+    torch.float8_e4m3fn: torch.int8,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+}
+"""Weight types that can be packed, and the integer type of the same width through which they are moved."""
+
+UNIFORM_PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GROUP + 1, 2))
+"""2:4, 4:6, ... 30:32, the sparsest first."""
+
+
+def as_bits(weight: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of the same width; no copy."""
+    return weight.view(INT_VIEW[weight.dtype])
+
+
+def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
+    """bool, like ``weight``: True where a value is neither +0 nor -0."""
+    if weight.dtype == torch.int8:
+        return weight != 0
+    return (as_bits(weight) << 1) != 0
+
+
+def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse a tensor that cannot be a weight: rank, type, K = 0, NaN or Inf.
+
+    Raises:
+        InputError: Naming ``name`` and what is wrong with it.
+    """
+    if weight.dim() != 2:
+        raise InputError(f"{name} has the wrong rank", got=list(weight.shape), needed="[out, in]")
+    if weight.dtype not in INT_VIEW:
+        types = ", ".join(str(t).removeprefix("torch.") for t in INT_VIEW)
+        raise InputError(f"{name} has an unsupported type", got=weight.dtype, needed=f"one of {types}")
+    if weight.shape[1] == 0:
+        raise InputError(f"{name} has no input columns", got=list(weight.shape), needed="[out, in] with in > 0")
+    if weight.dtype == torch.int8:
+        return
+    wide = weight.to(torch.float32) if weight.dtype == torch.float8_e4m3fn else weight
+    bad = wide.numel() - int(torch.isfinite(wide).sum())
+    if bad:
+        raise InputError(f"{name} holds NaN or Inf", got=f"{bad} such values", needed="finite weights")
+
+
+def check_k_offset(pattern: Pattern, k_offset: int) -> None:
+    """Refuse a ``k_offset`` that is not a position inside a group."""
+    if not 0 <= k_offset < pattern.group:
+        raise InputError(f"k_offset of {pattern}", got=k_offset, needed=f"0 to {pattern.group - 1}")
+
+
+def grouped(columns: torch.Tensor, pattern: Pattern, k_offset: int = 0, fill: float = 0) -> torch.Tensor:
+    """Cut the last dimension into aligned groups: [..., K] -> [..., groups, 2N].
+
+    ``k_offset`` columns of ``fill`` stand in front (the shard starts inside a group) and as many at the end as
+    complete the last group.
+    """
+    length = columns.shape[-1]
+    groups = pattern.groups(length, k_offset)
+    back = groups * pattern.group - k_offset - length
+    if k_offset or back:
+        columns = F.pad(columns, (k_offset, back), value=fill)
+    return columns.reshape(*columns.shape[:-1], groups, pattern.group)
+
+
+def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
+    """Non-zeros of every group: [out, in] -> uint8 [out, groups]."""
+    return grouped(is_nonzero(weight), pattern, k_offset).sum(-1, dtype=torch.uint8)
+
+
+def following_groups(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
+    """The column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
+
+    Read back from the zeros alone, so it is a superset of the groups that pruning chose.
+    """
+    if weight.shape[0] == 0:
+        return torch.arange(pattern.groups(weight.shape[1], k_offset), device=weight.device)
+    fullest = group_counts(weight, pattern, k_offset).amax(0)
+    return (fullest <= pattern.keep).nonzero().flatten()
+
+
+def check_groups(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    groups: torch.Tensor | None = None,
+    *,
+    k_offset: int = 0,
+    name: str = "weight",
+) -> None:
+    """Make sure that ``groups`` (all of them when None) obey ``keep:group`` in every row.
+
+    Raises:
+        PatternViolation: Naming the first row and group that do not, and how many there are.
+    """
+    counts = group_counts(weight, pattern, k_offset)
+    if groups is not None:
+        counts = counts[:, groups]
+    bad = (counts > pattern.keep).nonzero()
+    if len(bad):
+        row, column = (int(i) for i in bad[0])
+        group = column if groups is None else int(groups[column])
+        raise PatternViolation(name, pattern.uniform, row, group, int(counts[row, column]), len(bad))
+
+
+def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "weight") -> torch.Tensor:
+    """Make sure that a whole weight [out, in] satisfies its pattern; returns the groups that follow it, int64 [n].
+
+    For a partial pattern at least its share of the column groups must follow.
+
+    Raises:
+        PatternViolation: A uniform pattern is violated.
+        InputError: Too few groups follow a partial pattern.
+    """
+    pattern = Pattern.parse(pattern)
+    everything = torch.arange(pattern.groups(weight.shape[1]), device=weight.device)
+    if pattern.is_uniform:
+        check_groups(weight, pattern, name=name)
+        return everything
+    if pattern == DENSE:
+        return everything[:0]
+    following = following_groups(weight, pattern)
+    total = len(everything)
+    if len(following) < pattern.following(total):
+        raise InputError(
+            f"{name} violates {pattern}",
+            got=f"{len(following)} of {total} column groups that follow {pattern.uniform}",
+            needed=f"at least {pattern.following(total)}",
+            remedy="prune it first (slidesparse.prune_mask)",
+        )
+    return following
+
+
+def tightest_pattern(
+    weight: torch.Tensor, candidates: Iterable[Pattern] = UNIFORM_PATTERNS, k_offset: int = 0
+) -> Pattern | None:
+    """The candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
+
+    Patterns do not nest in general (4:6 can put 8 non-zeros into 10 consecutive columns), so each is tried.
+    """
+    for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):
+        total = pattern.groups(weight.shape[1], k_offset)
+        if len(following_groups(weight, pattern, k_offset)) >= pattern.following(total):
+            return pattern
+    return None

@@ -1,0 +1,117 @@
+"""Which layers of a model are treated, and which of them read the same input.
+
+A layer is found by what it is (``nn.Linear``, large enough, not the output embedding), never by what its name contains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError
+
+MIN_FEATURES = 32
+"""Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The linears of a model.
+
+    Attributes:
+        linears: Module name -> module, of those to be treated, in the model's order.
+        dense: Module name -> why it stays as it is, of all other linears.
+    """
+
+    linears: dict[str, nn.Linear]
+    dense: dict[str, str]
+
+
+def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = False) -> Targets:
+    """Sort the linears of a model into those to be treated and the rest.
+
+    Args:
+        model: May be on the meta device.
+        ignore: Names to leave alone: exact module names, or ``re:`` and a regular expression that the start of a name
+            must match (the convention of compressed-tensors).
+        lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
+
+    Raises:
+        InputError: When an entry of ``ignore`` matches no linear, or nothing is left to treat.
+    """
+    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    get_output = getattr(model, "get_output_embeddings", lambda: None)
+    output = get_output()
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    ignored = set[str]()
+    for entry in ignore:
+        matches = {name for name in named if matches_entry(name, entry)}
+        if not matches:
+            raise InputError(
+                f"ignore entry {entry!r} matches no linear layer", needed=f"a name such as {next(iter(named), '-')}"
+            )
+        ignored |= matches
+
+    def why_dense(name: str, module: nn.Linear) -> str | None:
+        if name in ignored:
+            return "ignored by request"
+        if module is output and (tied or id(module.weight) in embeddings):
+            return "shares its weight with the input embedding"
+        if module is output and not lm_head:
+            return "output embedding"
+        if min(module.in_features, module.out_features) < MIN_FEATURES:
+            return f"smaller than {MIN_FEATURES} features"
+        return None
+
+    reasons = {name: why_dense(name, module) for name, module in named.items()}
+    linears = {name: module for name, module in named.items() if reasons[name] is None}
+    if not linears:
+        raise InputError("the model has no linear layer to treat", got=f"{len(named)} linears, all left dense")
+    return Targets(linears, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def matches_entry(name: str, entry: str) -> bool:
+    """True when a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression)."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    return name == entry
+
+
+def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:
+    """Partition linears by the input tensor that they read.
+
+    Args:
+        model: May be on the meta device: nothing but the identity of tensors is looked at.
+        linears: The linears to partition.
+        run: Runs the model once, on any input.
+
+    Returns:
+        Names, q, k and v of a layer in one list, gate and up in one, most others alone. In the model's order.
+    """
+    seen: dict[str, tuple[object, ...]] = {}
+    alive: list[torch.Tensor] = []  # an input that is freed could lend its identity to another
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0]
+            alive.append(x)
+            seen.setdefault(name, (x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(remember(name)) for name, module in linears.items()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sets: dict[object, list[str]] = {}
+    for name in linears:
+        sets.setdefault(seen.get(name, name), []).append(name)
+    return list(sets.values())
