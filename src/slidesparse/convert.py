@@ -55,7 +55,7 @@ def sets_to_prune(
     Raises:
         InputError: When members of a set that must agree have different patterns, or the model cannot be run.
     """
-    coupled = {name for name, p in patterns.items() if pruner.needs_calibration or not (p.is_uniform or p == DENSE)}
+    coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
     if not coupled:
         return [[name] for name in linears]
     if run is None:

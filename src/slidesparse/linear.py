@@ -106,7 +106,7 @@ class SlideLinear(nn.Module):
         return [getattr(self, name) for name in self._operand_names]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Multiply: x [..., in] -> [..., out]."""
         if x.shape[-1] != self.in_features:
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         tokens = x.reshape(-1, self.in_features)
@@ -122,7 +122,8 @@ class SlideLinear(nn.Module):
         y = ops.gemm(
             lifted, scale, self.operand, self.weight_scale, self.bias, self.out_features, x.dtype, self.backend
         )
-        return y.reshape(*x.shape[:-1], self.out_features)
+        out: torch.Tensor = y.reshape(*x.shape[:-1], self.out_features)
+        return out
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:
         # model.half() must not round an FP8 weight or a float32 scale: take the device of fn's result, keep the type.
@@ -130,7 +131,8 @@ class SlideLinear(nn.Module):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        return self
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""

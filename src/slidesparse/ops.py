@@ -5,6 +5,9 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from slidesparse.errors import InputError
@@ -15,7 +18,7 @@ from slidesparse.slide import gather
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
-def _define(name: str, schema: str, kernel: object, fake: object) -> None:
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)

@@ -3,12 +3,10 @@
 Activations follow the expressions of vLLM's own kernels, so that a checkpoint gives the same numbers dense in stock
 vLLM and sparse with us. With ``absmax`` over the row, all in float32:
 
-===========  ===============================================  ==================================  ==================
-type         scale stored                                     quantised value                     vLLM kernel
-===========  ===============================================  ==================================  ==================
-int8         ``absmax / 127``                                 ``rint(x * (127 / absmax))``        ``dynamic_scaled_int8_quant`` (w8a8/int8/scaled_quant.cu)
-float8_e4m3  ``max(absmax / 448, 1 / (448 * 512))``           ``e4m3(clamp(x / scale, +-448))``   ``dynamic_per_token_scaled_fp8_quant`` (w8a8/fp8/common.cu)
-===========  ===============================================  ==================================  ==================
+- int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
+  ``csrc/quantization/w8a8/int8/scaled_quant.cu``.
+- float8_e4m3fn: stores ``scale = max(absmax / 448, 1 / (448 * 512))``, quantises to ``e4m3(clamp(x / scale, +-448))``;
+  kernel ``dynamic_per_token_scaled_fp8_quant`` in ``csrc/quantization/w8a8/fp8/common.cu``.
 
 Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the same expressions on their rows.
 """
@@ -57,7 +55,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
         InputError: For any other name or type.
     """
     dtype = DTYPES.get(name) if isinstance(name, str) else name
-    if dtype not in DTYPES.values():
+    if dtype is None or dtype not in DTYPES.values():
         raise InputError("unknown weight type", got=repr(name), needed=f"one of {', '.join(DTYPES)}")
     return dtype
 

@@ -21,7 +21,7 @@ from slidesparse.errors import InputError
 from slidesparse.pattern import STRIDE, WINDOW, WINDOW_KEEP, Pattern
 from slidesparse.support import INT_VIEW, as_bits, check_k_offset, grouped, is_nonzero
 
-# -- the two positions left out of a group, and the code that names them ------------------------------------------------
+# -- the two positions left out of a group, and the code that names them -------------------------------------------
 
 
 def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ def decode(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Te
     return a, b
 
 
-# -- compress: a group's kept values and its code ------------------------------------------------------------------------
+# -- compress: a group's kept values and its code ------------------------------------------------------------------
 
 
 def compress(groups: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +88,7 @@ def decompress(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> to
     return torch.where((at == a) | (at == b), 0, shifted).view(values.dtype)
 
 
-# -- the 2:4 form ----------------------------------------------------------------------------------------------------------
+# -- the 2:4 form --------------------------------------------------------------------------------------------------
 
 
 def window_indices(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
@@ -118,7 +118,7 @@ def expand(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.
     return slid.flatten(-2).view(values.dtype)
 
 
-# -- activations -----------------------------------------------------------------------------------------------------------
+# -- activations ---------------------------------------------------------------------------------------------------
 
 
 def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Tensor:
@@ -142,7 +142,8 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
     if x.dtype not in INT_VIEW:
         raise InputError("cannot lift this type", got=x.dtype, needed="int8, fp8 e4m3, bf16, fp16 or fp32")
     groups = grouped(as_bits(x), pattern, k_offset)
-    return groups.unfold(-1, WINDOW, STRIDE).flatten(-3).view(x.dtype)
+    windows: torch.Tensor = groups.unfold(-1, WINDOW, STRIDE)
+    return windows.flatten(-3).view(x.dtype)
 
 
 def gather(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:

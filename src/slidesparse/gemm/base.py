@@ -19,7 +19,7 @@ from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
-"""What a backend's kernel reads of a weight, in the backend's own layout; plain tensors, so that they can be buffers."""
+"""What a backend's kernel reads of a weight, in the backend's own layout: plain tensors, which can be buffers."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The rule, in full: an explicit choice is taken or refused with its reason. ``auto`` takes the first accelerated backend
 that can run the problem; where none can, the dense weight runs (``fallback="dense"``), or the reference on the packed
-one (``fallback="none"``). A choice carries its reason, and nothing is chosen in silence: ``slidesparse info`` prints it.
+one (``fallback="none"``). A choice carries its reason; ``slidesparse info`` prints what each backend answers.
 """
 
 from __future__ import annotations

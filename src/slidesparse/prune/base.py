@@ -1,8 +1,8 @@
 """What a pruning method is.
 
-A method is asked once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It sees
-their weights and, if it asks for calibration, statistics of that common input, and returns the pruned weights. It may
-change the values that it keeps, as SparseGPT does.
+A method is asked once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It
+sees their weights and, if it asks for calibration, statistics of that common input, and returns the pruned weights. It
+may change the values that it keeps, as SparseGPT does.
 """
 
 from __future__ import annotations

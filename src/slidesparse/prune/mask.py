@@ -67,7 +67,7 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
 
 
 def _two_cheapest(groups: torch.Tensor) -> torch.Tensor:
-    """bool like ``groups`` [out, n, 2N]: the two entries of least cost; of equal ones the later."""
+    """The two entries of least cost, of equal ones the later: bool like ``groups`` [out, n, 2N]."""
     flipped = groups.flip(-1)  # argmin returns the first of equals
     first = flipped.argmin(-1, keepdim=True)
     second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
@@ -76,7 +76,7 @@ def _two_cheapest(groups: torch.Tensor) -> torch.Tensor:
 
 
 def _cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
-    """bool [n]: the share of column groups whose pruning costs least, summed in float64 so that order does not matter."""
+    """The share of column groups whose pruning costs least over all rows of all weights: bool [n]."""
     n = groups[0].shape[1]
     total = torch.zeros(n, dtype=torch.float64, device=groups[0].device)
     for group, drop in zip(groups, drops, strict=True):
