@@ -8,6 +8,7 @@
 from slidesparse.convert import sparsify_
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.linear import SlideLinear
+from slidesparse.loading import load
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -26,6 +27,7 @@ __all__ = [
     "SlideSparseError",
     "UnsupportedError",
     "lift",
+    "load",
     "pack",
     "prune_mask",
     "sparsify_",

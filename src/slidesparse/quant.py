@@ -106,6 +106,21 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "we
     return quantize_rows(weight, dtype)
 
 
+def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round a weight with a scale that is given: the inverse of :func:`dequantize`, exact on values that came from it.
+
+    Args:
+        weight: float32 [out, in].
+        scale: [out, 1], positive where the row is not zero.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+    """
+    scale = scale.to(torch.float32)
+    units = torch.where(scale == 0, 0.0, weight / scale)
+    if dtype == torch.int8:
+        return units.round().clamp(-INT8_MAX - 1, INT8_MAX).to(dtype)
+    return units.clamp(-FP8_MAX, FP8_MAX).to(dtype)
+
+
 def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
     """The absmean of a BitNet b1.58 master weight, ``max(mean |w|, 1e-5)``: float32 scalar."""
     return weight.to(torch.float32).abs().mean().clamp(min=TERNARY_MIN_SCALE)

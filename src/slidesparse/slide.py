@@ -105,8 +105,8 @@ def metadata(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     The encoding of ``mma.sp`` and ``wgmma.mma_async.sp`` for 4-wide windows (PTX ISA, "Sparse matrix storage"); legal
     nibbles are 4, 8, C, 9, D, E.
     """
-    index = window_indices(code, pattern).unflatten(-1, (-1, WINDOW_KEEP))
-    return index[..., 0] | index[..., 1] << 2
+    first, second = window_indices(code, pattern).unflatten(-1, (-1, WINDOW_KEEP)).unbind(-1)
+    return first | second << 2
 
 
 def expand(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
@@ -142,8 +142,9 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
     if x.dtype not in INT_VIEW:
         raise InputError("cannot lift this type", got=x.dtype, needed="int8, fp8 e4m3, bf16, fp16 or fp32")
     groups = grouped(as_bits(x), pattern, k_offset)
-    windows: torch.Tensor = groups.unfold(-1, WINDOW, STRIDE)
-    return windows.flatten(-3).view(x.dtype)
+    windows = groups.unfold(-1, WINDOW, STRIDE)
+    lifted: torch.Tensor = windows.flatten(-3).view(x.dtype)
+    return lifted
 
 
 def gather(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
 
     def why_dense(name: str, module: nn.Linear) -> str | None:
         if name in ignored:
-            return "ignored by request"
+            return "on the ignore list"
         if module is output and (tied or id(module.weight) in embeddings):
             return "shares its weight with the input embedding"
         if module is output and not lm_head:

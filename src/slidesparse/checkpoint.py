@@ -1,0 +1,221 @@
+"""Safetensors checkpoints on disk: read one tensor at a time, write one tensor at a time.
+
+Reading goes through the safetensors library, with a file opened for each tensor so that its pages can be dropped again.
+Writing does not: the library wants all tensors of a file in memory, and a shard may be larger than that. The format is
+eight bytes of header length, a JSON header, the data; since all shapes are known before, the header goes first and the
+tensors follow in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slidesparse.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+STORED_NAMES = {
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Type (safetensors' name) and shape of a tensor on disk."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the data."""
+        if self.dtype not in ITEM_BYTES:
+            raise CheckpointError("type of a stored tensor", got=self.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Checkpoint:
+    """A Hugging Face checkpoint in a local folder.
+
+    Attributes:
+        path: The folder.
+        config: config.json.
+        shards: File name -> tensor name -> type and shape, in file order.
+        files: Tensor name -> file name.
+
+    Raises:
+        CheckpointError: When the folder, config.json, the index or a shard is missing, damaged or inconsistent.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"no checkpoint folder at {self.path}", needed="a local folder with config.json")
+        self.config = read_json(self.path / "config.json")
+        index_path = self.path / INDEX_FILE
+        promised: dict[str, str] = {}
+        if (self.path / SINGLE_FILE).exists():
+            names = [SINGLE_FILE]
+        elif index_path.exists():
+            promised = read_json(index_path).get("weight_map") or {}
+            if not isinstance(promised, dict) or not promised:
+                raise CheckpointError(f"{index_path} has no weight_map")
+            names = sorted(set(promised.values()))
+        else:
+            raise CheckpointError(
+                f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}",
+                remedy="convert the weights to safetensors first",
+            )
+        self.shards = {name: self._read_header(self.path / name) for name in names}
+        self.files = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
+        for tensor, name in promised.items():
+            if tensor not in self.shards[name]:
+                raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
+
+    @staticmethod
+    def _read_header(path: Path) -> dict[str, Stored]:
+        if not path.exists():
+            raise CheckpointError(f"shard {path} is missing")
+        with _opened(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+    def stored(self, name: str) -> Stored:
+        """Type and shape of a tensor."""
+        return self.shards[self.files[name]][name]
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor."""
+        with _opened(self.path / self.files[name], device) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
+
+
+class _opened:
+    """``safe_open`` with damage reported as a CheckpointError that names the file."""
+
+    def __init__(self, path: Path, device: str | torch.device = "cpu") -> None:
+        self.path, self.device = path, str(device)
+
+    def __enter__(self) -> Any:
+        try:
+            self.file = safe_open(self.path, framework="pt", device=self.device)
+            return self.file.__enter__()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} is damaged or truncated", got=str(error)) from error
+
+    def __exit__(self, *exception: Any) -> None:
+        self.file.__exit__(*exception)
+
+
+class TensorWriter:
+    """Writes one safetensors file, tensor by tensor, in any order.
+
+    The file appears under its name only when it is complete and on disk; until then it is ``NAME.tmp``.
+
+    Args:
+        path: The file.
+        tensors: Name -> type and shape of everything that will be written.
+        metadata: Strings for the header's ``__metadata__``.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None) -> None:
+        self.path, self.missing, self.tensors = path, set(tensors), tensors
+        # The library's own order: wide types first, so that every tensor is aligned to its type.
+        order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name in order:
+            begin, end = end, end + tensors[name].n_bytes
+            self.offsets[name] = begin
+            header[name] = {
+                "dtype": tensors[name].dtype,
+                "shape": list(tensors[name].shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.data_start = 8 + len(text)
+        self.temporary = path.with_name(path.name + ".tmp")
+        self.file = open(self.temporary, "wb")  # noqa: SIM115 - closed by __exit__
+        self.file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor, which must have the type and shape announced."""
+        stored = self.tensors[name]
+        n_bytes = tensor.numel() * tensor.element_size()
+        if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape:
+            raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
+        self.file.seek(self.data_start + self.offsets[name])
+        if n_bytes:
+            self.file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self.missing.discard(name)
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.file.close()
+            self.temporary.unlink(missing_ok=True)
+            return
+        if self.missing:
+            raise ValueError(f"not written to {self.path}: {sorted(self.missing)}")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.temporary.rename(self.path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: When the file is missing or holds anything else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read", got=str(error)) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}", got=type(value).__name__, needed="a JSON object")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object and wait until it is on disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

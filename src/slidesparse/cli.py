@@ -1,0 +1,121 @@
+"""The command line: argument parsing and printing, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slidesparse.errors import InputError, SlideSparseError
+from slidesparse.prune.base import METHODS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it worked, 1 with one line on standard error when it did not, 2 for wrong usage."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except SlideSparseError as error:
+        print(f"slidesparse: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("slidesparse: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("--json", action="store_true", help="print JSON instead of text")
+        sub.set_defaults(command=command)
+        return sub
+
+    add("info", _info, "Show the GPU, the libraries, and which backends can run here.")
+
+    demo = add("demo", _demo, "Prune a real trained model, prove exactness, and show what each pattern costs.")
+    demo.add_argument(
+        "--plot", type=Path, default=Path("slidesparse-demo.png"), help="where the plot goes (%(default)s)"
+    )
+    demo.add_argument("--device", default=None, help="cpu or cuda (default: cuda when there is one)")
+
+    prune = add("prune", _prune, "Prune and quantise a local Hugging Face checkpoint.")
+    prune.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
+    prune.add_argument("destination", type=Path, metavar="DST", help="folder to make")
+    prune.add_argument("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
+    prune.add_argument("--dtype", help="int8 or fp8; bf16 or fp16 to prune only (default: that of a quantised source)")
+    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="(default: %(default)s)")
+    prune.add_argument("--recipe", default="absmax", choices=("absmax", "ternary"), help="ternary: BitNet b1.58")
+    prune.add_argument(
+        "--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)"
+    )
+    prune.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        metavar="NAME=PATTERN",
+        help="another pattern for a layer (name or re:...)",
+    )
+    prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
+
+    inspect = add("inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
+    inspect.add_argument("path", type=Path, metavar="PATH")
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    from slidesparse import info
+
+    found = info.collect()
+    print(json.dumps(found, indent=2) if options.json else info.describe(found))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    import torch
+
+    from slidesparse.demo import run_demo
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    report = run_demo(device=device)
+    report.save_plot(options.plot)
+    print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
+
+    pairs = [entry.rpartition("=") for entry in options.layer]
+    if any(not name for name, _, _ in pairs):
+        raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN")
+    summary = prune_checkpoint(
+        options.source,
+        options.destination,
+        PruneOptions(
+            pattern=options.pattern,
+            dtype=options.dtype,
+            method=options.method,
+            recipe=options.recipe,
+            ignore=tuple(options.ignore),
+            layers={name: pattern for name, _, pattern in pairs},
+            lm_head=options.lm_head,
+        ),
+    )
+    print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from slidesparse.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(options.path)
+    print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())
+    return 0 if inspection.ok else 1

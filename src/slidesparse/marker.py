@@ -1,0 +1,148 @@
+"""The ``slidesparse_config`` key of a checkpoint's config.json, and the ``quantization_config`` beside it.
+
+A checkpoint of ours is an ordinary compressed-tensors one with this key added at the top, which others ignore::
+
+    "slidesparse_config": {
+      "version": 1,
+      "pattern": "6:8",
+      "ignore": ["lm_head"],
+      "layers": {"model.layers.0.mlp.down_proj": "8:10"}
+    }
+
+``ignore`` lists every linear that was left alone. ``layers`` lists exceptions to ``pattern``, by exact name; a layer
+that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips what it does
+not understand computes something else than what was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.pattern import Pattern
+
+KEY = "slidesparse_config"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a checkpoint says about its sparsity.
+
+    Attributes:
+        pattern: The common pattern.
+        ignore: Linears that were left alone, by exact name.
+        layers: Exact name -> pattern, where it is not the common one.
+    """
+
+    pattern: Pattern
+    ignore: tuple[str, ...] = ()
+    layers: Mapping[str, Pattern] = field(default_factory=dict)
+
+    def pattern_of(self, name: str) -> Pattern:
+        """The pattern of a treated layer."""
+        return self.layers.get(name, self.pattern)
+
+    def to_config(self) -> dict[str, Any]:
+        """The value of the key, ready for JSON."""
+        layers = {name: str(pattern) for name, pattern in self.layers.items()}
+        return {"version": VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
+        """Read the key from a whole config.json; None when it is not there.
+
+        Raises:
+            CheckpointError: Unknown version, unknown or missing key, or a value of the wrong kind.
+        """
+        value = config.get(KEY)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise CheckpointError(KEY, got=type(value).__name__, needed="an object")
+        if value.get("version") != VERSION:
+            raise CheckpointError(
+                f"version of {KEY}", got=repr(value.get("version")), needed=str(VERSION), remedy="upgrade slidesparse"
+            )
+        known = {"version", "pattern", "ignore", "layers"}
+        unknown, missing = sorted(value.keys() - known), sorted(known - value.keys())
+        if unknown or missing:
+            raise CheckpointError(
+                f"keys of {KEY}", got=f"unknown {unknown}, missing {missing}", needed=str(sorted(known))
+            )
+        ignore, layers = value["ignore"], value["layers"]
+        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+            raise CheckpointError(f"ignore of {KEY}", got=repr(ignore), needed="a list of names")
+        if not isinstance(layers, Mapping):
+            raise CheckpointError(f"layers of {KEY}", got=repr(layers), needed="an object: name -> pattern")
+        try:
+            exceptions = {name: Pattern.parse(text) for name, text in layers.items()}
+            return cls(Pattern.parse(value["pattern"]), tuple(ignore), exceptions)
+        except InputError as error:
+            raise CheckpointError(f"{KEY}: {error}") from error
+
+
+def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
+    """The compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
+
+    Args:
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        ignore: Linears that are not quantised, by exact name.
+    """
+    is_int = dtype == torch.int8
+    common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}
+    weights = {**common, "strategy": "channel", "dynamic": False}
+    activations = {**common, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if is_int else "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ignore,
+        "config_groups": {"group_0": group},
+    }
+
+
+def quantised_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
+
+    Raises:
+        CheckpointError: A scheme that we do not treat, or a ``sparsity_config`` (vLLM refuses those).
+    """
+    value = config.get("quantization_config") or config.get("compression_config")
+    if value is None:
+        return None
+    if value.get("sparsity_config"):
+        raise CheckpointError(
+            "the checkpoint has a sparsity_config, which vLLM no longer loads",
+            remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
+        )
+    method = value.get("quant_method")
+    groups = list((value.get("config_groups") or {}).values())
+    if method != "compressed-tensors" or len(groups) != 1:
+        raise CheckpointError(
+            "quantisation of the source",
+            got=f"{method}, {len(groups)} config groups",
+            needed="none, or compressed-tensors W8A8 with one group",
+        )
+    weights, activations = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    found = {
+        "targets": groups[0].get("targets"),
+        "weights": (weights.get("num_bits"), weights.get("type"), weights.get("strategy"), weights.get("symmetric")),
+        "activations": (activations.get("num_bits"), activations.get("strategy"), activations.get("dynamic")),
+    }
+    for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
+        needed = {"targets": ["Linear"], "weights": (8, kind, "channel", True), "activations": (8, "token", True)}
+        if found == needed:
+            return dtype
+    raise CheckpointError(
+        "quantisation scheme of the source",
+        got=str(found),
+        needed="8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers",
+    )
