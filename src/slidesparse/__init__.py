@@ -5,15 +5,19 @@
 '4/3'
 """
 
+from typing import TYPE_CHECKING, Any
+
 from slidesparse.convert import sparsify_
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.linear import SlideLinear
-from slidesparse.loading import load
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import lift
 from slidesparse.support import tightest_pattern
+
+if TYPE_CHECKING:
+    from slidesparse.loading import load
 
 __version__ = "0.1.0"
 
@@ -33,3 +37,12 @@ __all__ = [
     "sparsify_",
     "tightest_pattern",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Reading files needs safetensors and transformers; computing with weights needs torch alone.
+    if name == "load":
+        from slidesparse.loading import load
+
+        return load
+    raise AttributeError(f"module 'slidesparse' has no attribute {name!r}")

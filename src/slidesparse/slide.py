@@ -106,7 +106,8 @@ def metadata(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     nibbles are 4, 8, C, 9, D, E.
     """
     first, second = window_indices(code, pattern).unflatten(-1, (-1, WINDOW_KEEP)).unbind(-1)
-    return first | second << 2
+    nibble: torch.Tensor = first | second << 2
+    return nibble
 
 
 def expand(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
