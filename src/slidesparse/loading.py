@@ -12,7 +12,7 @@ from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
-from slidesparse.marker import KEY, Marker, quantised_dtype
+from slidesparse.marker import KEY, Marker, quantisation_dtype
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.skeleton import model_class, tensor_prefixes
@@ -45,7 +45,7 @@ def load(
     marker = Marker.from_config(checkpoint.config)
     if marker is None:
         raise CheckpointError(f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8")
-    quantised = quantised_dtype(checkpoint.config) is not None
+    quantised = quantisation_dtype(checkpoint.config) is not None
     model = _empty_model(checkpoint)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in marker.ignore}
     prefixes = tensor_prefixes(model, checkpoint, linears)

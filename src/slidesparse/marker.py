@@ -109,7 +109,7 @@ def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]
     }
 
 
-def quantised_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 from slidesparse.checkpoint import INDEX_FILE, SINGLE_FILE, STORED_NAMES, Checkpoint, Stored, TensorWriter, write_json
 from slidesparse.convert import layer_patterns, run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.marker import KEY, Marker, quantised_dtype, quantization_config
+from slidesparse.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.prune import Linears, get_pruner
@@ -126,7 +126,7 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path)
-    plan = {"options": asdict(options), "source": _fingerprint(checkpoint)}
+    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
@@ -289,7 +289,7 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
             )
         if options.recipe != "ternary":
             raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
-    source = None if bitnet else quantised_dtype(config)
+    source = None if bitnet else quantisation_dtype(config)
     if source is not None and (options.recipe == "ternary" or wanted not in (None, source)):
         raise InputError(
             "the source is quantised already and is not rounded twice",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,8 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial), _no_space_is_ours(partial):
         plan_path = partial / PLAN_FILE
-        if plan_path.exists() and read_json(plan_path) != dict(plan):
+        untouched = not any(partial.iterdir())
+        if not untouched and (not plan_path.exists() or read_json(plan_path) != json.loads(json.dumps(plan))):
             raise CheckpointError(
                 f"{partial} holds the unfinished output of another run (other options or another source)",
                 remedy=f"remove {partial} and run again",
