@@ -63,8 +63,13 @@ def test_compressed_tensors_accepts_our_config() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [("weights", "num_bits", 4), ("weights", "strategy", "tensor"), ("weights", "symmetric", False)]
-    + [("input_activations", "dynamic", False), ("input_activations", "strategy", "tensor")],
+    [
+        ("weights", "num_bits", 4),
+        ("weights", "strategy", "tensor"),
+        ("weights", "symmetric", False),
+        ("input_activations", "dynamic", False),
+        ("input_activations", "strategy", "tensor"),
+    ],
 )
 def test_other_schemes_are_refused(path: tuple[str, str, Any]) -> None:
     config = copy.deepcopy(quantization_config(torch.int8, []))

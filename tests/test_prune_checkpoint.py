@@ -399,7 +399,7 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(kept, tmp_path / "s/model.safetensors")
-    with pytest.raises(CheckpointError, match="model.norm.weight"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         slidesparse.load(tmp_path / "s")
 
 
