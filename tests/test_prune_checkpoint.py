@@ -296,7 +296,7 @@ def test_destination_in_the_way(tmp_path: Path) -> None:
     assert not (tmp_path / "m/inside.partial").exists()
 
 
-# -- when it is interrupted ------------------------------------------------------------------------------------------
+# -- when it is interrupted ----------------------------------------------------------------------------------------
 
 
 def test_disk_too_small_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-# -- loading what is not right -----------------------------------------------------------------------------------------
+# -- loading what is not right -------------------------------------------------------------------------------------
 
 
 def spoil(path: Path, name: str, value: torch.Tensor) -> None:
@@ -403,7 +403,7 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------------
 
 PEAK_LIMIT = 900_000_000
 """Bytes. Importing torch and transformers takes about 400 MB of it."""

@@ -1,0 +1,59 @@
+"""What the README says is run, or compared with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from slidesparse.cli import main
+from slidesparse.pattern import Pattern
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [text for found, text in BLOCKS if found == language]
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2")
+    (prune,) = (text for text in blocks("bash") if text.startswith("slidesparse prune"))
+    for line in prune.splitlines():
+        assert main(line.split()[1:]) == 0
+    (load,) = (text for text in blocks("python") if "ss.load" in text)
+    exec(load, {})
+
+
+def test_python_block_runs() -> None:
+    (text,) = (text for text in blocks("python") if "ss.pack" in text)
+    torch.manual_seed(0)
+    exec(text, {})
+
+
+def test_commands_exist() -> None:
+    for command in re.findall(r"^slidesparse (\w+)|`slidesparse (\w+)", README, re.MULTILINE):
+        with pytest.raises(SystemExit) as stop:
+            main([command[0] or command[1], "--help"])
+        assert stop.value.code == 0
+
+
+@pytest.mark.parametrize(("pattern", "share"), [("4:6", "0.83"), ("6:8", "0.94"), ("8:10", "1.00")])
+def test_memory_figures(pattern: str, share: str) -> None:
+    assert f"{float(Pattern.parse(pattern).bytes_per_weight('2:4')):.2f}" == share
+    assert f"{share} of dense 8-bit at {pattern}" in README or f"{share} at {pattern}" in README
+
+
+def test_linked_files_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
