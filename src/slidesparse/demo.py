@@ -36,8 +36,6 @@ PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
 
 DTYPES: tuple[QuantName, ...] = ("int8", "fp8")
 
-DEFAULT_PLOT = Path("slidesparse-demo.png")
-
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
 
