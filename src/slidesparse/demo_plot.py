@@ -13,7 +13,7 @@ from slidesparse.errors import InputError
 from slidesparse.pattern import DENSE
 
 if TYPE_CHECKING:
-    from slidesparse.demo import DemoReport, DemoRow
+    from slidesparse.demo_report import DemoReport, DemoRow
 
 SERIES = {"int8": ("INT8", "#0072b2", "o", 9.0), "fp8": ("FP8", "#e69f00", "s", 5.0)}
 """dtype -> label, colour (told apart by colour-blind readers), marker, and its size: the smaller one lies on top."""
