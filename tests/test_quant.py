@@ -28,6 +28,8 @@ ROWS = {
     "absmax 1e-3": lambda: 1e-3 * torch.rand(7, 96).clamp(min=0.01),
     "one outlier": lambda: torch.cat([torch.randn(5, 95), torch.full((5, 1), 3e4)], 1),
     "subnormal": lambda: torch.rand(5, 96) * 1e-40,
+    # Half of absmax is 63.5 steps: where it goes depends on the last bit of 127 / absmax.
+    "half of absmax": lambda: (torch.rand(999, 1) + 1) * torch.tensor([[0.5, -0.5, 1.0, 0.25]]),
     "ties": lambda: torch.arange(-127, 128).repeat(2, 1) / 2,
 }
 
