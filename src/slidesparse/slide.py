@@ -106,7 +106,8 @@ def metadata(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     nibbles are 4, 8, C, 9, D, E.
     """
     index = window_indices(code, pattern).unflatten(-1, (-1, WINDOW_KEEP))
-    return index[..., 0] | index[..., 1] << 2
+    nibbles: torch.Tensor = index[..., 0] | index[..., 1] << 2
+    return nibbles
 
 
 def expand(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
