@@ -32,7 +32,7 @@ def sparse_int8(out: int, columns: int, keep: int, group: int, seed: int = 0) ->
 
 
 def greedy_slide(row: Sequence[int], n: int) -> tuple[list[int], list[bool]]:
-    """The paper's offline packer (its appendix, "Greedy Residual Allocation"): the slid row and which columns it used."""
+    """The paper's offline packer ("Greedy Residual Allocation"): the slid row, and which columns it used."""
     groups = len(row) // (2 * n)
     slid = [0] * (4 * (n - 1) * groups)
     used = [False] * len(row)
