@@ -78,8 +78,8 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     """
     wide = x.to(torch.float32)
     absmax = wide.abs().amax(-1, keepdim=True)
-    # Divisions take tensors on both sides: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as t * (1 / 127),
-    # which rounds twice and moves the ties at half of absmax.
+    # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
+    # t * (1 / 127). That rounds twice, and values at half of absmax would go to the other neighbour.
     if dtype == torch.int8:
         limit = torch.full_like(absmax, INT8_MAX)
         inverse = torch.where(absmax == 0, 0.0, limit / absmax)
