@@ -204,7 +204,7 @@ def test_state_dict_round_trip(dtype: str, backend: str) -> None:
 def test_from_linear_prunes_only_when_asked() -> None:
     linear = nn.Linear(16, 4)
     before = linear.weight.detach().clone()
-    with pytest.raises(PatternViolation, match="layers.0.q_proj violates 6:8 at row 0"):
+    with pytest.raises(PatternViolation, match=r"layers\.0\.q_proj violates 6:8 at row 0"):
         SlideLinear.from_linear(linear, "6:8", name="layers.0.q_proj")
     pruned = copy.deepcopy(linear)
     with torch.no_grad():
