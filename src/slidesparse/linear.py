@@ -107,7 +107,7 @@ class SlideLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]."""
-        if x.shape[-1] != self.in_features:
+        if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         tokens = x.reshape(-1, self.in_features)
         scale: torch.Tensor | None = None

@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import STRIDE, WINDOW, Pattern
-from slidesparse.slide import compress, decompress, expand, gather, lift, metadata
+from slidesparse.slide import compress, decompress, expand, gather, metadata
 from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped
 
 
@@ -126,8 +126,6 @@ class PackedWeight:
 
     def lift(self, x: torch.Tensor) -> torch.Tensor:
         """Activations [..., in] -> [..., K'], to be multiplied by :meth:`columns`."""
-        if self.pattern.is_uniform:
-            return lift(x, self.pattern, self.k_offset)
         return gather(x, self.column_map())
 
 

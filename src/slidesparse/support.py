@@ -108,9 +108,16 @@ def check_groups(
 
     Raises:
         PatternViolation: Naming the first row and group that do not, and how many there are.
+        InputError: When ``groups`` are not ascending groups of this weight: a repeated one would count twice.
     """
     counts = group_counts(weight, pattern, k_offset)
     if groups is not None:
+        bounded = F.pad(F.pad(groups, (1, 0), value=-1), (0, 1), value=counts.shape[1])
+        misplaced = (bounded.diff() <= 0).nonzero().flatten()
+        if len(misplaced):
+            last = counts.shape[1] - 1
+            got = f"{int(bounded[misplaced[0] + 1])} after {int(bounded[misplaced[0]])}"
+            raise InputError(f"column groups of {name}", got=got, needed=f"ascending numbers from 0 to {last}")
         counts = counts[:, groups]
     bad = (counts > pattern.keep).nonzero()
     if len(bad):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.errors import InputError
 
@@ -41,8 +42,10 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
         lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
 
     Raises:
-        InputError: When an entry of ``ignore`` matches no linear, or nothing is left to treat.
+        InputError: When an entry of ``ignore`` matches no linear or is malformed, or nothing is left to treat.
     """
+    if isinstance(model, nn.Linear):
+        raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
     named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     get_output = getattr(model, "get_output_embeddings", lambda: None)
     output = get_output()
@@ -60,6 +63,8 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
     def why_dense(name: str, module: nn.Linear) -> str | None:
         if name in ignored:
             return "on the ignore list"
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            return "nn.MultiheadAttention reads its weight without calling it"
         if module is output and (tied or id(module.weight) in embeddings):
             return "shares its weight with the input embedding"
         if module is output and not lm_head:
@@ -76,10 +81,17 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
 
 
 def matches_entry(name: str, entry: str) -> bool:
-    """True when a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression)."""
-    if entry.startswith("re:"):
+    """True when a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
+
+    Raises:
+        InputError: When what follows ``re:`` is no regular expression.
+    """
+    if not entry.startswith("re:"):
+        return name == entry
+    try:
         return re.match(entry.removeprefix("re:"), name) is not None
-    return name == entry
+    except re.error as error:
+        raise InputError(f"entry {entry!r} is no regular expression", got=error) from error
 
 
 def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object]) -> list[list[str]]:

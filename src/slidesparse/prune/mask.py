@@ -13,7 +13,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.support import check_weight, grouped
+from slidesparse.support import check_weight, grouped, is_nonzero
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,12 +28,19 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
     [[1, 1, 0, 0, 1, 1, 1, 1]]
     """
     check_weight(weight)
-    return prune_masks([magnitude_cost(weight) if cost is None else cost], pattern)[0]
+    if cost is None:
+        cost = magnitude_cost(weight)
+    elif cost.shape != weight.shape:
+        raise InputError("pruning cost", got=list(cost.shape), needed=f"{list(weight.shape)}, as the weight")
+    return prune_masks([cost], pattern)[0]
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
-    """``w^2``, float32 [out, in]."""
-    return weight.to(torch.float32).square()
+    """``w^2``, float32 [out, in], zero for zeros only."""
+    # Squares of tiny weights vanish in float32: they would tie with zeros and lose. Those of huge ones overflow.
+    limits = torch.finfo(torch.float32)
+    square = weight.to(torch.float32).square().clamp(limits.tiny, limits.max)
+    return torch.where(is_nonzero(weight), square, 0.0)
 
 
 def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:

@@ -1,0 +1,124 @@
+"""Independent, slow definitions that the suite compares the package with: numpy and plain Python, no package code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+
+def supports(size: int, most: int) -> np.ndarray:
+    """Every 0/1 row of ``size`` positions with at most ``most`` ones: bool [n, size]."""
+    rows = (np.arange(2**size)[:, None] >> np.arange(size)) & 1
+    return rows[rows.sum(1) <= most].astype(bool)
+
+
+def random_int8(support: np.ndarray, seed: int = 0) -> torch.Tensor:
+    """Random non-zero int8 values, both extremes included, on a support; zeros elsewhere."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-128, 127, support.shape)
+    values[values >= 0] += 1
+    return torch.from_numpy((values * support).astype(np.int8))
+
+
+def sparse_int8(out: int, columns: int, keep: int, group: int, seed: int = 0) -> torch.Tensor:
+    """A random int8 weight with exactly ``keep`` non-zeros in every whole group aligned to column 0."""
+    rng = np.random.default_rng(seed)
+    groups = -(-columns // group)
+    order = rng.random((out, groups, group)).argsort(-1)
+    return random_int8((order < keep).reshape(out, groups * group)[:, :columns], seed)
+
+
+def greedy_slide(row: Sequence[int], n: int) -> tuple[list[int], list[bool]]:
+    """The paper's offline packer ("Greedy Residual Allocation"): the slid row, and which columns it used."""
+    groups = len(row) // (2 * n)
+    slid = [0] * (4 * (n - 1) * groups)
+    used = [False] * len(row)
+    for g in range(groups):
+        for window in range(n - 1):
+            start, count = 2 * n * g + 2 * window, 0
+            for delta in range(4):
+                if row[start + delta] != 0 and not used[start + delta] and count < 2:
+                    slid[(n - 1) * 4 * g + 4 * window + delta] = row[start + delta]
+                    used[start + delta] = True
+                    count += 1
+    return slid, used
+
+
+def lift_row(x: Sequence[int], n: int) -> list[int]:
+    """The paper's Psi: the four columns of every window, one group after the other."""
+    return [
+        x[2 * n * g + 2 * window + delta]
+        for g in range(len(x) // (2 * n))
+        for window in range(n - 1)
+        for delta in range(4)
+    ]
+
+
+def places_all(support: Iterable[int], starts: Sequence[int], window: int, room: int) -> bool:
+    """True when every position finds a place in a window that covers it: bipartite matching by augmenting paths."""
+    held: list[list[int]] = [[] for _ in starts]
+
+    def place(position: int, tried: set[int]) -> bool:
+        for w, start in enumerate(starts):
+            if start <= position < start + window and w not in tried:
+                tried.add(w)
+                if len(held[w]) < room:
+                    held[w].append(position)
+                    return True
+                for i, other in enumerate(held[w]):
+                    if place(other, tried):
+                        held[w][i] = position
+                        return True
+        return False
+
+    return all(place(position, set()) for position in support)
+
+
+def all_supports(size: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Every set of at most ``most`` of ``size`` positions. Those of exactly ``most`` contain all others."""
+    return itertools.combinations(range(size), most)
+
+
+def vllm_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``dynamic_scaled_int8_quant`` of vLLM in numpy float32: x [M, K] -> int8 [M, K], scale [M, 1]."""
+    x = x.astype(np.float32)
+    absmax = np.abs(x).max(1, keepdims=True, initial=np.float32(0))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.where(absmax == 0, np.float32(0), np.float32(127) / absmax)
+        scaled = np.rint(x * inverse)
+    # cvt.rni.sat.s8.f32: NaN (0 * inf, in a subnormal row) becomes 0, the rest saturates.
+    values = np.clip(np.where(np.isnan(scaled), np.float32(0), scaled), -128, 127).astype(np.int8)
+    return values, absmax / np.float32(127)
+
+
+def e4m3_values() -> np.ndarray:
+    """All finite non-negative float8_e4m3fn numbers, by their definition, ascending: float64 [127]."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+
+
+def vllm_fp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``dynamic_per_token_scaled_fp8_quant`` of vLLM: x [M, K] -> values as float64 [M, K], scale float32 [M, 1]."""
+    x = x.astype(np.float32)
+    absmax = np.abs(x).max(1, keepdims=True, initial=np.float32(0))
+    scale = np.maximum(absmax / np.float32(448), np.float32(1 / (448 * 512)))
+    target = np.clip(x / scale, np.float32(-448), np.float32(448)).astype(np.float64)
+    grid = e4m3_values()
+    magnitude = np.abs(target)
+    upper = np.clip(np.searchsorted(grid, magnitude), 1, 126)
+    below, above = magnitude - grid[upper - 1], grid[upper] - magnitude
+    # On a tie the code with an even last bit wins: codes are consecutive, so that is the even index.
+    up = (above < below) | ((above == below) & (upper % 2 == 0))
+    return np.copysign(np.where(up, grid[upper], grid[upper - 1]), target), scale
+
+
+def scaled_product(
+    accumulator: np.ndarray, scale_x: np.ndarray, scale_w: np.ndarray, bias: np.ndarray | None
+) -> np.ndarray:
+    """vLLM's epilogue in float32: accumulator [M, out] int64, scale_x [M, 1], scale_w [out] -> float32 [M, out]."""
+    y = scale_x * (scale_w.reshape(1, -1) * accumulator.astype(np.float32))
+    return y if bias is None else y + bias.astype(np.float32)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from oracles import scaled_product, sparse_int8
+from tolerances import assert_product
+
+from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
+from slidesparse.gemm import BACKENDS, Backend, Problem, get_backend, select
+from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
+from slidesparse.slide import gather
+
+PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
+
+
+def test_int8_product_is_exact_where_float32_would_round() -> None:
+    # 3 blocks of the largest product, 2^14 each: beyond 2^24, odd numbers included, float32 holds no longer.
+    columns = 3 * EXACT_BLOCK + 5
+    x = torch.full((2, columns), -128, dtype=torch.int8)
+    weight = torch.full((3, columns), -128, dtype=torch.int8)
+    x[1, 0], weight[1, 0] = 127, 127
+    exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert exact.max() > 2**24
+    assert exact[1, 1] % 2 == 1
+    result = product(x, weight)
+    assert result.dtype == torch.int32
+    assert np.array_equal(result.numpy(), exact)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_epilogue_is_vllms(out_dtype: torch.dtype, biased: bool) -> None:
+    accumulator = torch.randint(-(2**30), 2**30, (7, 12), dtype=torch.int32)
+    scale_x, scale_w = torch.rand(7, 1) * 1e-4, torch.rand(12) * 1e-4
+    bias = torch.randn(12, dtype=torch.bfloat16) if biased else None
+    y = apply_scales(accumulator, scale_x, scale_w, bias, out_dtype)
+    expected = scaled_product(
+        accumulator.numpy().astype(np.int64),
+        scale_x.numpy(),
+        scale_w.numpy(),
+        None if bias is None else bias.float().numpy(),
+    )
+    assert torch.equal(y, torch.from_numpy(expected).to(out_dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("text", ["6:8", "4:6@50%", "dense"])
+def test_every_backend_multiplies_what_it_prepared(backend: str, text: str) -> None:
+    weight = torch.randint(1, 128, (9, 77), dtype=torch.int8)
+    weight = weight * prune_mask(weight, text)
+    packed = pack(weight, text, scale=torch.rand(9))
+    chosen = get_backend(backend)
+    if chosen.why_not(Problem(packed.pattern, torch.int8, 9, 77, packed.device)) is not None:
+        pytest.skip("this backend cannot run on a CPU; it has tests of its own")
+    x = torch.randint(-128, 128, (5, 77), dtype=torch.int8)
+    lifted = gather(x, chosen.layout.column_map(packed))
+    scale_x = torch.rand(5, 1)
+    y = chosen.matmul(lifted, scale_x, chosen.prepare(packed), packed.scale, None, torch.float32)
+    exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert packed.scale is not None
+    assert np.array_equal(y.numpy(), scaled_product(exact, scale_x.numpy(), packed.scale.numpy(), None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+def test_float_products_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype, backend: str) -> None:
+    weight = torch.randn(16, 250)
+    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
+    x = torch.randn(7, 250).to(dtype)
+    packed = pack(weight, "6:8")
+    chosen = get_backend(backend)
+    lifted = gather(x, chosen.layout.column_map(packed))
+    y = chosen.matmul(lifted, None, chosen.prepare(packed), None, None, out_dtype)
+    wide_x, wide_w = x.to(torch.float64), weight.to(torch.float64)
+    assert_product(y, wide_x @ wide_w.T, wide_x.abs() @ wide_w.abs().T, dtype)
+
+
+def test_layouts_say_how_columns_are_padded() -> None:
+    packed = pack(sparse_int8(4, 21, 6, 8), "6:8")
+    assert get_backend("reference").layout.column_map(packed).tolist() == packed.column_map().tolist()
+    assert get_backend("dense").layout.column_map(packed).tolist() == list(range(21))
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+class _Fast(Reference):
+    name = "fast"
+    accelerated = True
+
+    def why_not(self, problem: Problem) -> str | None:
+        return "it needs a K of 32 at least" if problem.in_features < 32 else None
+
+
+def _know_only(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], Backend]) -> None:
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for name, make in backends.items():
+        monkeypatch.setitem(BACKENDS, name, make)
+
+
+def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense)
+    assert select(PROBLEM).backend.name == "dense"
+    assert select(PROBLEM, fallback="none").backend.name == "reference"
+
+
+def test_auto_takes_the_first_accelerated_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, fast=_Fast)
+    able = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cpu"))
+    assert select(able).backend.name == "fast"
+    choice = select(PROBLEM, fallback="none")
+    assert choice.backend.name == "reference"
+    assert choice.reason == "fast: it needs a K of 32 at least"
+
+
+def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "fast", _Fast)
+    with pytest.raises(UnsupportedError, match="it needs a K of 32 at least") as error:
+        select(PROBLEM, "fast")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("cutlas",), "unknown backend; got 'cutlas'"), (("auto", "maybe"), "unknown fallback; got 'maybe'")],
+)
+def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        select(PROBLEM, *arguments)
+    assert "dense" in str(error.value)
+    assert "\n" not in str(error.value)

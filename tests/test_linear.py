@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from oracles import scaled_product, sparse_int8, vllm_fp8, vllm_int8
+from tolerances import assert_product
+from torch import nn
+
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, ops, pack, prune_mask
+from slidesparse.quant import quantize_weight
+from slidesparse.slide import gather
+from slidesparse.support import following_groups
+
+ACTIVATIONS = [torch.bfloat16, torch.float16, torch.float32]
+BACKENDS = ["reference", "dense"]
+K, OUT = 93, 24  # no multiple of any group
+
+STRIDES = {
+    "contiguous": lambda m, k: torch.randn(m, k),
+    "transposed": lambda m, k: torch.randn(k, m).T,
+    "every other column": lambda m, k: torch.randn(m, 2 * k)[:, ::2],
+}
+
+
+def _pruned_linear(pattern: str, bias: bool = True, k: int = K) -> nn.Linear:
+    linear = nn.Linear(k, OUT, bias=bias)
+    with torch.no_grad():
+        linear.weight *= prune_mask(linear.weight, pattern)
+        linear.weight[3] = 0
+        linear.weight[5] *= 1e-3 / linear.weight[5].abs().max()
+    return linear
+
+
+def _with_hard_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A zero row and one of absmax 1e-3 among every three."""
+    x[1::3] = 0
+    x[2::3] *= 1e-3 / x[2::3].abs().amax(-1, keepdim=True)
+    return x.to(dtype)
+
+
+def _vllm(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    """The layer by vLLM's formulas in numpy: INT8 operands, int64 product, float32 scales, one rounding."""
+    xq, scale_x = vllm_int8(x.float().numpy())
+    wq, scale_w = vllm_int8(linear.weight.detach().float().numpy())
+    bias = None if linear.bias is None else linear.bias.detach().float().numpy()
+    y = scaled_product(xq.astype(np.int64) @ wq.astype(np.int64).T, scale_x, scale_w, bias)
+    return torch.from_numpy(y).to(x.dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "14:16", "30:32", "4:6@50%"])
+@pytest.mark.parametrize("m", [0, 1, 7, 199])
+@pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
+def test_int8_is_vllms_dense_layer_bit_for_bit(dtype: torch.dtype, m: int, pattern: str, backend: str) -> None:
+    linear = _pruned_linear(pattern)
+    layer = SlideLinear.from_linear(linear, pattern, "int8", backend=backend)
+    x = _with_hard_rows(torch.randn(m, K), dtype)
+    y = layer(x)
+    assert y.dtype == dtype
+    assert torch.equal(y, _vllm(x, linear))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_with_any_strides_and_leading_dimensions(strides: str, bias: bool, backend: str) -> None:
+    linear = _pruned_linear("6:8", bias)
+    layer = SlideLinear.from_linear(linear, "6:8", backend=backend)
+    x = STRIDES[strides](14, K).to(torch.bfloat16)
+    expected = _vllm(x, linear)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x.unflatten(0, (2, 7))).flatten(0, 1), expected)
+    assert torch.equal(layer(x[0]), expected[0])
+    assert layer(x[:0].reshape(3, 0, K)).shape == (3, 0, OUT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(("start", "columns"), [(0, 41), (5, 60), (41, 52), (92, 1), (64, 29)])
+@pytest.mark.parametrize("pattern", ["6:8", "14:16", "4:6@50%"])
+def test_int8_of_a_shard(pattern: str, start: int, columns: int, dtype: torch.dtype, backend: str) -> None:
+    linear = _pruned_linear(pattern, bias=False)
+    values, scale = quantize_weight(linear.weight.detach(), torch.int8)
+    shard = values[:, start : start + columns]
+    k_offset = start % Pattern.parse(pattern).group
+    groups = following_groups(shard, Pattern.parse(pattern), k_offset)
+    layer = SlideLinear(pack(shard, pattern, scale=scale, k_offset=k_offset, groups=groups), backend=backend)
+    x = _with_hard_rows(torch.randn(7, columns), dtype)
+    xq, scale_x = vllm_int8(x.float().numpy())
+    accumulator = xq.astype(np.int64) @ shard.numpy().astype(np.int64).T
+    expected = scaled_product(accumulator, scale_x, scale.numpy(), None)
+    assert torch.equal(layer(x), torch.from_numpy(expected).to(dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_int32_accumulator_is_the_dense_one(backend: str) -> None:
+    # With scales of one the float32 output is the accumulator, exactly while it stays below 2^24.
+    weight = sparse_int8(OUT, 900, 6, 8)
+    layer = SlideLinear(pack(weight, "6:8", scale=torch.ones(OUT)), backend=backend)
+    xq = torch.randint(-128, 128, (199, 900), dtype=torch.int8)
+    exact = xq.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert np.abs(exact).max() < 2**24
+    lifted = gather(xq, layer.column_map)
+    y = ops.gemm(lifted, torch.ones(199, 1), layer.operand, layer.weight_scale, None, OUT, torch.float32, backend)
+    assert np.array_equal(y.numpy().astype(np.int64), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "4:6@50%"])
+@pytest.mark.parametrize("m", [0, 1, 7, 199])
+@pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
+def test_fp8_stays_within_the_table(dtype: torch.dtype, m: int, pattern: str, backend: str) -> None:
+    linear = _pruned_linear(pattern)
+    layer = SlideLinear.from_linear(linear, pattern, "fp8", backend=backend)
+    x = _with_hard_rows(torch.randn(m, K), dtype)
+    xq, scale_x = vllm_fp8(x.float().numpy())
+    wq, scale_w = vllm_fp8(linear.weight.detach().numpy())
+    scales = scale_x.astype(np.float64) * scale_w.astype(np.float64).T
+    bias = linear.bias.detach().double()
+    exact = torch.from_numpy(xq @ wq.T * scales) + bias
+    magnitude = torch.from_numpy(np.abs(xq) @ np.abs(wq).T * scales) + bias.abs()
+    y = layer(x)
+    assert y.dtype == dtype
+    assert_product(y, exact, magnitude, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ACTIVATIONS, ids=str)
+def test_unquantised_weights(dtype: torch.dtype, backend: str) -> None:
+    linear = _pruned_linear("6:8").to(dtype)
+    layer = SlideLinear.from_linear(linear, "6:8", dtype, backend=backend)
+    x = torch.randn(7, K).to(dtype)
+    wide_x, wide_w, bias = x.double(), linear.weight.detach().double(), linear.bias.detach().double()
+    exact = wide_x @ wide_w.T + bias
+    magnitude = wide_x.abs() @ wide_w.abs().T + bias.abs()
+    assert_product(layer(x), exact, magnitude, dtype)
+
+
+# -- torch.compile and the operators -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_is_eager(dtype: str, backend: str) -> None:
+    torch._dynamo.reset()
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+    # aot_eager traces through the fakes as every backend of torch.compile does, and needs no C++ compiler.
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in (7, 2, 199, 0):
+        x = torch.randn(m, K)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def _arguments(op: str) -> tuple[object, ...]:
+    x = torch.randn(5, K)
+    values = quantize_weight(_pruned_linear("6:8").weight.detach(), torch.int8)
+    packed = pack(values.values, "6:8", scale=values.scale)
+    column_map = packed.column_map(16)
+    if op == "lift":
+        return x, column_map
+    if op == "quantize_lift":
+        return x, column_map, torch.int8
+    xq, scale_x = ops.quantize_lift(x, packed.column_map(), torch.int8)
+    return xq, scale_x, [packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.bfloat16, "reference"
+
+
+@pytest.mark.parametrize("op", ["quantize_lift", "lift", "gemm"])
+def test_operators_keep_their_contract(op: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, _arguments(op))
+
+
+# -- the module ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
+def test_casting_a_model_leaves_the_layer_alone(dtype: str, move: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.LayerNorm(K), SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype))
+    before = copy.deepcopy(model[1].state_dict())
+    x = torch.randn(7, K)
+    y = model[1](x)
+    move(model)
+    assert model[0].weight.dtype != torch.float32
+    after = model[1].state_dict()
+    assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in before.items()}
+    assert torch.equal(model[1](x), y)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_dict_round_trip(dtype: str, backend: str) -> None:
+    source = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+    target = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+    x = torch.randn(7, K).to(torch.bfloat16)
+    assert not torch.equal(source(x), target(x))
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(source(x), target(x))
+
+
+def test_from_linear_prunes_only_when_asked() -> None:
+    linear = nn.Linear(16, 4)
+    before = linear.weight.detach().clone()
+    with pytest.raises(PatternViolation, match=r"layers\.0\.q_proj violates 6:8 at row 0"):
+        SlideLinear.from_linear(linear, "6:8", name="layers.0.q_proj")
+    pruned = copy.deepcopy(linear)
+    with torch.no_grad():
+        pruned.weight *= prune_mask(pruned.weight, "6:8")
+    x = torch.randn(3, 16)
+    asked = SlideLinear.from_linear(linear, "6:8", method="magnitude")
+    assert torch.equal(asked(x), SlideLinear.from_linear(pruned, "6:8")(x))
+    assert torch.equal(linear.weight, before)
+
+
+def test_a_layer_describes_itself() -> None:
+    text = repr(SlideLinear.from_linear(_pruned_linear("4:6@50%"), "4:6@50%", "fp8", backend="reference"))
+    assert text == (
+        f"SlideLinear(in_features={K}, out_features={OUT}, bias=True, pattern=4:6@50%, dtype=fp8, backend=reference)"
+    )
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_activations(dtype: str, bad: float) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype)
+    x = torch.randn(3, K)
+    x[1, 4] = bad
+    with pytest.raises(InputError, match="activations hold NaN or Inf") as error:
+        layer(x)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "x"),
+    [
+        ("int8", torch.zeros(3, K + 1)),
+        ("int8", torch.zeros(3, K, dtype=torch.float64)),
+        ("int8", torch.zeros(3, K, dtype=torch.int8)),
+        ("bf16", torch.zeros(3, K)),
+        ("int8", torch.tensor(1.0)),
+    ],
+)
+def test_activations_that_do_not_fit(dtype: str, x: torch.Tensor) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype)
+    with pytest.raises(InputError, match=r"activations of SlideLinear; got .*; needed") as error:
+        layer(x)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "6_8"}, "not a pattern"),
+        ({"dtype": "int4"}, "unknown weight type"),
+        ({"method": "random"}, "unknown pruning method"),
+        ({"backend": "cuda"}, "unknown backend"),
+        ({"fallback": "slow"}, "unknown fallback"),
+    ],
+)
+def test_bad_options(options: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        SlideLinear.from_linear(_pruned_linear("6:8"), **{"pattern": "6:8", **options})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_weights(bad: float) -> None:
+    linear = _pruned_linear("6:8")
+    with torch.no_grad():
+        linear.weight[0, 0] = bad
+    with pytest.raises(InputError, match="k_proj holds NaN or Inf"):
+        SlideLinear.from_linear(linear, "6:8", name="k_proj")
+
+
+def test_weights_that_overflow_their_storage_type() -> None:
+    linear = _pruned_linear("6:8")
+    with torch.no_grad():
+        linear.weight[0, linear.weight[0].abs().argmax()] = 1e6
+    with pytest.raises(InputError, match="k_proj holds NaN or Inf"):
+        SlideLinear.from_linear(linear, "6:8", "fp16", name="k_proj")
+
+
+def test_scales_belong_to_quantised_weights() -> None:
+    with pytest.raises(InputError, match="without a scale"):
+        SlideLinear(pack(torch.zeros(4, 8, dtype=torch.int8), "6:8"))
+    with pytest.raises(InputError, match="with a scale"):
+        SlideLinear(pack(torch.zeros(4, 8), "6:8", scale=torch.ones(4)))

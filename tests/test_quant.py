@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import e4m3_values, vllm_fp8, vllm_int8
+from tolerances import DEQUANTISED
+
+from slidesparse import InputError
+from slidesparse.quant import (
+    DTYPES,
+    FP8_MIN_SCALE,
+    dequantize,
+    dtype_name,
+    parse_dtype,
+    quantize_rows,
+    quantize_weight,
+    ternary_scale,
+    ternary_weight,
+)
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+ROWS = {
+    "gaussian": lambda: torch.randn(7, 96),
+    "zero": lambda: torch.zeros(2, 96),
+    "absmax 1e-3": lambda: 1e-3 * torch.rand(7, 96).clamp(min=0.01),
+    "one outlier": lambda: torch.cat([torch.randn(5, 95), torch.full((5, 1), 3e4)], 1),
+    "subnormal": lambda: torch.rand(5, 96) * 1e-40,
+    # Half of absmax is 63.5 steps: where it goes depends on the last bit of 127 / absmax.
+    "half of absmax": lambda: (torch.rand(999, 1) + 1) * torch.tensor([[0.5, -0.5, 1.0, 0.25]]),
+    "ties": lambda: torch.arange(-127, 128).repeat(2, 1) / 2,
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_int8_follows_vllm_bit_for_bit(rows: str, dtype: torch.dtype) -> None:
+    x = ROWS[rows]().to(dtype)
+    values, scale = quantize_rows(x, torch.int8)
+    expected, expected_scale = vllm_int8(x.float().numpy())
+    assert scale.dtype == torch.float32
+    assert np.array_equal(values.numpy(), expected)
+    assert np.array_equal(scale.numpy(), expected_scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_fp8_follows_vllm_bit_for_bit(rows: str, dtype: torch.dtype) -> None:
+    x = ROWS[rows]().to(dtype)
+    values, scale = quantize_rows(x, torch.float8_e4m3fn)
+    expected, expected_scale = vllm_fp8(x.float().numpy())
+    assert values.dtype == torch.float8_e4m3fn
+    assert np.array_equal(values.to(torch.float64).numpy(), expected)
+    assert np.array_equal(scale.numpy(), expected_scale)
+
+
+def test_the_oracles_e4m3_is_torchs() -> None:
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert np.array_equal(codes.to(torch.float64).numpy(), e4m3_values())
+
+
+@pytest.mark.parametrize("storage", DEQUANTISED, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", ["gaussian", "zero", "absmax 1e-3", "one outlier"])
+def test_dequantising_gives_the_input_back(rows: str, dtype: torch.dtype, storage: torch.dtype) -> None:
+    x = ROWS[rows]().to(dtype)
+    back = dequantize(*quantize_rows(x, storage))
+    absmax = x.float().abs().amax(-1, keepdim=True)
+    assert bool(((back - x.float()).abs() <= DEQUANTISED[storage] * absmax).all())
+
+
+@given(exponent=st.integers(-126, 120), seed=st.integers(0, 2**31))
+def test_int8_follows_vllm_at_any_magnitude(exponent: int, seed: int) -> None:
+    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    values, scale = quantize_rows(x, torch.int8)
+    expected, expected_scale = vllm_int8(x.numpy())
+    assert np.array_equal(values.numpy(), expected)
+    assert np.array_equal(scale.numpy(), expected_scale)
+
+
+def test_zero_rows() -> None:
+    values, scale = quantize_rows(torch.zeros(1, 8), torch.int8)
+    assert (values.tolist(), scale.tolist()) == ([[0] * 8], [[0.0]])
+    values, scale = quantize_rows(torch.zeros(1, 8), torch.float8_e4m3fn)
+    assert not values.view(torch.int8).any()
+    assert scale.item() == np.float32(FP8_MIN_SCALE)
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_faulty_row_stays_visible_and_alone(storage: torch.dtype, bad: float) -> None:
+    x = torch.randn(2, 8)
+    x[0, 3] = bad
+    back = dequantize(*quantize_rows(x, storage))
+    assert bool(back[0].isnan().any())
+    assert bool(back[1].isfinite().all())
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_no_rows_and_leading_dimensions(storage: torch.dtype) -> None:
+    values, scale = quantize_rows(torch.zeros(0, 8), storage)
+    assert (values.shape, scale.shape) == ((0, 8), (0, 1))
+    x = torch.randn(2, 3, 8)
+    values, scale = quantize_rows(x, storage)
+    flat, flat_scale = quantize_rows(x.flatten(0, 1), storage)
+    assert torch.equal(values.flatten(0, 1).view(torch.int8), flat.view(torch.int8))
+    assert torch.equal(scale.flatten(0, 1), flat_scale)
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_weights_keep_their_zeros(storage: torch.dtype) -> None:
+    weight = torch.randn(16, 64)
+    weight[:, ::3] = 0
+    values, scale = quantize_weight(weight, storage)
+    assert not values[:, ::3].to(torch.float32).any()
+    assert scale.shape == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.full((2, 4), float("nan")), "k_proj holds NaN or Inf; got 8"),
+        (torch.zeros(2, 4, dtype=torch.int8), "k_proj is quantised already"),
+        (torch.zeros(2, 0), "k_proj has no input columns"),
+        (torch.zeros(4), "k_proj has the wrong rank"),
+    ],
+)
+def test_weights_that_cannot_be_quantised(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        quantize_weight(weight, torch.int8, name="k_proj")
+    assert "\n" not in str(error.value)
+
+
+def test_quantising_to_another_type() -> None:
+    with pytest.raises(InputError, match="cannot quantise"):
+        quantize_rows(torch.zeros(1, 4), torch.uint8)
+
+
+# -- BitNet b1.58 --------------------------------------------------------------------------------------------------
+
+
+def test_ternary_is_bitnets_absmean() -> None:
+    weight = torch.randn(16, 64).to(torch.bfloat16)
+    wide = weight.float().numpy()
+    absmean = np.abs(wide).mean(dtype=np.float64)
+    scale = ternary_scale(weight)
+    # A mean of 1024 float32 numbers: pairwise sums err by a few ulp.
+    assert abs(scale.item() - absmean) <= 2.0**-20 * absmean
+    values, channel_scale = ternary_weight(weight, scale)
+    assert values.dtype == torch.int8
+    assert np.array_equal(values.numpy(), np.clip(np.rint(wide / np.float32(scale.item())), -1, 1))
+    assert torch.equal(channel_scale, scale.expand(16, 1))
+
+
+def test_ternary_of_nothing() -> None:
+    assert ternary_scale(torch.zeros(4, 8)).item() == np.float32(1e-5)
+    assert not ternary_weight(torch.zeros(4, 8), ternary_scale(torch.zeros(4, 8))).values.any()
+
+
+def test_ternary_ends_in_int8() -> None:
+    with pytest.raises(InputError, match="INT8 storage"):
+        ternary_weight(torch.ones(4, 8), torch.tensor(1.0), torch.float8_e4m3fn)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_types() -> None:
+    for name, dtype in DTYPES.items():
+        assert parse_dtype(name) == parse_dtype(dtype) == dtype
+        assert dtype_name(dtype) == name
+
+
+@pytest.mark.parametrize("name", ["int4", "INT8", "", torch.float64, None])
+def test_unknown_type(name: object) -> None:
+    with pytest.raises(InputError, match="unknown weight type") as error:
+        parse_dtype(name)
+    assert "int8, fp8, bf16, fp16, fp32" in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import random_int8, sparse_int8
+
+from slidesparse import InputError, Pattern, PatternViolation, tightest_pattern
+from slidesparse.support import (
+    INT_VIEW,
+    check_groups,
+    check_pattern,
+    check_weight,
+    following_groups,
+    group_counts,
+    grouped,
+    is_nonzero,
+)
+
+FLOATS = [dtype for dtype in INT_VIEW if dtype.is_floating_point]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zero_is_a_matter_of_bits(dtype: torch.dtype) -> None:
+    smallest = torch.ones(1, dtype=INT_VIEW[dtype]).view(dtype)  # the smallest subnormal
+    values = torch.cat(
+        [torch.tensor([0.0, -0.0, 1.0, -1.0]).to(dtype).view(INT_VIEW[dtype]), smallest.view(INT_VIEW[dtype])]
+    )
+    assert is_nonzero(values.view(dtype)).tolist() == [False, False, True, True, True]
+
+
+def test_int8_minimum_is_not_zero() -> None:
+    # All bits but the sign are zero, as in -0.0.
+    assert is_nonzero(torch.tensor([-128, 0, 1], dtype=torch.int8)).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_weights_are_refused(dtype: torch.dtype, bad: float) -> None:
+    if (dtype == torch.float8_e4m3fn and bad != bad) or dtype != torch.float8_e4m3fn:
+        weight = torch.tensor([[1.0, bad, bad, 0.0]]).to(dtype)
+        with pytest.raises(InputError, match="proj holds NaN or Inf; got 2 ") as error:
+            check_weight(weight, "proj")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(4), "proj has the wrong rank"),
+        (torch.zeros(2, 4, 4), "proj has the wrong rank"),
+        (torch.zeros(4, 8, dtype=torch.float64), "proj has an unsupported type; got torch.float64"),
+        (torch.zeros(4, 8, dtype=torch.int32), "proj has an unsupported type"),
+        (torch.zeros(4, 0), "proj has no input columns"),
+    ],
+)
+def test_malformed_weights_are_refused(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        check_weight(weight, "proj")
+    assert "\n" not in str(error.value)
+
+
+@given(columns=st.integers(1, 40), n=st.integers(2, 16), data=st.data())
+def test_groups_are_cut_at_the_parents_boundaries(columns: int, n: int, data: st.DataObject) -> None:
+    pattern = Pattern(2 * n - 2, 2 * n)
+    k_offset = data.draw(st.integers(0, 2 * n - 1))
+    parent = [-1] * k_offset + list(range(columns))
+    parent += [-1] * (-len(parent) % (2 * n))
+    cut = grouped(torch.arange(columns), pattern, k_offset, fill=-1)
+    assert cut.tolist() == [parent[i : i + 2 * n] for i in range(0, len(parent), 2 * n)]
+
+
+def test_violation_names_tensor_row_group_and_count() -> None:
+    weight = sparse_int8(5, 32, 6, 8)
+    weight[3, 16:24] = 1
+    weight[4, 8:15] = 1
+    with pytest.raises(PatternViolation) as error:
+        check_pattern(weight, "6:8", name="layers.7.mlp.down_proj")
+    e = error.value
+    assert (e.tensor, e.row, e.group, e.count, e.violations) == ("layers.7.mlp.down_proj", 3, 2, 8, 2)
+    for part in ("layers.7.mlp.down_proj", "6:8", "row 3", "group 2", "8 non-zeros", "at most 6", "2 such groups"):
+        assert part in str(e)
+    assert "\n" not in str(e)
+
+
+def test_violation_in_chosen_groups_names_the_group_of_the_weight() -> None:
+    weight = sparse_int8(2, 32, 6, 8)
+    weight[1, 24:] = 1
+    check_groups(weight, Pattern(6, 8), torch.tensor([0, 2]))
+    with pytest.raises(PatternViolation) as error:
+        check_groups(weight, Pattern(6, 8), torch.tensor([2, 3]))
+    assert (error.value.row, error.value.group, error.value.count) == (1, 3, 8)
+
+
+def test_counts_and_followers() -> None:
+    support = np.array([[1, 1, 1, 0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 1, 1, 1, 1]], dtype=bool)
+    weight = random_int8(support)
+    pattern = Pattern(4, 6)
+    assert group_counts(weight, pattern).tolist() == [[5, 3], [3, 4]]
+    assert following_groups(weight, pattern).tolist() == [1]
+    # Shifted by two columns the groups are [0:4], [4:10].
+    assert group_counts(weight, pattern, 2).tolist() == [[3, 5], [2, 5]]
+    assert following_groups(weight, pattern, 2).tolist() == [0]
+    assert following_groups(weight[:0], pattern).tolist() == [0, 1]
+
+
+def test_partial_pattern_needs_its_share() -> None:
+    weight = sparse_int8(3, 60, 4, 6)
+    weight[0, :24] = 1  # groups 0 to 3 of 10 are dense
+    assert check_pattern(weight, "4:6@60%").tolist() == [4, 5, 6, 7, 8, 9]
+    assert check_pattern(weight, "4:6@33.33%").tolist() == [4, 5, 6, 7, 8, 9]
+    assert check_pattern(weight, "dense").tolist() == []
+    with pytest.raises(InputError, match="6 of 10 column groups") as error:
+        check_pattern(weight, "4:6@60.01%", name="q")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_tightest_pattern(n: int) -> None:
+    # Every group full to the brim, so that nothing sparser holds.
+    assert tightest_pattern(sparse_int8(64, 480, 2 * n - 2, 2 * n)) == Pattern(2 * n - 2, 2 * n)
+
+
+def test_tightest_pattern_of_extremes() -> None:
+    assert tightest_pattern(torch.ones(4, 32)) is None
+    assert tightest_pattern(torch.zeros(4, 32)) == Pattern(2, 4)
+    half = sparse_int8(4, 60, 4, 6)
+    half[0, :30] = 1
+    candidates = [Pattern.parse(text) for text in ("4:6", "4:6@50%", "4:6@20%")]
+    assert tightest_pattern(half, candidates) == Pattern.parse("4:6@50%")
+
+
+def test_patterns_do_not_nest() -> None:
+    # Two neighbouring 4:6 groups may hold eight non-zeros in a row: that is no 6:8.
+    weight = random_int8(np.array([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]], dtype=bool))
+    check_pattern(weight, "4:6")
+    assert tightest_pattern(weight, k_offset=0) == Pattern(4, 6)
+    shard = weight[:, 2:]
+    with pytest.raises(PatternViolation):
+        check_pattern(shard, "6:8")
