@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, prune_mask, sparsify_
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, SlideSparseError, prune_mask, sparsify_
 from slidesparse.convert import layer_patterns, run_once
 from slidesparse.support import following_groups
 from slidesparse.targets import find_targets, input_sets
@@ -135,7 +136,7 @@ def test_names_decide_nothing() -> None:
 
 def test_ignore() -> None:
     targets = find_targets(_llama(), ignore=["model.layers.0.mlp.up_proj", r"re:.*\.o_proj", "lm_head"])
-    assert [name for name, why in targets.dense.items() if why == "ignored by request"] == [
+    assert [name for name, why in targets.dense.items() if why == "on the ignore list"] == [
         "model.layers.0.self_attn.o_proj",
         "model.layers.0.mlp.up_proj",
         "model.layers.1.self_attn.o_proj",
@@ -330,3 +331,19 @@ def test_a_faulty_weight_is_named(bad: float) -> None:
         model.model.layers[1].mlp.up_proj.weight[3, 4] = bad
     with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj holds NaN or Inf"):
         sparsify_(model, "6:8")
+
+
+@pytest.mark.parametrize("options", [{"backend": "warp"}, {"method": None}, {"fallback": "maybe"}])
+def test_a_refused_model_is_left_as_it_was(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(SlideSparseError):
+        sparsify_(model, "6:8", **options)
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+
+def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[3, 3] = float("nan")
+    with pytest.raises(InputError, match="1 holds NaN"):
+        sparsify_(model, "6:8")
+    assert type(model[0]) is nn.Linear

@@ -117,9 +117,11 @@ def test_json_round_trip():
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
 def test_plot_of_few_rows(tmp_path: Path, name: str):
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    from slidesparse.demo_plot import draw
+
     dense = replace(ROW, pattern="dense", ideal_speedup=1.0, relative_bytes=1.0)
     rows = [replace(row, dtype=dtype) for row in (dense, ROW) for dtype in ("int8", "fp8")]
-    report(*rows).save_plot(tmp_path / name)
+    draw(report(*rows), tmp_path / name)
     start = (tmp_path / name).read_bytes()[:5]
     assert start == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
 

@@ -9,7 +9,7 @@ from oracles import scaled_product, sparse_int8
 from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import BACKENDS, Backend, Problem, get_backend, select
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.slide import gather
@@ -106,15 +106,15 @@ def _know_only(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], Backend
 
 def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense)
-    assert select(PROBLEM).backend.name == "dense"
-    assert select(PROBLEM, fallback="none").backend.name == "reference"
+    assert choose(PROBLEM).backend.name == "dense"
+    assert choose(PROBLEM, fallback="none").backend.name == "reference"
 
 
 def test_auto_takes_the_first_accelerated_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, fast=_Fast)
     able = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cpu"))
-    assert select(able).backend.name == "fast"
-    choice = select(PROBLEM, fallback="none")
+    assert choose(able).backend.name == "fast"
+    choice = choose(PROBLEM, fallback="none")
     assert choice.backend.name == "reference"
     assert choice.reason == "fast: it needs a K of 32 at least"
 
@@ -122,7 +122,7 @@ def test_auto_takes_the_first_accelerated_backend_that_can(monkeypatch: pytest.M
 def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "fast", _Fast)
     with pytest.raises(UnsupportedError, match="it needs a K of 32 at least") as error:
-        select(PROBLEM, "fast")
+        choose(PROBLEM, "fast")
     assert "\n" not in str(error.value)
 
 
@@ -132,6 +132,6 @@ def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyP
 )
 def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
-        select(PROBLEM, *arguments)
+        choose(PROBLEM, *arguments)
     assert "dense" in str(error.value)
     assert "\n" not in str(error.value)

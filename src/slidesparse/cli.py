@@ -84,10 +84,9 @@ def _demo(options: argparse.Namespace) -> int:
     from slidesparse.demo import run_demo
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    report = run_demo(device=device)
-    report.save_plot(options.plot)
+    report = run_demo(options.plot, device=device)
     print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
-    return 0
+    return 0 if report.exact else 1
 
 
 def _prune(options: argparse.Namespace) -> int:

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError
+from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
 from slidesparse.quant import parse_dtype
+from slidesparse.support import check_pattern, check_weight
 from slidesparse.targets import find_targets, input_sets, matches_entry
 
 
@@ -108,10 +110,22 @@ def sparsify_(
 
     Returns:
         The model.
+
+    Raises:
+        InputError: A weight, an option or a name that cannot be used. The model is then as it was.
+        PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     storage = parse_dtype(dtype)
     targets = find_targets(model, ignore, lm_head)
     patterns = layer_patterns(targets.linears, pattern, layers)
+    for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
+        weight = linear.weight.detach()
+        check_weight(weight, name)
+        if method is None:
+            check_pattern(weight, patterns[name], name=name)
+        choose(
+            Problem(patterns[name], storage, linear.out_features, linear.in_features, weight.device), backend, fallback
+        )
     pruner = None if method is None else get_pruner(method)
     sets = [[name] for name in targets.linears]
     if pruner is not None:

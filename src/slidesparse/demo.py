@@ -7,6 +7,7 @@ pruned by magnitude, without any training afterwards, so the fidelities are thos
 from __future__ import annotations
 
 import copy
+import importlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from slidesparse.convert import sparsify_
-from slidesparse.demo_report import DemoReport, DemoRow, need, plotter
+from slidesparse.demo_report import DemoReport, DemoRow, need
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear, pack_weight
@@ -152,7 +153,7 @@ def run_demo(
     started = time.perf_counter()
     where = _check_device(device)
     if output is not None:
-        plotter().check_path(output)
+        _plotter().check_path(output)
     asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
     sentences = read_sentences()
     original, batches = load_encoder(sentences, where)
@@ -168,8 +169,14 @@ def run_demo(
                 advance(1)
     report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
     if output is not None:
-        report.save_plot(output)
+        _plotter().draw(report, output)
     return report
+
+
+def _plotter() -> Any:
+    """The module that draws, which needs matplotlib."""
+    need("matplotlib")
+    return importlib.import_module("slidesparse.demo_plot")
 
 
 def _check_device(device: str) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from slidesparse.errors import UnsupportedError
@@ -112,15 +111,6 @@ class DemoReport:
             where = "" if len(reasons) == 1 else f" ({', '.join(which)})"
             yield f"no measured speed-up{where}: {reason}"
 
-    def save_plot(self, path: Path) -> None:
-        """Draw fidelity against ideal speed-up, and bytes; the suffix of ``path`` says the format.
-
-        Raises:
-            InputError: When ``path`` cannot be written.
-            UnsupportedError: When matplotlib is missing.
-        """
-        plotter().draw(self, path)
-
 
 def _agreement(row: DemoRow) -> str:
     if row.pattern == str(DENSE):
@@ -142,9 +132,3 @@ def need(module: str) -> Any:
         raise UnsupportedError(
             f"the demo needs {module}", got=str(error), remedy='pip install "slidesparse[demo]"'
         ) from error
-
-
-def plotter() -> Any:
-    """The module that draws, which needs matplotlib."""
-    need("matplotlib")
-    return importlib.import_module("slidesparse.demo_plot")

@@ -9,7 +9,7 @@ from torch import nn
 
 from slidesparse import ops
 from slidesparse.errors import InputError
-from slidesparse.gemm import Problem, select
+from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -57,7 +57,7 @@ class SlideLinear(nn.Module):
         self.pattern = packed.pattern
         self.weight_dtype = packed.dtype
         problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device)
-        choice = select(problem, backend, fallback)
+        choice = choose(problem, backend, fallback)
         self.backend, self.reason = choice.backend.name, choice.reason
         operand = choice.backend.prepare(packed)
         self._operand_names = [f"operand_{i}" for i in range(len(operand))]

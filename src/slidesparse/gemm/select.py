@@ -41,7 +41,7 @@ def get_backend(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-def select(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:
+def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:
     """Choose a backend by the rule at the top of this file.
 
     Raises:
