@@ -33,6 +33,9 @@ ITEM_BYTES = {
 }
 STORED_NAMES = {
     torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int16: "I16",
+    torch.int32: "I32",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -87,19 +90,12 @@ class Checkpoint:
                 f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}",
                 remedy="convert the weights to safetensors first",
             )
-        self.shards = {name: self._read_header(self.path / name) for name in names}
+        self.readers = {name: TensorReader(self.path / name) for name in names}
+        self.shards = {name: reader.stored for name, reader in self.readers.items()}
         self.files = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
         for tensor, name in promised.items():
             if tensor not in self.shards[name]:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
-
-    @staticmethod
-    def _read_header(path: Path) -> dict[str, Stored]:
-        if not path.exists():
-            raise CheckpointError(f"shard {path} is missing")
-        with _opened(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
     def stored(self, name: str) -> Stored:
         """Type and shape of a tensor."""
@@ -107,14 +103,40 @@ class Checkpoint:
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        with _opened(self.path / self.files[name], device) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        return self.readers[self.files[name]].tensor(name, device)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
+
+
+class TensorReader:
+    """Reads one safetensors file, tensor by tensor.
+
+    Attributes:
+        path: The file.
+        stored: Tensor name -> type and shape.
+        metadata: The header's strings.
+
+    Raises:
+        CheckpointError: When the file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing")
+        self.path = path
+        with _opened(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            self.metadata: dict[str, str] = file.metadata() or {}
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor; on a CPU it is mapped, not copied."""
+        with _opened(self.path, device) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
 
 
 class _opened:

@@ -12,8 +12,9 @@ from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
-from slidesparse.marker import KEY, Marker, quantisation_dtype
+from slidesparse.marker import Marker, quantisation_dtype
 from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed_file import FILE_NAME, PackedFile
 from slidesparse.pattern import Pattern
 from slidesparse.skeleton import model_class, tensor_prefixes
 from slidesparse.support import check_pattern
@@ -42,9 +43,8 @@ def load(
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
     """
     checkpoint = Checkpoint(path)
-    marker = Marker.from_config(checkpoint.config)
-    if marker is None:
-        raise CheckpointError(f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8")
+    marker = Marker.require(checkpoint.config, path)
+    packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     model = _empty_model(checkpoint)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in marker.ignore}
@@ -52,7 +52,12 @@ def load(
     used = set()
     for name, linear in linears.items():
         prefix = prefixes[name]
-        packed = read_packed(checkpoint, prefix, marker.pattern_of(name), quantised, device)
+        scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
+        if packed_file is not None:
+            shape = (linear.out_features, linear.in_features)
+            packed = packed_file.read(name, marker.pattern_of(name), shape, scale, device)
+        else:
+            packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
         model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         used |= {f"{prefix}.weight", f"{prefix}.weight_scale", f"{prefix}.bias"}
@@ -60,12 +65,10 @@ def load(
     return model.to(device).eval()
 
 
-def read_packed(
-    checkpoint: Checkpoint, prefix: str, pattern: Pattern, quantised: bool, device: str | torch.device
+def _read_and_pack(
+    checkpoint: Checkpoint, prefix: str, pattern: Pattern, scale: torch.Tensor | None, device: str | torch.device
 ) -> PackedWeight:
-    """Read, check and pack the weight ``PREFIX.weight``, on ``device``."""
     weight = checkpoint.tensor(f"{prefix}.weight", device)
-    scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
     groups = check_pattern(weight, pattern, name=f"{prefix}.weight")
     return pack(weight, pattern, scale=scale, groups=groups, name=f"{prefix}.weight")
 

@@ -85,6 +85,16 @@ class Marker:
         except InputError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
 
+    @classmethod
+    def require(cls, config: Mapping[str, Any], path: object) -> Marker:
+        """:meth:`from_config`, where the key must be there; ``path`` names the checkpoint in the error."""
+        marker = cls.from_config(config)
+        if marker is None:
+            raise CheckpointError(
+                f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8"
+            )
+        return marker
+
 
 def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
     """The compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.

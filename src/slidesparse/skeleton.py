@@ -10,6 +10,7 @@ from torch import nn
 
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError
+from slidesparse.marker import Marker
 
 
 def _transformers() -> Any:
@@ -48,6 +49,13 @@ def skeleton(checkpoint: Checkpoint) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = known(config)
     return model.eval()
+
+
+def treated_linears(checkpoint: Checkpoint, marker: Marker) -> tuple[nn.Module, dict[str, nn.Linear]]:
+    """The empty model of a pruned checkpoint, and its linears that are not on the ignore list."""
+    model = skeleton(checkpoint)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in marker.ignore}
+    return model, linears
 
 
 def tensor_prefixes(model: nn.Module, checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, str]:
