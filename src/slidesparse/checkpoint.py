@@ -74,7 +74,10 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"no checkpoint folder at {self.path}", needed="a local folder with config.json")
+            raise CheckpointError(
+                f"no checkpoint folder at {self.path}",
+                needed="a local folder with config.json (download a hub model first)",
+            )
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
@@ -84,6 +87,9 @@ class Checkpoint:
             promised = read_json(index_path).get("weight_map") or {}
             if not isinstance(promised, dict) or not promised:
                 raise CheckpointError(f"{index_path} has no weight_map")
+            for name in promised.values():  # shards are written under these names too: they must not lead elsewhere
+                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                    raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
         else:
             raise CheckpointError(
@@ -92,18 +98,28 @@ class Checkpoint:
             )
         self.readers = {name: TensorReader(self.path / name) for name in names}
         self.shards = {name: reader.stored for name, reader in self.readers.items()}
-        self.files = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
+        self.files: dict[str, str] = {}
+        for name, tensors in self.shards.items():
+            for tensor in tensors:
+                if tensor in self.files:
+                    raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
+                self.files[tensor] = name
         for tensor, name in promised.items():
             if tensor not in self.shards[name]:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
 
     def stored(self, name: str) -> Stored:
         """Type and shape of a tensor."""
-        return self.shards[self.files[name]][name]
+        return self.shards[self._file(name)][name]
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        return self.readers[self.files[name]].tensor(name, device)
+        return self.readers[self._file(name)].tensor(name, device)
+
+    def _file(self, name: str) -> str:
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} holds no {name}")
+        return self.files[name]
 
     @property
     def n_bytes(self) -> int:
@@ -193,7 +209,8 @@ class TensorWriter:
         """Write one tensor, which must have the type and shape announced."""
         stored = self.tensors[name]
         n_bytes = tensor.numel() * tensor.element_size()
-        if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape:
+        same_type = STORED_NAMES.get(tensor.dtype, stored.dtype) == stored.dtype
+        if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape or not same_type:
             raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
         self.file.seek(self.data_start + self.offsets[name])
         if n_bytes:

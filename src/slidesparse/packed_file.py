@@ -7,8 +7,9 @@ layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
 - ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
 
-The header names the version of this layout and a fingerprint of the weights. A file of another version or of other
-weights is an error, never a silent detour.
+It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of this
+layout and a fingerprint of the weight files (name, size, time of change, header): a file of another version, or one
+older or newer than its weights, is an error, never a silent detour.
 """
 
 from __future__ import annotations
@@ -24,33 +25,28 @@ from slidesparse.marker import KEY, Marker
 from slidesparse.packed import PackedWeight, Segment, pack
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
-from slidesparse.skeleton import tensor_prefixes, treated_linears
+from slidesparse.skeleton import skeleton
 from slidesparse.support import check_pattern
 
-FILE_NAME = "slidesparse-packed.safetensors"
+FILE_NAME = "slidesparse.packed"
 VERSION = "1"
-SAMPLES = 64
-SAMPLE_BYTES = 1024
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the marker, and of each shard's size, header and 64 samples of its data, as hexadecimal text."""
+    """SHA-256 of the marker, and of each shard's name, size, time of change and header, as hexadecimal text."""
     digest = hashlib.sha256(repr(checkpoint.config.get(KEY)).encode())
     for name in checkpoint.shards:
         path = checkpoint.path / name
-        size = path.stat().st_size
+        stat = path.stat()
         with open(path, "rb") as file:
-            header_bytes = 8 + int.from_bytes(file.read(8), "little")
-            file.seek(0)
-            digest.update(f"{name} {size}".encode() + file.read(header_bytes))
-            for sample in range(SAMPLES):
-                file.seek(header_bytes + (size - header_bytes) * sample // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
+            header_length = file.read(8)
+            header = file.read(int.from_bytes(header_length, "little"))
+        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode() + header)
     return digest.hexdigest()
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
-    """Pack every treated layer of a pruned checkpoint into ``slidesparse-packed.safetensors`` in its folder.
+    """Pack every treated layer of a pruned checkpoint into ``slidesparse.packed`` in its folder.
 
     Args:
         path: A folder that ``slidesparse prune`` wrote.
@@ -68,8 +64,8 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
     file = checkpoint.path / FILE_NAME
     if file.exists():
         raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
-    model, linears = treated_linears(checkpoint, marker)
-    prefixes = tensor_prefixes(model, checkpoint, linears)
+    bones = skeleton(checkpoint)
+    prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
         layouts |= {
@@ -103,7 +99,7 @@ class PackedFile:
                 f"version of {path}", got=found, needed=VERSION, remedy="remove the file and pack again"
             )
         if self.reader.metadata.get("fingerprint") != fingerprint(checkpoint):
-            raise CheckpointError(f"{path} was made from other weights", remedy="remove the file and pack again")
+            raise CheckpointError(f"{path} is not of these weight files", remedy="remove the file and pack again")
 
     def read(
         self,
