@@ -132,6 +132,25 @@ def test_index_that_names_an_absent_tensor(tmp_path: Path) -> None:
         Checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["../m/{}", "/tmp/{}", "sub/{}", "model.bin", ["a"]])
+def test_index_that_leads_elsewhere(tmp_path: Path, name: object) -> None:
+    path = damaged(tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for tensor, shard in index["weight_map"].items():
+        index["weight_map"][tensor] = name.format(shard) if isinstance(name, str) else name
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="shard name"):
+        Checkpoint(path)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    first, second = sorted(path.glob("model-*"))[:2]
+    save_file({**load_file(second), next(iter(load_file(first))): torch.zeros(1)}, second)
+    with pytest.raises(CheckpointError, match="is in two shards"):
+        Checkpoint(path)
+
+
 def test_no_safetensors(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     for file in path.glob("model*"):

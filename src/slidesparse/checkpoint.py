@@ -76,7 +76,7 @@ class Checkpoint:
         if not self.path.is_dir():
             raise CheckpointError(
                 f"no checkpoint folder at {self.path}",
-                needed="a local folder with config.json (download a hub model first)",
+                needed="a local folder; download the model of a hub first",
             )
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE

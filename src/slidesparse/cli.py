@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slidesparse import __version__
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.prune.base import METHODS
 
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlideSparseError as error:
         print(f"slidesparse: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"slidesparse: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("slidesparse: interrupted", file=sys.stderr)
         return 130
@@ -30,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -50,9 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     prune.add_argument("destination", type=Path, metavar="DST", help="folder to make")
     prune.add_argument("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
-    prune.add_argument("--dtype", help="int8 or fp8; bf16 or fp16 to prune only (default: that of a quantised source)")
-    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="(default: %(default)s)")
-    prune.add_argument("--recipe", default="absmax", choices=("absmax", "ternary"), help="ternary: BitNet b1.58")
+    prune.add_argument(
+        "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
+    )
+    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
+    prune.add_argument(
+        "--recipe",
+        default="absmax",
+        choices=("absmax", "ternary"),
+        help="how INT8 weights are rounded: one scale a channel, or BitNet b1.58's -1, 0, 1",
+    )
     prune.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)"
     )
@@ -96,8 +108,9 @@ def _prune(options: argparse.Namespace) -> int:
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     pairs = [entry.rpartition("=") for entry in options.layer]
-    if any(not name for name, _, _ in pairs):
-        raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN")
+    layers = {name: pattern for name, _, pattern in pairs}
+    if "" in layers or len(layers) < len(pairs):
+        raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
     summary = prune_checkpoint(
         options.source,
         options.destination,
@@ -107,7 +120,7 @@ def _prune(options: argparse.Namespace) -> int:
             method=options.method,
             recipe=options.recipe,
             ignore=tuple(options.ignore),
-            layers={name: pattern for name, _, pattern in pairs},
+            layers=layers,
             lm_head=options.lm_head,
         ),
     )

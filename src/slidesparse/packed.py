@@ -15,7 +15,7 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.slide import compress, decompress, expand, gather, metadata
-from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped
+from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped, is_nonzero
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ def pack(
     dense = everything[~torch.isin(everything, slid)]
     segments = []
     if len(dense):
-        values = as_bits(by_group)[:, dense].flatten(1).view(weight.dtype)
+        kept = as_bits(by_group)[:, dense].view(weight.dtype)
+        values = torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
         segments.append(Segment("dense", dense, values))
     if len(slid):
         chosen = by_group if len(slid) == total else as_bits(by_group)[:, slid].view(weight.dtype)

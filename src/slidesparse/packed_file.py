@@ -7,9 +7,9 @@ layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
 - ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
 
-It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of this
-layout and a fingerprint of the weight files (name, size, time of change, header): a file of another version, or one
-older or newer than its weights, is an error, never a silent detour.
+It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
+this layout and a fingerprint of the weight files (name, size, time of change, header): a file of another version, or of
+files that have changed since, is an error, never a silent detour.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Symmetric 8-bit quantisation: weights per output channel, activations per token.
 
-Activations follow the expressions of vLLM's own kernels, so that a checkpoint gives the same numbers dense in stock
-vLLM and sparse with us. With ``absmax`` over the row, all in float32:
+Activations follow the expressions of vLLM's kernels: who serves a checkpoint must not change its numbers. With
+``absmax`` over the row, all in float32:
 
 - int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
   ``csrc/quantization/w8a8/int8/scaled_quant.cu``.

@@ -78,9 +78,9 @@ def skeleton(checkpoint: Checkpoint, *, real_buffers: bool = False) -> Skeleton:
             on the meta device too, and the model takes no memory.
     """
     known, config = model_class(checkpoint)
-    with _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"):
-        with _empty_parameters() if real_buffers else torch.device("meta"):
-            model: nn.Module = known(config)
+    empty = _empty_parameters() if real_buffers else torch.device("meta")
+    with _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"), empty:
+        model: nn.Module = known(config)
     return _match(model.eval(), checkpoint)
 
 

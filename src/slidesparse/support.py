@@ -159,7 +159,8 @@ def tightest_pattern(
 ) -> Pattern | None:
     """The candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
 
-    Patterns do not nest in general (4:6 can put 8 non-zeros into 10 consecutive columns), so each is tried.
+    A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
+    whose groups its own straddle. So each is tried.
     """
     check_weight(weight)
     for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):
