@@ -37,7 +37,7 @@ def _for_backend(lifted: torch.Tensor, backend: str) -> torch.Tensor:
 
 
 def _quantize_lift(
-    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_finite(x)
     values, scale = quantize_rows(x, dtype)
@@ -45,18 +45,18 @@ def _quantize_lift(
 
 
 def _quantize_lift_fake(
-    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, column_map.shape[0], dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
 
 
-def _lift(x: torch.Tensor, column_map: torch.Tensor, backend: str) -> torch.Tensor:
+def _lift(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
     _check_finite(x)
     return _for_backend(gather(x, column_map), backend)
 
 
-def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, backend: str) -> torch.Tensor:
+def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
     return x.new_empty(x.shape[0], column_map.shape[0])
 
 

@@ -7,9 +7,10 @@ The library offers no per-token scale, hence the second kernel. It thinks in col
 [K', out], transposed; x row-major its [K', M]; and the product comes out column-major [out, M], which is acc row-major.
 
 A *plan* belongs to one shape, M included, and takes half a millisecond to make. So M is padded to a bucket, plans are
-kept, and a call in steady state makes nothing: it costs one call into the library and one kernel launch. A partial pattern
-runs its dense segment through torch into an accumulator of its own; the second kernel adds the two, exactly for INT8
-(the library's own ``beta`` goes through float32) and for the same number of bytes.
+kept, and a call in steady state makes nothing: it costs one call into the library and one kernel launch.
+
+A partial pattern runs its dense segment through torch into an accumulator of its own; the second kernel adds the two,
+exactly for INT8 (the library's ``beta`` goes through float32) and with as many bytes moved.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SMALLEST_BUCKET = 32
 """torch._int_mm, which runs the dense segment, refuses 16 rows; no kernel has a tile of fewer than 64."""
 
 PLANS = 2048
-"""Plans kept, some kilobytes of host memory each. A model has about four shapes and a shape at most 150 buckets up to 65536 tokens."""
+"""Plans kept, some kilobytes of host memory each: a model has few shapes, a shape 143 buckets up to 65536 tokens."""
 
 ALIGNMENT = 16
 

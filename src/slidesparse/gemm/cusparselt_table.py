@@ -4,8 +4,8 @@
       "dtype": "int8", "accumulator": "int32", "algorithm": {"id": 7, "split_k": 1, "split_k_mode": 0},
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
-The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record the
-library's own default runs.
+The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
+the library's own default runs; a null algorithm says that it won.
 """
 
 from __future__ import annotations

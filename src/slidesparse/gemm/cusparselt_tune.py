@@ -38,7 +38,7 @@ MOST_LAUNCHES = 64
 SEGMENT_K_ROWS = 512
 """Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
 DEVIATION = 2.0**-8
-"""Allowed difference of float products, relative to the largest: FP8 MMA keeps 13 bits, and sums may be cut anywhere."""
+"""Allowed difference of float products, relative to the largest: FP8 MMA keeps 13 bits, and K may be cut anywhere."""
 
 
 def tune(
@@ -212,7 +212,8 @@ def _time_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1000 / launches
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds * 1000 / launches
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:

@@ -2,15 +2,15 @@
 
 What runs where sparsity does not pay, so on a GPU it is the best dense GEMM at hand:
 
-| type | with vLLM | without |
-|---|---|---|
-| INT8 | vLLM's CUTLASS kernel, scales and bias fused | ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py |
-| FP8 | vLLM's CUTLASS kernel, scales and bias fused | ``torch._scaled_mm`` with row-wise scales into bf16; for other outputs, into float32, then kernels/scale.py |
-| BF16, FP16, FP32 | torch | torch |
+* INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused.
+* INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
+* FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
+  kernels/scale.py.
+* BF16, FP16 and FP32: torch's own.
 
-FP8 kernels that write bf16 sum with the Tensor Core's own accumulator (``use_fast_accum``, as vLLM does): about 13 bits of
-each addition survive on Hopper. On a CPU, and for outputs that no kernel writes, the reference product runs: exact for
-INT8, to float32 summation order for the others.
+FP8 kernels that write bf16 sum in the Tensor Core's own accumulator (``use_fast_accum``, as vLLM's do): about 13 bits
+of each addition survive on Hopper. On a CPU, and for outputs that no kernel writes, the reference product runs: exact
+for INT8, to float32 summation order for the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slidesparse.quant import QUANTISED
 from slidesparse.support import as_bits
 
 MULTIPLE = 16
-"""8-bit kernels want 16-byte rows (vLLM and _scaled_mm) and multiples of 8 (_int_mm) in both dimensions of the weight."""
+"""8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
 
 FEWEST_ROWS = 32
 """_int_mm refuses up to 16 rows. More than that is a matter of a few kilobytes."""
@@ -97,7 +97,7 @@ def _quantised(
         return y
     if x.dtype == torch.int8:
         acc = torch._int_mm(with_rows(x, dense_rows(tokens)), weight.T)
-    elif fused and out_dtype == torch.bfloat16 and scale_w is not None:
+    elif fused and out_dtype == torch.bfloat16 and scale_x is not None and scale_w is not None:
         y = torch._scaled_mm(
             x,
             weight.T,
@@ -118,7 +118,7 @@ def _quantised(
 
 @lru_cache(maxsize=1)
 def vllm_scaled_mm() -> Callable[..., None] | None:
-    """vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``, or None where vLLM is not installed."""
+    """Find vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``: None where vLLM is not installed."""
     if find_spec("vllm") is None:
         return None
     # The operator has moved from one of its extensions to the other; either registers it in the same namespace.
