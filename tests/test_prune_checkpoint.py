@@ -406,7 +406,7 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 PEAK_LIMIT = 900_000_000
-"""Bytes. Importing torch and transformers takes about 400 MB of it."""
+"""Bytes. Importing torch and transformers takes about 420 MB of it, pruning about 160 MB."""
 
 
 def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None:
@@ -426,13 +426,14 @@ def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None
         for name, entry in stored.items():
             writer.write(name, noise[: entry.n_bytes // 2].view(entry.shape))
     assert Checkpoint(path).n_bytes > PEAK_LIMIT
+    # VmHWM is this program's own peak in kB; ru_maxrss would begin with that of the process that started it.
     code = (
-        "import resource, sys; from slidesparse.cli import main; failed = main();"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr); sys.exit(failed)"
+        "import re, sys; from slidesparse.cli import main; failed = main();"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr); sys.exit(failed)"
     )
     arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
-    assert int(run.stderr.splitlines()[-1]) < PEAK_LIMIT
+    assert int(run.stderr.splitlines()[-1]) * 1024 < PEAK_LIMIT
 
 
 def test_errors_are_ours(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import STRIDE, WINDOW, Pattern
+from slidesparse.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.slide import compress, decompress, expand, gather, metadata
 from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped
 
@@ -167,7 +167,7 @@ def pack(
     weight = weight.contiguous()
     out, columns = weight.shape
     total = pattern.groups(columns, k_offset)
-    if groups is None and not pattern.is_uniform and k_offset == 0:
+    if groups is None and (pattern == DENSE or (not pattern.is_uniform and k_offset == 0)):
         groups = check_pattern(weight, pattern, name=name)
     elif groups is None and not pattern.is_uniform:
         raise InputError(

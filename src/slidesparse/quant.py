@@ -114,10 +114,10 @@ def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
     Args:
         weight: float32 [out, in].
-        scale: [out, 1], positive where the row is not zero.
+        scale: [out, 1] or [out], positive where the row is not zero.
         dtype: torch.int8 or torch.float8_e4m3fn.
     """
-    scale = scale.to(torch.float32)
+    scale = scale.reshape(-1, 1).to(torch.float32)
     units = torch.where(scale == 0, 0.0, weight / scale)
     if dtype == torch.int8:
         return units.round().clamp(-INT8_MAX - 1, INT8_MAX).to(dtype)
@@ -151,6 +151,5 @@ def ternary_weight(
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``values * scale`` in float32: values [..., K], scale [..., 1] or [..., rows] -> float32 [..., K]."""
-    scale = scale if scale.dim() == values.dim() else scale.unsqueeze(-1)
-    return values.to(torch.float32) * scale.to(torch.float32)
+    """``values * scale`` in float32: values [rows, K], scale [rows, 1] or [rows] -> float32 [rows, K]."""
+    return values.to(torch.float32) * scale.reshape(-1, 1).to(torch.float32)

@@ -161,6 +161,7 @@ def tightest_pattern(
 
     Patterns do not nest in general (4:6 can put 8 non-zeros into 10 consecutive columns), so each is tried.
     """
+    check_weight(weight)
     for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):
         total = pattern.groups(weight.shape[1], k_offset)
         if len(following_groups(weight, pattern, k_offset)) >= pattern.following(total):
