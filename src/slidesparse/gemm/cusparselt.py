@@ -28,6 +28,7 @@ from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import Layout, Operand, Problem, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
 from slidesparse.packed import PackedWeight
+from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
 from slidesparse.support import as_bits
 
@@ -316,8 +317,8 @@ class CuSparseLt:
         pattern = problem.pattern
         if pattern.is_uniform:
             return None
-        if pattern.following(pattern.groups(problem.in_features)) == 0:
-            return "no column group follows the pattern"
+        if pattern == DENSE:
+            return "a dense weight has no 2:4 segment"
         if problem.dtype not in QUANTISED or self.name != "cusparselt":
             return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
         return None
