@@ -36,6 +36,7 @@ L2_BYTES = 150 << 20
 
 
 def check(dtype: torch.dtype) -> str:
+    """One shape against the reference."""
     out, columns, m = 512, 1024, 1000
     values = torch.randn(out, columns, device="cuda")
     values *= prune_mask(values, "6:8")
@@ -55,6 +56,7 @@ def check(dtype: torch.dtype) -> str:
 
 
 def check_large() -> str:
+    """Accumulators that float32 does not hold."""
     weight = torch.full((32, 8192), -128, dtype=INT8, device="cuda").view(32, -1, 4)
     weight[..., 2:] = 0
     weight[:, 0, 0] = 127
@@ -89,11 +91,13 @@ def time_us(calls: list[Callable[[], object]]) -> float:
 
 
 def copies(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """As many copies as L2 could not hold."""
     n_bytes = sum(t.numel() * t.element_size() for t in tensors)
     return [tensors] + [tuple(t.clone() for t in tensors) for _ in range(min(16, -(-L2_BYTES // n_bytes)))]
 
 
 def linear_us(name: str, out: int, columns: int, m: int, dtype: torch.dtype) -> float:
+    """A whole product from quantised activations, by a backend."""
     backend = get_backend(name)
     if backend.layout.lifted:
         weight = compress(_random(out, columns, dtype, sparse=True))
@@ -111,6 +115,7 @@ def linear_us(name: str, out: int, columns: int, m: int, dtype: torch.dtype) -> 
 
 
 def host_us(call: Callable[[], object], calls: int = 200) -> float:
+    """Time of a call that nobody waits for."""
     for _ in range(20):
         call()
     torch.cuda.synchronize()
@@ -123,6 +128,7 @@ def host_us(call: Callable[[], object], calls: int = 200) -> float:
 
 
 def host_times() -> None:
+    """Print what a small product costs the host."""
     out, columns, m = 512, 1024, 32
     weight, x = compress(_random(out, columns, INT8, sparse=True)), _random(m, columns, INT8)
     scale_x, scale_w = torch.rand(m, 1, device="cuda"), torch.rand(out, device="cuda")
@@ -154,10 +160,8 @@ def main() -> None:
     print(check_large())
     host_times()
     print(f"dense through {'vLLM' if vllm_scaled_mm() else 'torch'}")
-    print(
-        "| type | M | linear | dense | pattern | GEMM default | best | id, split | linear exact | linear bf16 | dense/linear |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("| type | M | linear | dense | pattern | GEMM default | best | id, split | exact | bf16 | dense / exact |")
+    print("|---" * 11 + "|")
     for m in (1024, 16384):
         for dtype in (INT8, FP8):
             for name, (out, columns) in LINEARS.items():
