@@ -59,7 +59,7 @@ def test_every_backend_multiplies_what_it_prepared(backend: str, text: str) -> N
     x = torch.randint(-128, 128, (5, 77), dtype=torch.int8)
     lifted = gather(x, chosen.layout.column_map(packed))
     scale_x = torch.rand(5, 1)
-    y = chosen.matmul(lifted, scale_x, chosen.prepare(packed), packed.scale, None, torch.float32)
+    y = chosen.matmul(lifted, scale_x, chosen.prepare(packed), packed.scale, None, 9, torch.float32)
     exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
     assert packed.scale is not None
     assert np.array_equal(y.numpy(), scaled_product(exact, scale_x.numpy(), packed.scale.numpy(), None))
@@ -75,7 +75,7 @@ def test_float_products_stay_within_the_table(dtype: torch.dtype, out_dtype: tor
     packed = pack(weight, "6:8")
     chosen = get_backend(backend)
     lifted = gather(x, chosen.layout.column_map(packed))
-    y = chosen.matmul(lifted, None, chosen.prepare(packed), None, None, out_dtype)
+    y = chosen.matmul(lifted, None, chosen.prepare(packed), None, None, 16, out_dtype)
     wide_x, wide_w = x.to(torch.float64), weight.to(torch.float64)
     assert_product(y, wide_x @ wide_w.T, wide_x.abs() @ wide_w.abs().T, dtype)
 
@@ -83,7 +83,7 @@ def test_float_products_stay_within_the_table(dtype: torch.dtype, out_dtype: tor
 def test_layouts_say_how_columns_are_padded() -> None:
     packed = pack(sparse_int8(4, 21, 6, 8), "6:8")
     assert get_backend("reference").layout.column_map(packed).tolist() == packed.column_map().tolist()
-    assert get_backend("dense").layout.column_map(packed).tolist() == list(range(21))
+    assert get_backend("dense").layout.column_map(packed).tolist() == [*range(21), *[-1] * 11]
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------

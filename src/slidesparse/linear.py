@@ -114,11 +114,11 @@ class SlideLinear(nn.Module):
         if self.weight_dtype in QUANTISED:
             if x.dtype not in ACTIVATION_TYPES:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
-            lifted, scale = ops.quantize_lift(tokens, self.column_map, self.weight_dtype)
+            lifted, scale = ops.quantize_lift(tokens, self.column_map, self.weight_dtype, self.backend)
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         else:
-            lifted = ops.lift(tokens, self.column_map)
+            lifted = ops.lift(tokens, self.column_map, self.backend)
         y = ops.gemm(
             lifted, scale, self.operand, self.weight_scale, self.bias, self.out_features, x.dtype, self.backend
         )

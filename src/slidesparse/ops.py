@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.base import with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -35,25 +36,32 @@ def _check_finite(x: torch.Tensor) -> None:
         raise InputError("activations hold NaN or Inf", needed="finite activations")
 
 
-def _quantize_lift(x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _for_backend(lifted: torch.Tensor, backend: str) -> torch.Tensor:
+    tokens = lifted.shape[0]
+    return with_rows(lifted, get_backend(backend).layout.rows(tokens))[:tokens]
+
+
+def _quantize_lift(
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
+) -> tuple[torch.Tensor, torch.Tensor]:
     _check_finite(x)
     values, scale = quantize_rows(x, dtype)
-    return gather(values, column_map), scale
+    return _for_backend(gather(values, column_map), backend), scale
 
 
 def _quantize_lift_fake(
-    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, column_map.shape[0], dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
 
 
-def _lift(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:
+def _lift(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
     _check_finite(x)
-    return gather(x, column_map)
+    return _for_backend(gather(x, column_map), backend)
 
 
-def _lift_fake(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:
+def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
     return x.new_empty(x.shape[0], column_map.shape[0])
 
 
@@ -67,7 +75,7 @@ def _gemm(
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    return get_backend(backend).matmul(x, scale_x, tuple(operand), scale_w, bias, out_dtype)
+    return get_backend(backend).matmul(x, scale_x, tuple(operand), scale_w, bias, out_features, out_dtype)
 
 
 def _gemm_fake(
@@ -85,11 +93,11 @@ def _gemm_fake(
 
 _define(
     "quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference') -> (Tensor, Tensor)",
     _quantize_lift,
     _quantize_lift_fake,
 )
-_define("lift", "(Tensor x, Tensor column_map) -> Tensor", _lift, _lift_fake)
+_define("lift", "(Tensor x, Tensor column_map, str backend='reference') -> Tensor", _lift, _lift_fake)
 _define(
     "gemm",
     "(Tensor x, Tensor? scale_x, Tensor[] operand, Tensor? scale_w, Tensor? bias, SymInt out_features,"
@@ -99,10 +107,12 @@ _define(
 )
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
-"""(x [M, K], column_map int64 [K'], dtype) -> quantised and lifted activations [M, K'], scale float32 [M, 1]."""
+"""(x [M, K], column_map int64 [K'], dtype, backend) -> quantised and lifted activations [M, K'], scale float32 [M, 1].
+
+The memory behind the activations has the rows that the layout of ``backend`` asks for."""
 
 lift = torch.ops.slidesparse.lift
-"""(x [M, K], column_map int64 [K']) -> lifted activations [M, K']."""
+"""(x [M, K], column_map int64 [K'], backend) -> lifted activations [M, K'], in memory as for ``quantize_lift``."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""

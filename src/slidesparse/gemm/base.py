@@ -10,6 +10,7 @@ type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -41,6 +42,11 @@ class Problem:
     device: torch.device
 
 
+def exact_rows(tokens: int) -> int:
+    """As many rows as tokens."""
+    return tokens
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a backend wants the activations.
@@ -48,16 +54,38 @@ class Layout:
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns of each segment are padded with zeros to a multiple of this.
+        rows: Tokens M -> rows that its GEMM reads. Activations are always [M, K']; whoever makes them gives the memory
+            behind them so many rows, with anything in those past M, and saves :func:`with_rows` a copy.
     """
 
     lifted: bool = True
     multiple: int = 1
+    rows: Callable[[int], int] = exact_rows
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
         """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""
-        if not self.lifted:
-            return torch.arange(packed.shape[1], device=packed.device)
-        return packed.column_map(self.multiple)
+        if self.lifted:
+            return packed.column_map(self.multiple)
+        columns = torch.arange(packed.shape[1], device=packed.device)
+        return torch.nn.functional.pad(columns, (0, -len(columns) % self.multiple), value=-1)
+
+
+def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Activations [M, K'] as [rows, K'], rows >= M; those past M hold anything.
+
+    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory behind ``x`` costs
+    nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
+    alone, so what stands in the extra rows never reaches a user.
+    """
+    tokens, columns = x.shape
+    if rows == tokens and x.is_contiguous():
+        return x
+    end = (x.storage_offset() + rows * columns) * x.element_size()
+    if x.is_contiguous() and end <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, columns), (columns, 1))
+    padded = x.new_empty(rows, columns)
+    padded[:tokens] = x
+    return padded
 
 
 class Backend(Protocol):
@@ -82,6 +110,7 @@ class Backend(Protocol):
         operand: Operand,
         scale_w: torch.Tensor | None,
         bias: torch.Tensor | None,
+        out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """Multiply.
@@ -92,6 +121,7 @@ class Backend(Protocol):
             operand: From :meth:`prepare`.
             scale_w: float32 [out], or None for unquantised types.
             bias: [out], or None.
+            out_features: ``out``: operands may be padded.
             out_dtype: bfloat16, float16 or float32.
 
         Returns:

@@ -1,22 +1,129 @@
 """The dense backend: the unpacked weight times the activations as they are.
 
-What runs where sparsity does not pay. Same numbers as the reference: exactly for INT8, to float32 summation order for
-the others.
+What runs where sparsity does not pay, so on a GPU it is the best dense GEMM at hand:
+
+* INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused.
+* INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
+* FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
+  kernels/scale.py.
+* BF16, FP16 and FP32: torch's own.
+
+FP8 kernels that write bf16 sum in the Tensor Core's own accumulator (``use_fast_accum``, as vLLM's do): about 13 bits
+of each addition survive on Hopper. On a CPU, and for outputs that no kernel writes, the reference product runs: exact
+for INT8, to float32 summation order for the others.
 """
 
 from __future__ import annotations
 
-from slidesparse.gemm.base import Layout, Operand
-from slidesparse.gemm.reference import Reference
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+from slidesparse.gemm.base import Layout, Operand, with_rows
+from slidesparse.gemm.reference import Reference, apply_scales, product
 from slidesparse.packed import PackedWeight
+from slidesparse.quant import QUANTISED
+from slidesparse.support import as_bits
+
+MULTIPLE = 16
+"""8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
+
+FEWEST_ROWS = 32
+"""_int_mm refuses up to 16 rows. More than that is a matter of a few kilobytes."""
+
+
+def dense_rows(tokens: int) -> int:
+    """Rows for M tokens."""
+    return max(tokens, FEWEST_ROWS) if tokens else 0
 
 
 class Dense(Reference):
     """The pruned weight in dense form."""
 
     name = "dense"
-    layout = Layout(lifted=False)
+    layout = Layout(lifted=False, multiple=MULTIPLE, rows=dense_rows)
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The weight again, zeros in place: [out, K]."""
-        return (packed.unpack(),)
+        """The weight again, zeros in place: [out, K], both padded; for FP8 on a GPU also a float32 1."""
+        weight = as_bits(packed.unpack())
+        padding = (0, -weight.shape[1] % MULTIPLE, 0, -weight.shape[0] % MULTIPLE)
+        weight = F.pad(weight, padding).view(packed.dtype)
+        if packed.device.type != "cuda" or packed.dtype not in QUANTISED:
+            return (weight,)
+        vllm_scaled_mm()
+        return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
+
+    def matmul(
+        self,
+        x: torch.Tensor,
+        scale_x: torch.Tensor | None,
+        operand: Operand,
+        scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        weight = operand[0]
+        if x.device.type == "cuda" and x.shape[0]:
+            if x.dtype in QUANTISED:
+                return _quantised(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+            if x.dtype == out_dtype and scale_x is None and scale_w is None:
+                return F.linear(x, weight[:out_features], None if bias is None else bias.to(x.dtype))
+        return apply_scales(product(x, weight)[:, :out_features], scale_x, scale_w, bias, out_dtype)
+
+
+def _quantised(
+    x: torch.Tensor,
+    scale_x: torch.Tensor | None,
+    operand: Operand,
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    weight, tokens = operand[0], x.shape[0]
+    # A padded weight has more rows than there are scales; such sizes are rare, and the general way takes them.
+    fused = scale_x is not None and scale_w is not None and out_features == len(weight)
+    fused = fused and (bias is None or bias.dtype == out_dtype)
+    if fused and out_dtype in (torch.bfloat16, torch.float16) and (scaled_mm := vllm_scaled_mm()) is not None:
+        y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
+        scaled_mm(y, x, weight.T, scale_x, scale_w, bias)
+        return y
+    if x.dtype == torch.int8:
+        acc = torch._int_mm(with_rows(x, dense_rows(tokens)), weight.T)
+    elif fused and out_dtype == torch.bfloat16 and scale_x is not None and scale_w is not None:
+        y = torch._scaled_mm(
+            x,
+            weight.T,
+            scale_a=scale_x,
+            scale_b=scale_w.unsqueeze(0),
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=True,
+        )
+        return y
+    else:
+        acc = torch._scaled_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
+
+    from slidesparse.kernels.scale import scale_rows
+
+    return scale_rows(acc, None, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+
+
+@lru_cache(maxsize=1)
+def vllm_scaled_mm() -> Callable[..., None] | None:
+    """Find vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``: None where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        return None
+    # The operator has moved from one of its extensions to the other; either registers it in the same namespace.
+    for extension in ("vllm._C", "vllm._C_stable_libtorch"):
+        with suppress(ImportError, OSError):
+            import_module(extension)
+    operator: Callable[..., None] | None = getattr(torch.ops._C, "cutlass_scaled_mm", None)
+    return operator

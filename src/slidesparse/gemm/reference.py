@@ -69,6 +69,7 @@ class Reference:
         operand: Operand,
         scale_w: torch.Tensor | None,
         bias: torch.Tensor | None,
+        out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""

@@ -13,12 +13,18 @@ from typing import Literal
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Backend, Problem
+from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
 
 Fallback = Literal["dense", "none"]
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"reference": Reference, "dense": Dense}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "reference": Reference,
+    "dense": Dense,
+    "cusparselt": CuSparseLt,
+    "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
+}
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
 
 

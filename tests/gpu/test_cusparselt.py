@@ -1,0 +1,381 @@
+"""The cuSPARSELt backend against the reference, on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from tolerances import FP8_TENSOR_CORE, assert_product
+from torch import nn
+
+from slidesparse import UnsupportedError
+from slidesparse.gemm import Problem, cusparselt, get_backend
+from slidesparse.gemm import cusparselt_api as api
+from slidesparse.gemm.base import with_rows
+from slidesparse.gemm.cusparselt import Plan, Shape, compress, plan_for, token_bucket
+from slidesparse.gemm.cusparselt_table import load_table, table_path
+from slidesparse.gemm.cusparselt_tune import tune_shapes
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.slide import gather
+
+pytestmark = pytest.mark.gpu
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+UNIFORM = ("2:4", "4:6", "6:8", "8:10")
+PARTIAL = ("4:6@50%", "6:8@30%")
+TOKENS = (0, 1, 7, 16, 17, 199, 1000)
+OUT, COLUMNS = 100, 333
+"""Neither is a multiple of 32, nor is the lifted length of any pattern."""
+
+
+@pytest.fixture(autouse=True)
+def _no_search_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_table.cache_clear()
+    plan_for.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _can_run() -> None:
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
+    if (why := get_backend("cusparselt").why_not(problem)) is not None:
+        pytest.skip(why)
+
+
+def _packed(
+    dtype: torch.dtype, pattern: str, out: int = OUT, columns: int = COLUMNS, *, scaled: bool = True
+) -> PackedWeight:
+    if dtype == INT8:
+        weight = torch.randint(-128, 128, (out, columns), dtype=INT8, device="cuda")
+        weight = weight * prune_mask(weight, pattern)
+    else:
+        weight = torch.randn(out, columns, device="cuda")
+        weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    return pack(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
+
+
+def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
+    if dtype == INT8:
+        return torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
+    return torch.randn(m, columns, device="cuda").to(dtype)
+
+
+def _lifted(x: torch.Tensor, packed: PackedWeight, backend: str = "cusparselt") -> torch.Tensor:
+    return gather(x, get_backend(backend).layout.column_map(packed))
+
+
+def _layer(pattern: str, dtype: str, *, biased: bool = True, backend: str = "cusparselt") -> SlideLinear:
+    torch.manual_seed(1)
+    linear = nn.Linear(COLUMNS, OUT, bias=biased).to(BF16).cuda()
+    return SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", UNIFORM)
+def test_int8_accumulators_are_exact(pattern: str) -> None:
+    packed = _packed(INT8, pattern)
+    for m in TOKENS[1:]:
+        lifted = _lifted(_tokens(INT8, m), packed)
+        rows, columns = token_bucket(m), lifted.shape[1]
+        out = OUT + -OUT % 32
+        acc = torch.full((rows, out), 7, dtype=torch.int32, device="cuda")
+        x = with_rows(lifted, rows)
+        plan = plan_for(Shape(0, out, columns, columns, rows, INT8, torch.int32))
+        plan.run(get_backend("cusparselt").prepare(packed)[0], x.data_ptr(), acc)
+        assert torch.equal(acc[:m, :OUT], product(lifted[:, : packed.columns().shape[1]], packed.columns()))
+
+
+def test_large_int8_accumulators_are_as_good_as_exact() -> None:
+    # The library's alpha is a float32, and what reads its accumulators converts them to float32: rounding to nearest
+    # twice is rounding once, so that no output changes. (Accumulators below 2^24 are exact, as the test above shows.)
+    weight = torch.full((32, 8192), -128, dtype=INT8, device="cuda").view(32, -1, 4)
+    weight[..., 2:] = 0
+    weight[:, 0, 0] = 127
+    packed = pack(weight.view(32, 8192), "2:4")
+    x = torch.full((32, 8192), -128, dtype=INT8, device="cuda")
+    x[:, 0] = torch.arange(32)
+    exact = product(x, packed.columns())
+    assert int(exact.max()) > 2**25
+    assert bool((exact % 2 == 1).any())
+    acc = torch.empty(32, 32, dtype=torch.int32, device="cuda")
+    plan = plan_for(Shape(0, 32, 8192, 8192, 32, INT8, torch.int32))
+    plan.run(get_backend("cusparselt").prepare(packed)[0], x.data_ptr(), acc)
+    assert torch.equal(acc.float(), exact.float())
+
+
+@pytest.mark.parametrize("pattern", [*UNIFORM, *PARTIAL])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", [BF16, torch.float16, torch.float32], ids=str)
+def test_int8_layer_has_the_bits_of_the_reference(pattern: str, biased: bool, kind: torch.dtype) -> None:
+    layer = _layer(pattern, "int8", biased=biased)
+    reference = _layer(pattern, "int8", biased=biased, backend="reference")
+    for m in TOKENS:
+        x = torch.randn(m, COLUMNS, dtype=kind, device="cuda")
+        y = layer(x)
+        assert y.dtype == kind
+        assert y.is_contiguous()
+        assert torch.equal(y, reference(x))
+
+
+@pytest.mark.parametrize("pattern", [*UNIFORM, *PARTIAL])
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_fp8_stays_within_the_table(pattern: str, out_dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    packed = _packed(FP8, pattern, columns=900)
+    backend = get_backend("cusparselt")
+    # As large as the products: a larger one would widen what assert_product allows.
+    operand, bias = backend.prepare(packed), torch.randn(OUT, device="cuda") * 1e-2
+    weight = packed.unpack().double()
+    assert packed.scale is not None
+    for m in TOKENS:
+        x, scale_x = _tokens(FP8, m, 900), torch.rand(m, 1, device="cuda")
+        y = backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, OUT, out_dtype)
+        scale = scale_x.double() * packed.scale.double()
+        exact = scale * (x.double() @ weight.T) + bias.double()
+        magnitude = scale * (x.double().abs() @ weight.abs().T) + bias.double().abs()
+        assert_product(y, exact, magnitude, FP8, FP8_TENSOR_CORE)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("pattern", UNIFORM)
+@pytest.mark.parametrize("biased", [False, True])
+def test_16_bit_stays_within_the_table(dtype: torch.dtype, pattern: str, biased: bool) -> None:
+    packed = _packed(dtype, pattern, columns=1000, scaled=False)
+    backend = get_backend("cusparselt")
+    if (why := backend.why_not(Problem(packed.pattern, dtype, OUT, 1000, packed.device))) is not None:
+        pytest.skip(why)
+    operand, weight = backend.prepare(packed), packed.unpack().double()
+    bias = torch.randn(OUT, device="cuda").to(dtype) if biased else None
+    for m in TOKENS:
+        x = _tokens(dtype, m, 1000)
+        y = backend.matmul(_lifted(x, packed), None, operand, None, bias, OUT, dtype)
+        assert y.is_contiguous()
+        exact, magnitude = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+        if bias is not None:
+            exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+        assert_product(y, exact, magnitude, dtype)
+
+
+def test_16_bit_output_is_of_the_weights_type() -> None:
+    packed = _packed(BF16, "6:8", scaled=False)
+    backend = get_backend("cusparselt")
+    with pytest.raises(UnsupportedError, match=r"got torch\.float32; needed torch\.bfloat16"):
+        backend.matmul(_lifted(_tokens(BF16, 3), packed), None, backend.prepare(packed), None, None, OUT, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_a_bf16_intermediate_costs_one_rounding(dtype: torch.dtype) -> None:
+    packed = _packed(dtype, "6:8")
+    assert packed.scale is not None
+    x, scale_x = _tokens(dtype, 199), torch.rand(199, 1, device="cuda")
+    results = {}
+    for name in ("cusparselt", "cusparselt-bf16"):
+        backend = get_backend(name)
+        lifted = _lifted(x, packed)
+        results[name] = backend.matmul(lifted, scale_x, backend.prepare(packed), packed.scale, None, OUT, torch.float32)
+    exact, rounded = results["cusparselt"], results["cusparselt-bf16"]
+    # Half an ulp of 8 bits, and the float32 roundings of the scales.
+    assert bool(((rounded - exact).abs() <= (2.0**-8 + 2.0**-20) * exact.abs()).all())
+    assert not torch.equal(rounded, exact)
+
+
+def test_rows_past_the_tokens_do_not_matter() -> None:
+    packed = _packed(INT8, "6:8")
+    backend = get_backend("cusparselt")
+    operand, scale_x = backend.prepare(packed), torch.rand(17, 1, device="cuda")
+    buffer = _lifted(_tokens(INT8, token_bucket(17)), packed)
+    first = backend.matmul(buffer[:17], scale_x, operand, packed.scale, None, OUT, BF16)
+    buffer[17:] = -128
+    assert torch.equal(first, backend.matmul(buffer[:17], scale_x, operand, packed.scale, None, OUT, BF16))
+
+
+def test_a_misaligned_and_strided_input() -> None:
+    packed = _packed(INT8, "6:8")
+    backend = get_backend("cusparselt")
+    operand, lifted = backend.prepare(packed), _lifted(_tokens(INT8, 64), packed)
+    expected = backend.matmul(lifted, None, operand, packed.scale, None, OUT, BF16)
+    shifted = torch.empty(lifted.numel() + 1, dtype=INT8, device="cuda")[1:].view_as(lifted)
+    shifted.copy_(lifted)
+    wide = torch.cat([lifted, lifted], 1)[:, : lifted.shape[1]]
+    for x in (shifted, wide):
+        assert torch.equal(backend.matmul(x, None, operand, packed.scale, None, OUT, BF16), expected)
+
+
+def test_more_than_2_31_outputs() -> None:
+    tokens, out, columns = 65536, 37888, 64
+    packed = _packed(INT8, "2:4", out, columns)
+    assert packed.scale is not None
+    backend = get_backend("cusparselt")
+    needed = tokens * out * 6 + (1 << 30)
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory")
+    x, scale_x = _tokens(INT8, tokens, columns), torch.rand(tokens, 1, device="cuda")
+    y = backend.matmul(_lifted(x, packed), scale_x, backend.prepare(packed), packed.scale, None, out, BF16)
+    for start in (0, 28340, 56680, tokens - 64):  # 2^31 / out = 56680 is where 32 bits end
+        some = slice(start, start + 64)
+        expected = apply_scales(product(x[some], packed.unpack()), scale_x[some], packed.scale, None, BF16)
+        assert torch.equal(y[some], expected)
+
+
+# -- what the backend takes for granted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
+def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtype) -> None:
+    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
+    ours, library = compress(matrix), api.load()
+    accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
+    stream = torch.cuda.current_stream().cuda_stream
+    pointer = ctypes.c_void_p
+    tried = 0
+    for rows in (32, 1024):
+        shape = Shape(0, 128, 256, 256, rows, dtype, accumulator)
+        for number in range(Plan(shape, None).algorithms):
+            try:
+                plan = Plan(shape, cusparselt.Algorithm(number))
+            except UnsupportedError:
+                continue
+            handle, structure = pointer(plan._handle.address), pointer(plan._plan)
+            size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
+            sizes = ctypes.byref(size), ctypes.byref(scratch)
+            assert library.functions.cusparseLtSpMMACompressedSize(handle, structure, *sizes) == 0
+            assert size.value == ours.numel()
+            theirs = torch.empty_like(ours)
+            buffer = torch.empty(scratch.value + 16, dtype=torch.uint8, device="cuda")
+            pointers = [pointer(t.data_ptr()) for t in (matrix, theirs, buffer)]
+            assert library.functions.cusparseLtSpMMACompress(handle, structure, *pointers, pointer(stream)) == 0
+            assert torch.equal(ours, theirs)
+            tried += 1
+    assert tried > 1
+
+
+# -- graphs, streams, plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6@50%", "int8"), ("6:8", "fp8"), ("6:8", "bf16")])
+def test_compiled_and_captured(pattern: str, dtype: str) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    layer = _layer(pattern, dtype)
+    x = torch.randn(199, COLUMNS, dtype=BF16, device="cuda")
+    eager = layer(x)
+    assert torch.equal(torch.compile(layer, fullgraph=True, dynamic=True)(x), eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    for other in (x, torch.randn_like(x)):
+        x.copy_(other)
+        expected = layer(x)
+        captured.fill_(float("nan"))
+        # Memory that the graph took for itself must not be handed to others.
+        poison = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        graph.replay()
+        assert torch.equal(captured, expected)
+        del poison
+
+
+def test_a_captured_plan_survives_the_cache() -> None:
+    layer = _layer("6:8", "int8")
+    x = torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
+    expected = layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    plan_for.cache_clear()
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+def test_a_plan_cannot_be_made_while_capturing() -> None:
+    layer = _layer("6:8", "int8")
+    x = torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
+    with (
+        pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        layer(x)
+    torch.cuda.synchronize()
+    assert torch.isfinite(layer(x)).all()
+
+
+def test_two_streams() -> None:
+    layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
+    streams = [torch.cuda.Stream() for _ in layers]
+    inputs = [[torch.randn(m, COLUMNS, dtype=BF16, device="cuda") for m in (1000, 17) * 20] for _ in layers]
+    expected = [[layer(x) for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for i in range(40):
+        for stream, layer, xs, ys in zip(streams, layers, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                ys.append(layer(xs[i]))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed = []
+    destroy = cusparselt._destroy
+
+    def counting(*arguments: object) -> None:
+        destroyed.append(arguments)
+        destroy(*arguments)
+
+    monkeypatch.setattr(cusparselt, "_destroy", counting)
+    monkeypatch.setattr(cusparselt, "plan_for", lru_cache(maxsize=2)(plan_for.__wrapped__))
+    layer, reference = _layer("6:8", "int8"), _layer("6:8", "int8", backend="reference")
+    for m in (10, 40, 70, 10, 40, 70, 71, 72):
+        x = torch.randn(m, COLUMNS, dtype=BF16, device="cuda")
+        assert torch.equal(layer(x), reference(x))
+    assert cusparselt.plan_for.cache_info().misses == 6
+    assert len(destroyed) == 4
+
+
+def test_a_bucket_is_one_plan() -> None:
+    layer = _layer("6:8", "int8")
+    for m in range(1, 120):
+        layer(torch.zeros(m, COLUMNS, dtype=BF16, device="cuda"))
+    assert plan_for.cache_info().currsize == len({token_bucket(m) for m in range(1, 120)})
+
+
+# -- search --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8, BF16], ids=str)
+def test_search_results_are_used(dtype: torch.dtype) -> None:
+    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    told = []
+    records = tune_shapes([(512, 768), (512, 768)], [100, 101], dtype, progress=told.append)
+    assert told == records
+    assert len(records) == 1
+    record = records[0]
+    assert load_table(table_path()) == (record,)
+    good = [trial for trial in record.trials if trial.fault is None]
+    assert len(good) > 1
+    assert record.time_us <= record.default_us
+    times = {trial.algorithm: trial.time_us for trial in good}
+    assert record.time_us == (record.default_us if record.best is None else times[record.best])
+    shape = Shape(0, 512, 768, 768, token_bucket(100), dtype, {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype))
+    assert record.key == shape.key
+    x = _tokens(dtype, shape.rows, 768)
+    packed = _packed(dtype, "2:4", 512, 768, scaled=False)
+    acc = torch.empty(shape.rows, 512, dtype=shape.accumulator, device="cuda")
+    plan_for(shape).run(compress(packed.columns()), x.data_ptr(), acc)
+    exact = product(x, packed.columns())
+    largest = exact.abs().max()
+    assert float((acc.double() - exact.double()).abs().max()) <= (0 if dtype == INT8 else 2.0**-8 * float(largest))

@@ -1,0 +1,123 @@
+"""The dense backend on a GPU: vLLM's or torch's kernels against exact products."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from tolerances import FP8_TENSOR_CORE, assert_product
+from torch import nn
+
+from slidesparse.gemm import dense, get_backend
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import pack
+from slidesparse.prune import prune_mask
+from slidesparse.slide import gather
+
+pytestmark = pytest.mark.gpu
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+TOKENS = (0, 1, 7, 16, 17, 199, 1000)
+SIZES = ((100, 333), (128, 1024))
+"""(out, in): one that must be padded, one that need not be."""
+
+
+@pytest.fixture(params=["vllm", "torch"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: None)
+    elif find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_quantised_stays_within_the_table(
+    dtype: torch.dtype, out_dtype: torch.dtype, biased: bool, size: tuple[int, int]
+) -> None:
+    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    out, columns = size
+    if dtype == INT8:
+        weight = torch.randint(-128, 128, size, dtype=INT8, device="cuda")
+        weight = weight * prune_mask(weight, "6:8")
+    else:
+        weight = torch.randn(size, device="cuda")
+        weight = (weight * prune_mask(weight, "6:8")).to(FP8)
+    packed = pack(weight, "6:8", scale=torch.rand(out, device="cuda") * 1e-3)
+    assert packed.scale is not None
+    backend = get_backend("dense")
+    operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
+    bias = (torch.randn(out, device="cuda") * 1e-2).to(out_dtype) if biased else None
+    for m in TOKENS:
+        x = torch.randn(m, columns, device="cuda")
+        x = (x * 40).round().clamp(-128, 127).to(INT8) if dtype == INT8 else x.to(FP8)
+        scale_x = torch.rand(m, 1, device="cuda")
+        y = backend.matmul(gather(x, column_map), scale_x, operand, packed.scale, bias, out, out_dtype)
+        assert y.shape == (m, out)
+        assert y.is_contiguous()
+        scale = scale_x.double() * packed.scale.double()
+        exact = scale * (x.double() @ weight.double().T)
+        magnitude = scale * (x.double().abs() @ weight.double().abs().T)
+        if bias is not None:
+            exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+        assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kind", [BF16, torch.float16, torch.float32], ids=str)
+def test_int8_has_the_bits_of_the_reference(
+    size: tuple[int, int], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: None)
+    out, columns = size
+    linear = nn.Linear(columns, out).to(BF16).cuda()
+    layers = [
+        SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend=name)
+        for name in ("dense", "reference")
+    ]
+    for m in TOKENS:
+        x = torch.randn(m, columns, dtype=kind, device="cuda")
+        assert torch.equal(layers[0](x), layers[1](x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
+def test_floats_stay_within_the_table(
+    dtype: torch.dtype, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False)
+    weight = torch.randn(100, 333, device="cuda")
+    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
+    packed, bias = pack(weight, "6:8"), torch.randn(100, device="cuda").to(dtype)
+    backend = get_backend("dense")
+    operand, column_map = backend.prepare(packed), backend.layout.column_map(packed)
+    for m in TOKENS:
+        x = torch.randn(m, 333, device="cuda").to(dtype)
+        y = backend.matmul(gather(x, column_map), None, operand, None, bias, 100, out_dtype)
+        exact = x.double() @ weight.double().T + bias.double()
+        magnitude = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+        assert_product(y, exact, magnitude, dtype)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_compiled_and_captured(dtype: str) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    linear = nn.Linear(256, 128).to(BF16).cuda()
+    layer = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="dense")
+    x = torch.randn(7, 256, dtype=BF16, device="cuda")
+    eager = layer(x)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, eager)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse import InputError
+from slidesparse.gemm.reference import apply_scales
+from slidesparse.kernels.scale import COLUMNS, ROWS, scale_rows
+
+OUT_TYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _accumulator(rows: int, columns: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    if dtype == torch.int32:
+        return torch.randint(-(2**30), 2**30, (rows, columns), dtype=dtype, device=device)
+    return (torch.randn(rows, columns, device=device) * 1e4).to(dtype)
+
+
+def _factors(tokens: int, out: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(tokens, 1, device=device) * 1e-3, torch.rand(out, device=device) * 1e-3
+
+
+@pytest.mark.parametrize("out_dtype", OUT_TYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32], ids=str)
+def test_bits_of_the_definition(
+    out_dtype: torch.dtype, dtype: torch.dtype, bias_dtype: torch.dtype | None, device: str
+) -> None:
+    # The bias is as large as the product, so a fused multiply-add would show.
+    tokens, out = 2 * ROWS + 1, COLUMNS + 37
+    acc = _accumulator(tokens, out, dtype, device)
+    scale_x, scale_w = _factors(tokens, out, device)
+    bias = None if bias_dtype is None else (torch.randn(out, device=device) * 100).to(bias_dtype)
+    y = scale_rows(acc, None, scale_x, scale_w, bias, tokens, out, out_dtype)
+    assert torch.equal(y, apply_scales(acc, scale_x, scale_w, bias, out_dtype))
+
+
+@pytest.mark.parametrize(("tokens", "out"), [(1, 1), (3, 16), (ROWS, 40), (17, 100), (0, 8)])
+def test_padding_is_not_read(tokens: int, out: int, device: str) -> None:
+    acc = torch.full((tokens + 15, out + 24), float("nan"), device=device)
+    acc[:tokens, :out] = torch.randn(tokens, out, device=device)
+    scale_x, scale_w = _factors(tokens, out, device)
+    y = scale_rows(acc, None, scale_x, scale_w, None, tokens, out, torch.float32)
+    assert y.is_contiguous()
+    assert torch.equal(y, apply_scales(acc[:tokens, :out], scale_x, scale_w, None, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
+def test_two_accumulators_are_added_first(dtype: torch.dtype, device: str) -> None:
+    acc, more = _accumulator(5, 64, dtype, device), _accumulator(5, 64, dtype, device)
+    scale_x, scale_w = _factors(5, 64, device)
+    y = scale_rows(acc, more, scale_x, scale_w, None, 5, 64, torch.float32)
+    assert torch.equal(y, apply_scales(acc + more, scale_x, scale_w, None, torch.float32))
+    assert not torch.equal(y, apply_scales(acc, scale_x, scale_w, None, torch.float32))
+
+
+@pytest.mark.parametrize("missing", ["scale_x", "scale_w", "both"])
+def test_without_scales(missing: str, device: str) -> None:
+    acc = _accumulator(6, 48, torch.float32, device)
+    scale_x, scale_w = _factors(6, 48, device)
+    scales = (None if missing != "scale_w" else scale_x, None if missing != "scale_x" else scale_w)
+    assert torch.equal(
+        scale_rows(acc, None, *scales, None, 6, 48, torch.bfloat16), apply_scales(acc, *scales, None, torch.bfloat16)
+    )
+
+
+def test_accumulators_must_match(device: str) -> None:
+    acc = torch.zeros(4, 32, dtype=torch.int32, device=device)
+    with pytest.raises(InputError, match="second accumulator"):
+        scale_rows(acc, acc.float(), None, None, None, 4, 32, torch.float32)
