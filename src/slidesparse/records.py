@@ -17,6 +17,16 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from slidesparse.errors import InputError
 
+DENSE = "dense"
+CONTROL = "inf"
+"""The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
+
+COPY, QUANTIZE = "copy", "quantize"
+SQUARE = "square"
+ALL = "*"
+LAYERS = ("qkv", "o", "gate_up", "down")
+"""The linears of a decoder layer, fused as servers fuse them."""
+
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
 

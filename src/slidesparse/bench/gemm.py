@@ -11,11 +11,11 @@ import torch
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
 from slidesparse.bench.dense import kernels
 from slidesparse.bench.operands import activations, expected, float_type, lifted, operand, packed_weight, problem_of
-from slidesparse.bench.problems import DENSE, ideal_speedup
+from slidesparse.bench.problems import ideal_speedup
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import Case, Record
+from slidesparse.records import DENSE, Case, Record
 
 
 @runtime_checkable
@@ -112,7 +112,6 @@ def _multiply(
 
 def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callable[[torch.Tensor], float]:
     """A check of products: the relative error of their first and last rows."""
-
     reference: list[torch.Tensor] = []
 
     def check(y: torch.Tensor) -> float:

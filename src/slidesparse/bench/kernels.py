@@ -15,11 +15,10 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Session, Subject, compare, ends, relative_error
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import activations
-from slidesparse.bench.problems import CONTROL, DENSE
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype, quantize_rows
-from slidesparse.records import Case, Record
+from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
 from slidesparse.slide import gather
 
 MULTIPLE = 32
@@ -33,7 +32,7 @@ def measure(session: Session, case: Case) -> list[Record]:
     moved = x.nbytes + x.numel() + 4 * case.tokens
     subjects = [
         Subject(
-            "quantize",
+            QUANTIZE,
             "slidesparse",
             "",
             partial(_quantize_lift, dtype),
@@ -41,11 +40,11 @@ def measure(session: Session, case: Case) -> list[Record]:
             moved,
             _check(x, columns, dtype),
         ),
-        Subject("copy", "torch", "copy_", _copy, (x, torch.empty_like(x)), 2 * x.nbytes, partial(_copy_error, x)),
+        Subject(COPY, "torch", "copy_", _copy, (x, torch.empty_like(x)), 2 * x.nbytes, partial(_copy_error, x)),
     ]
     if vllm_ops() is not None:
         run = partial(_vllm_quantize, dtype)
-        subjects.append(Subject("quantize", "vllm", "", run, (x,), moved, _check(x, columns, dtype)))
+        subjects.append(Subject(QUANTIZE, "vllm", "", run, (x,), moved, _check(x, columns, dtype)))
     for variant in session.patterns(case):
         if variant == CONTROL:
             continue  # nobody lifts for it: its columns do not repeat

@@ -15,13 +15,13 @@ from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
 from slidesparse.bench.gemm import error_against, searched
 from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of
-from slidesparse.bench.problems import CONTROL, DENSE, ideal_speedup
+from slidesparse.bench.problems import ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import Case, Record
+from slidesparse.records import CONTROL, DENSE, Case, Record
 
 AUTO = "auto"
 AUTO_PATTERN = "6:8"

@@ -12,14 +12,14 @@ import torch
 
 from slidesparse import ops
 from slidesparse.bench.comparison import ends
-from slidesparse.bench.problems import DENSE, resolve
+from slidesparse.bench.problems import resolve
 from slidesparse.gemm import Layout, Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
-from slidesparse.records import Case
+from slidesparse.records import DENSE, Case
 
 KEPT = 16
 """Packed weights and operands kept: those of one linear in every pattern, for two backends."""

@@ -8,11 +8,10 @@ import torch
 
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, relative_error
 from slidesparse.bench.operands import expected, float_type, gaussian, lifted, packed_weight, problem_of
-from slidesparse.bench.problems import CONTROL, DENSE
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
-from slidesparse.records import Case, Record
+from slidesparse.records import CONTROL, DENSE, Case, Record
 from slidesparse.support import as_bits
 
 CHECK_TOKENS = 64

@@ -8,13 +8,10 @@ from itertools import product
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.records import Case
+from slidesparse.records import CONTROL, DENSE, LAYERS, SQUARE, Case
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
 """In the order in which ``all`` runs them: the cheap ones first."""
-
-LAYERS = ("qkv", "o", "gate_up", "down")
-"""The linears of a decoder layer, fused as servers fuse them."""
 
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
     "Llama-3.2-1B": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
@@ -24,11 +21,6 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
     "BitNet-2B": ((3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912)),
 }
 """(out, in) of each of :data:`LAYERS`."""
-
-SQUARE = "square"
-DENSE = "dense"
-CONTROL = "inf"
-"""The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
 QUANTISED = ("int8", "fp8")

@@ -12,12 +12,12 @@ import torch
 
 from slidesparse.bench import environment, gemm, kernels, linear, pack, problems
 from slidesparse.bench.comparison import WRONG, Session, now
-from slidesparse.bench.problems import SQUARE, Profile
+from slidesparse.bench.problems import Profile
 from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.progress import progress_bar
-from slidesparse.records import Case, Record
+from slidesparse.records import ALL, SQUARE, Case, Record
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
@@ -30,7 +30,6 @@ SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40}
 """Of the budget when several run; what one leaves over goes to the next."""
 
 LEFT_OUT = "left out: the budget was spent"
-ALL = "*"
 
 FIRST_GUESS_S = 3.0
 LOOK_BACK = 6
