@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: a Figure of its own draws with Agg, without a window or global state
 from matplotlib.lines import Line2D
 
-from slidesparse.records import COPY, QUANTIZE
+from slidesparse.records import COPY, QUANTIZE, SQUARE
 from slidesparse.report.numbers import Comparison, Limits, Point, limits, median_us, points, ratio
 
 COLOURS = {
@@ -24,56 +24,59 @@ COLOURS = {
 }
 """Told apart by colour-blind readers; other variants (``auto 6:8``) have their numbers in the tables only."""
 
+MAIN = ("2:4", "4:6", "6:8", "8:10")
+"""Drawn with their rooflines; those of the denser patterns lie too close together to be read."""
+
 MARKERS = dict(zip(COLOURS, "osD^vP*X", strict=True))
 GREY = "#555555"
 PANEL = (4.0, 3.1)
 """Inches."""
 
 
-def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, path: Path) -> bool:
-    """A panel for each model and type; False, and nothing drawn, where there is nothing to draw."""
-    groups: dict[tuple[str, bool], dict[str, list[Point]]] = {}
+def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folder: Path) -> list[Path]:
+    """A picture for each model (and for squares) with a panel for each type; returns those drawn."""
+    pictures: dict[tuple[str, bool], dict[str, list[Point]]] = {}
     for point in points(found, benchmark):
-        groups.setdefault((point.model, point.scaled), {}).setdefault(point.dtype, []).append(point)
-    dtypes = list(dict.fromkeys(dtype for row in groups.values() for dtype in row))
-    if not groups:
-        return False
-    figure, panels = _grid(len(groups), len(dtypes), title)
-    known = limits(found)
-    for row, ((model, scaled), by_dtype) in zip(panels, groups.items(), strict=True):
-        for axes, dtype in zip(row, dtypes, strict=True):
-            if dtype not in by_dtype:
-                axes.set_visible(False)
-                continue
-            _draw_panel(axes, by_dtype[dtype], known)
-            axes.set_title(f"{model}, {dtype.upper()}{'' if scaled else ', no scales'}", loc="left", fontsize=10)
-        row[0].set_ylabel("speed-up over dense")
-    drawn = [
-        name for name in COLOURS if any(name in p.variants for row in groups.values() for g in row.values() for p in g)
-    ]
-    handles = [Line2D([], [], color=COLOURS[n], marker=MARKERS[n], markersize=4, label=n) for n in drawn]
-    handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
-    handles.append(Line2D([], [], color=GREY, linewidth=3, solid_capstyle="butt", label="ideal (at the margin)"))
-    _save(figure, handles, path)
-    return True
+        pictures.setdefault((point.model, point.scaled), {}).setdefault(point.dtype, []).append(point)
+    known, paths = limits(found), []
+    for (model, scaled), by_dtype in pictures.items():
+        figure, (panels,) = _grid(1, len(by_dtype), f"{title}: {model}{'' if scaled else ', no scales'}")
+        for axes, (dtype, group) in zip(panels, by_dtype.items(), strict=True):
+            _draw_panel(axes, group, known)
+            axes.set_title(dtype.upper(), loc="left", fontsize=10)
+        panels[0].set_ylabel("speed-up over dense")
+        names = _patterns([point for group in by_dtype.values() for point in group])
+        handles = [_sample(COLOURS[name], MARKERS[name], name) for name in names]
+        handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
+        handles.append(Line2D([], [], color=GREY, linewidth=3, solid_capstyle="butt", label="ideal"))
+        path = folder / f"{benchmark}_speedup_{model.lower()}{'' if scaled else '_bare'}.png"
+        _save(figure, handles, path)
+        paths.append(path)
+    return paths
 
 
 def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> None:
     axes.axhline(1, color=GREY, linewidth=1)
     axes.set_xscale("log", base=2)
-    names = [name for name in COLOURS if any(name in point.variants for point in group)]
-    for name in names:
+    for name in _patterns(group):
+        main = name in MAIN
         measured = {p.tokens: s for p in group if (s := p.speedup(name)) is not None}
-        bound = {p.tokens: s for p in group if (s := p.roofline(name, known)) is not None}
+        bound = {p.tokens: s for p in group if main and (s := p.roofline(name, known)) is not None}
+        style = {"color": COLOURS[name], "marker": MARKERS[name], "markersize": 4 if main else 3}
         axes.plot(list(bound), list(bound.values()), ":", color=COLOURS[name], linewidth=1.2)
-        axes.plot(list(measured), list(measured.values()), color=COLOURS[name], marker=MARKERS[name], markersize=4)
+        axes.plot(list(measured), list(measured.values()), linewidth=1.6 if main else 0.8, **style)
         ideal = next(i for point in group if (i := point.ideal(name)) is not None)
         # x in shares of the panel: a dash just outside its right edge.
         margin = axes.get_yaxis_transform()
         axes.plot((1.01, 1.05), (ideal, ideal), color=COLOURS[name], linewidth=3, transform=margin, clip_on=False)
-    _token_axis(axes, [point.tokens for point in group])
-    axes.set_ylim(bottom=0)
+    _token_axis(axes, [point.tokens for point in group], "M = N = K" if group[0].model == SQUARE else "M (tokens)")
+    # No bars, so no need for zero; half of dense is the bottom unless something is worse.
+    axes.set_ylim(bottom=min(0.5, axes.get_ylim()[0]))
     axes.yaxis.set_major_formatter("{x:.1f}x")
+
+
+def _patterns(group: Sequence[Point]) -> list[str]:
+    return [name for name in COLOURS if any(name in point.variants for point in group)]
 
 
 def draw_kernels(found: Sequence[Comparison], path: Path) -> bool:
@@ -98,16 +101,13 @@ def draw_kernels(found: Sequence[Comparison], path: Path) -> bool:
                 shares = {one.case.tokens: _share_of_copy(one, name) for one in group}
                 drawn = {tokens: share for tokens, share in shares.items() if share is not None}
                 axes.plot(list(drawn), list(drawn.values()), color=colour, marker=marker, markersize=4)
-            _token_axis(axes, [one.case.tokens for one in group])
+            _token_axis(axes, [one.case.tokens for one in group], "M (tokens)")
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
             axes.set_title(f"K = {columns}, {dtype.upper()}", loc="left", fontsize=10)
         row[0].set_ylabel("of the copy's rate")
     label = {QUANTIZE: "quantise only"}
-    handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=4, label=label.get(name, f"quantise + {name}"))
-        for name, (colour, marker) in curves.items()
-    ]
+    handles = [_sample(*style, label.get(name, f"quantise + {name}")) for name, style in curves.items()]
     _save(figure, handles, path)
     return True
 
@@ -125,17 +125,23 @@ def _grid(rows: int, columns: int, title: str) -> tuple[Figure, Any]:
     return figure, figure.subplots(rows, columns, squeeze=False, sharex=False, sharey=True)
 
 
-def _token_axis(axes: Any, tokens: Sequence[int]) -> None:
+def _sample(colour: str, marker: str, label: str) -> Line2D:
+    return Line2D([], [], color=colour, marker=marker, markersize=4, label=label)
+
+
+def _token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:
     every = max(1, -(-len(tokens) // 6))
     shown = sorted(tokens)[::-1][::every]
     axes.set_xticks(shown, [str(t) if t < 1024 else f"{t // 1024}k" for t in shown])
     axes.minorticks_off()
-    axes.set_xlabel("M (tokens)")
+    axes.set_xlabel(label)
     axes.grid(color="#e4e4e4")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Figure, handles: Sequence[Line2D], path: Path) -> None:
-    figure.legend(handles=handles, loc="outside lower left", ncols=min(6, len(handles)), frameon=False, fontsize=9)
+    widest = max(len(str(handle.get_label())) for handle in handles)
+    columns = max(1, int(figure.get_figwidth() / (0.6 + 0.09 * widest)))
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
