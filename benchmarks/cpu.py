@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,11 +69,12 @@ def pack_seconds(repeats: int = 5) -> list[float]:
 def prune_seconds_and_peak(source: Path, destination: Path) -> tuple[float, float]:
     """Wall time of ``slidesparse prune`` with start-up, and its peak resident memory in GB."""
     arguments = [str(source), str(destination), "--pattern", "6:8", "--dtype", "int8"]
-    code = "import sys; from slidesparse.cli import main; sys.exit(main())"
+    code = "from slidesparse.cli import main; main(); print(open('/proc/self/status').read())"
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code, "prune", *arguments], check=True)
+    run = subprocess.run([sys.executable, "-c", code, "prune", *arguments], check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - start
-    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    (peak_kb,) = re.findall(r"VmHWM:\s+(\d+)", run.stdout)
+    return seconds, int(peak_kb) * 1024 / 1e9
 
 
 def main() -> None:

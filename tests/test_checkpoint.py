@@ -111,7 +111,7 @@ def test_broken_config(tmp_path: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"shard .*model-00002.* is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002.* is missing"):
         Checkpoint(path)
 
 
@@ -129,6 +129,25 @@ def test_index_that_names_an_absent_tensor(tmp_path: Path) -> None:
     index["weight_map"]["not.there"] = index["weight_map"]["model.norm.weight"]
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index names not\.there"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../m/{}", "/tmp/{}", "sub/{}", "model.bin", ["a"]])
+def test_index_that_leads_elsewhere(tmp_path: Path, name: object) -> None:
+    path = damaged(tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for tensor, shard in index["weight_map"].items():
+        index["weight_map"][tensor] = name.format(shard) if isinstance(name, str) else name
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="shard name"):
+        Checkpoint(path)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    first, second = sorted(path.glob("model-*"))[:2]
+    save_file({**load_file(second), next(iter(load_file(first))): torch.zeros(1)}, second)
+    with pytest.raises(CheckpointError, match="is in two shards"):
         Checkpoint(path)
 
 

@@ -9,7 +9,16 @@ import torch
 import transformers
 from torch import nn
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, SlideSparseError, prune_mask, sparsify_
+from slidesparse import (
+    InputError,
+    Pattern,
+    PatternViolation,
+    SlideLinear,
+    SlideSparseError,
+    UnsupportedError,
+    prune_mask,
+    sparsify_,
+)
 from slidesparse.convert import layer_patterns, run_once
 from slidesparse.support import following_groups
 from slidesparse.targets import find_targets, input_sets
@@ -347,3 +356,34 @@ def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
     with pytest.raises(InputError, match="1 holds NaN"):
         sparsify_(model, "6:8")
     assert type(model[0]) is nn.Linear
+
+
+def test_a_module_in_two_places_is_replaced_in_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+            self.b = self.a
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    model = sparsify_(Twice(), "6:8")
+    assert type(model.a) is SlideLinear
+    assert model.b is model.a
+
+
+def test_a_linear_with_a_forward_of_its_own_stays() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1000
+
+    targets = find_targets(nn.Sequential(nn.Linear(64, 64), Shifted(64, 64)))
+    assert targets.dense == {"1": "Shifted has a forward of its own"}
+
+
+def test_backward_is_refused() -> None:
+    layer = SlideLinear.from_linear(nn.Linear(64, 64), "6:8", method="magnitude")
+    y = layer(torch.randn(3, 64, requires_grad=True))
+    with pytest.raises(UnsupportedError, match="for inference"):
+        y.sum().backward()

@@ -29,6 +29,7 @@ LAYERS = [
     {"convert"},
     {"checkpoint", "marker", "progress"},
     {"skeleton", "staging"},
+    {"packed_file"},
     {"info", "inspection", "loading", "prune_checkpoint"},
     {"demo_report"},
     {"demo_plot"},

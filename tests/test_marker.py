@@ -68,6 +68,8 @@ def test_compressed_tensors_accepts_our_config() -> None:
         ("weights", "strategy", "tensor"),
         ("weights", "symmetric", False),
         ("input_activations", "dynamic", False),
+        ("input_activations", "symmetric", False),
+        ("input_activations", "type", "float"),
         ("input_activations", "strategy", "tensor"),
     ],
 )

@@ -12,12 +12,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from checkpoints import SMALL, make_checkpoint, tokens
+from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.checkpoint import Checkpoint, Stored, TensorWriter, write_json
@@ -236,6 +238,64 @@ def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
+    """A compressed-tensors checkpoint without our marker, as others make them."""
+    make_checkpoint(path / "float", name, **options)
+    prune_checkpoint(path / "float", path / "w8a8", PruneOptions("dense", dtype))
+    config = json.loads((path / "w8a8/config.json").read_text())
+    del config[KEY]
+    (path / "w8a8/config.json").write_text(json.dumps(config))
+    return path / "w8a8"
+
+
+def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", ignore=(name,)))
+    assert json.loads((tmp_path / "s/config.json").read_text())[KEY]["layers"] == {name: "dense"}
+    assert torch.equal(Checkpoint(source).tensor(f"{name}.weight"), Checkpoint(tmp_path / "s").tensor(f"{name}.weight"))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+def test_flat_scales_of_a_square_layer(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    spoil(source, f"{name}.weight_scale", Checkpoint(source).tensor(f"{name}.weight_scale").flatten())
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    dense, sparse = (Checkpoint(path).tensor(f"{name}.weight") for path in (source, tmp_path / "s"))
+    assert torch.equal(sparse, torch.where(sparse != 0, dense, 0))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(torch.ones(3, 1), "scale of"), (torch.full((64, 1), float("nan")), "NaN")]
+)
+def test_bad_scales_of_a_quantised_source(tmp_path: Path, scale: torch.Tensor, words: str) -> None:
+    source = quantised_source(tmp_path)
+    spoil(source, "model.layers.0.self_attn.q_proj.weight_scale", scale)
+    with pytest.raises(CheckpointError, match=words):
+        prune_checkpoint(source, tmp_path / "s", PruneOptions("dense"))
+
+
+def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
+    config["compression_config"] = config.pop("quantization_config")  # the key of old files
+    (source / "config.json").write_text(json.dumps(config))
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+def test_weights_in_folders_below_are_copied(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/model.safetensors").write_bytes(b"another part")
+    (tmp_path / "m/2_Dense").symlink_to(tmp_path / "elsewhere")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert (tmp_path / "s/2_Dense/model.safetensors").read_bytes() == b"another part"
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +356,47 @@ def test_destination_in_the_way(tmp_path: Path) -> None:
     assert not (tmp_path / "m/inside.partial").exists()
 
 
+def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "qwen2")
+    checkpoint = Checkpoint(tmp_path / "m")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file({t: checkpoint.tensor(t) for t in checkpoint.files if t != name}, tmp_path / "m/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of Qwen2ForCausalLM.*q_proj\.bias"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"experts|lacks"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": None}, {"num_attention_heads": 0}, {"architectures": ["LlamaConfig"]}, {"hidden_size": "x"}],
+)
+def test_configs_that_make_no_model(tmp_path: Path, change: dict[str, Any]) -> None:
+    make_checkpoint(tmp_path / "m")
+    config = {**json.loads((tmp_path / "m/config.json").read_text()), **change}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as error:
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert "\n" not in str(error.value)
+
+
+def test_destinations_that_cannot_be(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "x.partial")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    cases = {"dangling": "exists", "x": "is the source", "file/y": "cannot make", "n" * 300: "cannot make"}
+    for destination, words in cases.items():
+        source = tmp_path / ("x.partial" if destination == "x" else "m")
+        with pytest.raises(CheckpointError, match=words):
+            prune_checkpoint(source, tmp_path / destination, INT8)
+
+
 # -- when it is interrupted ----------------------------------------------------------------------------------------
 
 
@@ -354,6 +455,21 @@ def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
 
+def test_killed_while_it_flushes_then_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m")
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slidesparse.staging._sync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.resumed == ["model.safetensors"]
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
 def test_two_runs_at_once(tmp_path: Path) -> None:
     from slidesparse.staging import staged
 
@@ -367,8 +483,6 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
 
 def spoil(path: Path, name: str, value: torch.Tensor) -> None:
     """Replace one tensor of a single-file checkpoint."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(path / "model.safetensors")
     tensors[name] = value
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -396,17 +510,57 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     checkpoint = Checkpoint(tmp_path / "s")
     kept = {name: checkpoint.tensor(name) for name in checkpoint.files if name != "model.norm.weight"}
-    from safetensors.torch import save_file
-
     save_file(kept, tmp_path / "s/model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_homeless_tensors_are_copied_and_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.homeless == ["model.layers.0.self_attn.q_proj.bias"]
+    with pytest.warns(UserWarning, match="no place in LlamaForCausalLM"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_an_output_embedding_of_its_own_is_kept(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "llama-tied")
+    own = torch.randn(SMALL["vocab_size"], 64, dtype=torch.bfloat16)
+    spoil(tmp_path / "m", "lm_head.weight", own)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert torch.equal(slidesparse.load(tmp_path / "s").lm_head.weight, own)
+
+
+def test_mixed_float_types_run_in_the_type_of_the_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    spoil(tmp_path / "m", "model.norm.weight", torch.ones(64))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert slidesparse.load(tmp_path / "s")(tokens()).logits.dtype == torch.bfloat16
+
+
+def test_generation_settings_are_loaded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert slidesparse.load(tmp_path / "s").generation_config.eos_token_id == [2, 7, 9]
+
+
+@pytest.mark.parametrize("key", ["ignore", "layers"])
+def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    config = json.loads((tmp_path / "s/config.json").read_text())
+    config[KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
+    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="nonsense"):
         slidesparse.load(tmp_path / "s")
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
 PEAK_LIMIT = 900_000_000
-"""Bytes. Importing torch and transformers takes about 400 MB of it."""
+"""Bytes. Importing torch and transformers takes about 420 MB of it, pruning about 160 MB."""
 
 
 def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None:
@@ -426,13 +580,14 @@ def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None
         for name, entry in stored.items():
             writer.write(name, noise[: entry.n_bytes // 2].view(entry.shape))
     assert Checkpoint(path).n_bytes > PEAK_LIMIT
+    # VmHWM is this program's own peak in kB; ru_maxrss would begin with that of the process that started it.
     code = (
-        "import resource, sys; from slidesparse.cli import main; failed = main();"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr); sys.exit(failed)"
+        "import re, sys; from slidesparse.cli import main; failed = main();"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr); sys.exit(failed)"
     )
     arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
-    assert int(run.stderr.splitlines()[-1]) < PEAK_LIMIT
+    assert int(run.stderr.splitlines()[-1]) * 1024 < PEAK_LIMIT
 
 
 def test_errors_are_ours(tmp_path: Path) -> None:

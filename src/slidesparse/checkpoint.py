@@ -33,6 +33,9 @@ ITEM_BYTES = {
 }
 STORED_NAMES = {
     torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int16: "I16",
+    torch.int32: "I32",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -71,7 +74,10 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"no checkpoint folder at {self.path}", needed="a local folder with config.json")
+            raise CheckpointError(
+                f"no checkpoint folder at {self.path}",
+                needed="a local folder; download the model of a hub first",
+            )
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
@@ -81,40 +87,72 @@ class Checkpoint:
             promised = read_json(index_path).get("weight_map") or {}
             if not isinstance(promised, dict) or not promised:
                 raise CheckpointError(f"{index_path} has no weight_map")
+            for name in promised.values():  # shards are written under these names too: they must not lead elsewhere
+                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                    raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
         else:
             raise CheckpointError(
                 f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}",
                 remedy="convert the weights to safetensors first",
             )
-        self.shards = {name: self._read_header(self.path / name) for name in names}
-        self.files = {tensor: name for name, tensors in self.shards.items() for tensor in tensors}
+        self.readers = {name: TensorReader(self.path / name) for name in names}
+        self.shards = {name: reader.stored for name, reader in self.readers.items()}
+        self.files: dict[str, str] = {}
+        for name, tensors in self.shards.items():
+            for tensor in tensors:
+                if tensor in self.files:
+                    raise CheckpointError(f"{tensor} is in two shards", got=f"{self.files[tensor]} and {name}")
+                self.files[tensor] = name
         for tensor, name in promised.items():
             if tensor not in self.shards[name]:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
 
-    @staticmethod
-    def _read_header(path: Path) -> dict[str, Stored]:
-        if not path.exists():
-            raise CheckpointError(f"shard {path} is missing")
-        with _opened(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-
     def stored(self, name: str) -> Stored:
         """Type and shape of a tensor."""
-        return self.shards[self.files[name]][name]
+        return self.shards[self._file(name)][name]
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        with _opened(self.path / self.files[name], device) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+        return self.readers[self._file(name)].tensor(name, device)
+
+    def _file(self, name: str) -> str:
+        if name not in self.files:
+            raise CheckpointError(f"{self.path} holds no {name}")
+        return self.files[name]
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
+
+
+class TensorReader:
+    """Reads one safetensors file, tensor by tensor.
+
+    Attributes:
+        path: The file.
+        stored: Tensor name -> type and shape.
+        metadata: The header's strings.
+
+    Raises:
+        CheckpointError: When the file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing")
+        self.path = path
+        with _opened(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            self.metadata: dict[str, str] = file.metadata() or {}
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor; on a CPU it is mapped, not copied."""
+        with _opened(self.path, device) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
 
 
 class _opened:
@@ -171,7 +209,8 @@ class TensorWriter:
         """Write one tensor, which must have the type and shape announced."""
         stored = self.tensors[name]
         n_bytes = tensor.numel() * tensor.element_size()
-        if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape:
+        same_type = STORED_NAMES.get(tensor.dtype, stored.dtype) == stored.dtype
+        if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape or not same_type:
             raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
         self.file.seek(self.data_start + self.offsets[name])
         if n_bytes:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from slidesparse import __version__
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.prune.base import METHODS
 
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlideSparseError as error:
         print(f"slidesparse: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"slidesparse: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("slidesparse: interrupted", file=sys.stderr)
         return 130
@@ -31,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores."
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -51,9 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     prune.add_argument("destination", type=Path, metavar="DST", help="folder to make")
     prune.add_argument("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
-    prune.add_argument("--dtype", help="int8 or fp8; bf16 or fp16 to prune only (default: that of a quantised source)")
-    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="(default: %(default)s)")
-    prune.add_argument("--recipe", default="absmax", choices=("absmax", "ternary"), help="ternary: BitNet b1.58")
+    prune.add_argument(
+        "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
+    )
+    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
+    prune.add_argument(
+        "--recipe",
+        default="absmax",
+        choices=("absmax", "ternary"),
+        help="how INT8 weights are rounded: one scale a channel, or BitNet b1.58's -1, 0, 1",
+    )
     prune.add_argument(
         "--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone (name or re:...)"
     )
@@ -65,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         help="another pattern for a layer (name or re:...)",
     )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
+
+    pack = add("pack", _pack, "Write the packed form of a pruned checkpoint beside it, to load it faster.")
+    pack.add_argument("path", type=Path, metavar="PATH")
 
     inspect = add("inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     inspect.add_argument("path", type=Path, metavar="PATH")
@@ -106,8 +121,9 @@ def _prune(options: argparse.Namespace) -> int:
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     pairs = [entry.rpartition("=") for entry in options.layer]
-    if any(not name for name, _, _ in pairs):
-        raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN")
+    layers = {name: pattern for name, _, pattern in pairs}
+    if "" in layers or len(layers) < len(pairs):
+        raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
     summary = prune_checkpoint(
         options.source,
         options.destination,
@@ -117,11 +133,20 @@ def _prune(options: argparse.Namespace) -> int:
             method=options.method,
             recipe=options.recipe,
             ignore=tuple(options.ignore),
-            layers={name: pattern for name, _, pattern in pairs},
+            layers=layers,
             lm_head=options.lm_head,
         ),
     )
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
+    return 0
+
+
+def _pack(options: argparse.Namespace) -> int:
+    from slidesparse.packed_file import write_packed
+
+    file = write_packed(options.path)
+    size = file.stat().st_size
+    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {size / 1e6:.1f} MB")
     return 0
 
 

@@ -73,11 +73,24 @@ def sets_to_prune(
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:
-    """A function that runs a transformers model on two tokens, on the model's device; None for other models."""
+    """A function that runs a transformers model on inputs of its own, on the model's device; None for other models."""
     if not hasattr(model, "dummy_inputs"):
         return None
     device = next(model.parameters()).device
-    return lambda: model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
+
+    def run() -> object:
+        inputs: dict[str, torch.Tensor] = model.dummy_inputs  # type: ignore[assignment]
+        try:
+            return model(**{name: torch.zeros_like(value, device=device) for name, value in inputs.items()})
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise InputError(
+                f"cannot run {type(model).__name__} to see which linears read the same input",
+                got=f"{type(error).__name__}: {reason}",
+                remedy="use a uniform pattern, or pass run=",
+            ) from error
+
+    return run
 
 
 def sparsify_(
@@ -132,6 +145,9 @@ def sparsify_(
         if pruner.needs_calibration:
             raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
         sets = sets_to_prune(model, targets.linears, patterns, pruner, run or run_once(model))
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
     for names in sets:
         weights = {name: targets.linears[name].weight.detach() for name in names}
         if pruner is not None and patterns[names[0]] != DENSE:
@@ -139,5 +155,7 @@ def sparsify_(
         for name, weight in weights.items():
             packed = pack_weight(weight, patterns[name], storage, name=name)
             bias = targets.linears[name].bias
-            model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+            layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
+            for alias in aliases[id(targets.linears[name])]:  # one module may stand in several places
+                model.set_submodule(alias, layer)
     return model

@@ -184,6 +184,8 @@ def _check_device(device: str) -> torch.device:
         where = torch.device(device)
     except RuntimeError as error:
         raise InputError("unknown device", got=repr(device), needed="cpu or cuda") from error
+    if where.type not in ("cpu", "cuda"):
+        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("no CUDA device here", got=device, remedy="use device='cpu'")
     return where

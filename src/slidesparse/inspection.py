@@ -15,9 +15,9 @@ from slidesparse.errors import SlideSparseError
 from slidesparse.marker import Marker
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar, table
-from slidesparse.skeleton import skeleton, tensor_prefixes
+from slidesparse.skeleton import skeleton
 from slidesparse.support import check_pattern, check_weight, following_groups, is_nonzero, tightest_pattern
-from slidesparse.targets import find_targets
+from slidesparse.targets import Targets, describe_dense, find_targets
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Inspection:
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows)]
-        lines += [f"left dense: {name} ({why})" for name, why in self.dense.items()]
+        lines += describe_dense(self.dense)
         lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
         return "\n".join(lines)
 
@@ -129,9 +129,12 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     """
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
-    model = skeleton(checkpoint)
-    targets = find_targets(model, marker.ignore if marker else (), lm_head=marker is not None)
-    prefixes = tensor_prefixes(model, checkpoint, targets.linears)
+    bones = skeleton(checkpoint)
+    if marker is None:
+        targets = find_targets(bones.model)
+    else:
+        targets = Targets(bones.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+    prefixes = {name: bones.prefix(name) for name in targets.linears}
     layers = []
     with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
         for name, prefix in prefixes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import torch
 from torch import nn
 
 from slidesparse.checkpoint import Checkpoint
-from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
-from slidesparse.marker import KEY, Marker, quantisation_dtype
+from slidesparse.marker import Marker, quantisation_dtype
 from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed_file import FILE_NAME, PackedFile
 from slidesparse.pattern import Pattern
-from slidesparse.skeleton import model_class, tensor_prefixes
+from slidesparse.skeleton import Skeleton, skeleton
 from slidesparse.support import check_pattern
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load(
@@ -42,59 +45,56 @@ def load(
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
     """
     checkpoint = Checkpoint(path)
-    marker = Marker.from_config(checkpoint.config)
-    if marker is None:
-        raise CheckpointError(f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8")
+    marker = Marker.require(checkpoint.config, path)
+    packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
-    model = _empty_model(checkpoint)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in marker.ignore}
-    prefixes = tensor_prefixes(model, checkpoint, linears)
-    used = set()
-    for name, linear in linears.items():
-        prefix = prefixes[name]
-        packed = read_packed(checkpoint, prefix, marker.pattern_of(name), quantised, device)
+    bones = skeleton(checkpoint, real_buffers=True)
+    bones.require_complete()
+    filled = set()
+    for name, linear in bones.linears(marker).items():
+        prefix = bones.prefix(name)
+        scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
+        if packed_file is not None:
+            shape = (linear.out_features, linear.in_features)
+            packed = packed_file.read(name, marker.pattern_of(name), shape, scale, device)
+        else:
+            packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
-        model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
-        used |= {f"{prefix}.weight", f"{prefix}.weight_scale", f"{prefix}.bias"}
-    _load_rest(model, checkpoint, used, device)
-    return model.to(device).eval()
+        bones.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        filled |= {f"{name}.weight", f"{name}.bias"}
+    _load_rest(bones, checkpoint, filled, device)
+    return bones.model.to(device).eval()
 
 
-def read_packed(
-    checkpoint: Checkpoint, prefix: str, pattern: Pattern, quantised: bool, device: str | torch.device
+def _read_and_pack(
+    checkpoint: Checkpoint, prefix: str, pattern: Pattern, scale: torch.Tensor | None, device: str | torch.device
 ) -> PackedWeight:
-    """Read, check and pack the weight ``PREFIX.weight``, on ``device``."""
     weight = checkpoint.tensor(f"{prefix}.weight", device)
-    scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
     groups = check_pattern(weight, pattern, name=f"{prefix}.weight")
     return pack(weight, pattern, scale=scale, groups=groups, name=f"{prefix}.weight")
 
 
-def _empty_model(checkpoint: Checkpoint) -> nn.Module:
-    """The model with parameters on the meta device and buffers (rotary tables) computed."""
-    known, config = model_class(checkpoint)
-    try:
-        from accelerate import init_empty_weights
-    except ImportError as error:
-        raise UnsupportedError("accelerate is not installed", remedy='pip install "slidesparse[hf]"') from error
-    with init_empty_weights(include_buffers=False):
-        model: nn.Module = known(config)
-    return model
+def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
+    """Load what is not in a SlideLinear: embeddings, norms, dense linears, the generation settings."""
+    model: Any = bones.model
+    # Parts stored in several float types are brought to the model's one, as transformers does.
+    dtype = model.config.dtype
 
+    def read(tensor: str) -> torch.Tensor:
+        value = checkpoint.tensor(tensor, device)
+        return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-def _load_rest(model: nn.Module, checkpoint: Checkpoint, used: set[str], device: str | torch.device) -> None:
-    """Load what is not in a SlideLinear: embeddings, norms, dense linears."""
-    base = getattr(model, "base_model_prefix", "")
-    wanted = model.state_dict().keys()
-    rest: dict[str, torch.Tensor] = {}
-    for tensor in checkpoint.files.keys() - used:
-        candidates = (tensor, f"{base}.{tensor}", tensor.removeprefix(f"{base}."))
-        known = next((name for name in candidates if name in wanted), None)
-        if known is not None:
-            rest[known] = checkpoint.tensor(tensor, device)
+    rest = {name: read(tensor) for name, tensor in bones.tensors.items() if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    tie: Any = model.tie_weights
-    tie()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise CheckpointError(f"{checkpoint.path} holds no {', '.join(missing[:3])} ({len(missing)} tensors missing)")
+    if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
+        model.tie_weights()
+    if bones.homeless:
+        warnings.warn(
+            f"{len(bones.homeless)} tensors of {checkpoint.path} have no place in {type(model).__name__} and were not"
+            f" loaded: {', '.join(bones.homeless[:3])}",
+            stacklevel=3,
+        )
+    if (checkpoint.path / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)

@@ -85,6 +85,16 @@ class Marker:
         except InputError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
 
+    @classmethod
+    def require(cls, config: Mapping[str, Any], path: object) -> Marker:
+        """:meth:`from_config`, where the key must be there; ``path`` names the checkpoint in the error."""
+        marker = cls.from_config(config)
+        if marker is None:
+            raise CheckpointError(
+                f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8"
+            )
+        return marker
+
 
 def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
     """The compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
@@ -109,14 +119,22 @@ def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]
     }
 
 
+def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ``quantization_config`` of a config.json (``compression_config`` in old files); empty when there is none."""
+    value = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
+    return value
+
+
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
         CheckpointError: A scheme that we do not treat, or a ``sparsity_config`` (vLLM refuses those).
     """
-    value = config.get("quantization_config") or config.get("compression_config")
-    if value is None:
+    value = source_quantisation(config)
+    if not value:
         return None
     if value.get("sparsity_config"):
         raise CheckpointError(
@@ -135,10 +153,14 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     found = {
         "targets": groups[0].get("targets"),
         "weights": (weights.get("num_bits"), weights.get("type"), weights.get("strategy"), weights.get("symmetric")),
-        "activations": (activations.get("num_bits"), activations.get("strategy"), activations.get("dynamic")),
+        "activations": tuple(activations.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "dynamic")),
     }
     for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
-        needed = {"targets": ["Linear"], "weights": (8, kind, "channel", True), "activations": (8, "token", True)}
+        needed = {
+            "targets": ["Linear"],
+            "weights": (8, kind, "channel", True),
+            "activations": (8, kind, "token", True, True),
+        }
         if found == needed:
             return dtype
     raise CheckpointError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.select import get_backend
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -18,10 +18,15 @@ from slidesparse.slide import gather
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
+def _no_backward(*_: Any) -> None:
+    raise UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+
+
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"slidesparse::{name}", _no_backward, lib=_LIBRARY)
 
 
 def _check_finite(x: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import STRIDE, WINDOW, Pattern
+from slidesparse.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.slide import compress, decompress, expand, gather, metadata
-from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped
+from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped, is_nonzero
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def pack(
     weight = weight.contiguous()
     out, columns = weight.shape
     total = pattern.groups(columns, k_offset)
-    if groups is None and not pattern.is_uniform and k_offset == 0:
+    if groups is None and (pattern == DENSE or (not pattern.is_uniform and k_offset == 0)):
         groups = check_pattern(weight, pattern, name=name)
     elif groups is None and not pattern.is_uniform:
         raise InputError(
@@ -182,7 +182,8 @@ def pack(
     dense = everything[~torch.isin(everything, slid)]
     segments = []
     if len(dense):
-        values = as_bits(by_group)[:, dense].flatten(1).view(weight.dtype)
+        kept = as_bits(by_group)[:, dense].view(weight.dtype)
+        values = torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
         segments.append(Segment("dense", dense, values))
     if len(slid):
         chosen = by_group if len(slid) == total else as_bits(by_group)[:, slid].view(weight.dtype)

@@ -1,7 +1,7 @@
 """Theory of the sliding-window decomposition, in plain Python.
 
-A pattern ``keep:group`` allows at most ``keep`` non-zeros in every ``group`` consecutive input columns. Ours have
-``keep = 2N - 2`` and ``group = 2N``. A group is covered by ``N - 1`` windows of 4 columns at stride 2::
+Cut the input columns of a weight into groups of ``2N``. A row follows the pattern ``(2N - 2):2N`` when it has two zeros
+or more in each of its groups. Such a group is covered by ``N - 1`` windows of 4 columns at stride 2::
 
     group of 6:8   | 0  1  2  3  4  5  6  7 |
     window 0         [--------]
@@ -31,13 +31,13 @@ MAX_GROUP = 32
 
 StorageForm = Literal["dense", "2:4", "code-byte", "code-bits"]
 
-_SYNTAX = re.compile(r"(\d+):(\d+)(?:@(\d+(?:\.\d{1,2})?)%)?")
+_SYNTAX = re.compile(r"([0-9]+):([0-9]+)(?:@([0-9]+(?:\.[0-9]{1,2})?)%)?")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
 
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """At most ``keep`` non-zeros in every ``group`` consecutive columns, on a ``share`` of the column groups.
+    """How many weights of every group may be non-zero, and on what share of the column groups.
 
     Args:
         keep: Non-zeros allowed in a group, ``2N - 2``.
@@ -66,8 +66,8 @@ class Pattern:
         if not 0 <= share <= 1 or (share * 10_000).denominator != 1:
             raise InputError(
                 f"not a share of column groups in {self.keep}:{self.group}",
-                got=f"{float(share) * 100:g} %",
-                needed="0 to 100 %, in steps of 0.01 %",
+                got=f"{float(share) * 100!r} %",
+                needed="0 to 100 %, in steps of 0.01 %, as a Fraction",
             )
         object.__setattr__(self, "share", share)
         if share == 0:
@@ -227,10 +227,11 @@ def decompose(keep: int, group: int, hw_keep: int = 2, hw_window: int = 4) -> De
 
     Windows start every ``hw_window - hw_keep`` positions (the paper's stride); a last window that would pass the end
     of the group is moved back to end there. The paper's Theorem 2 asks only for ``windows * hw_keep >= keep``. That is
-    not enough: two windows of 1:4 hardware hold a 2:7 source by that count, yet non-zeros at positions 0 and 1 both lie
-    in window 0 alone. Hall's condition decides: for every set of windows, the positions that only these cover must
-    not hold more non-zeros than they have room for. Windows are intervals, so runs of neighbouring windows suffice
-    (a set with gaps splits into runs, and one of these fails on its own if the set does).
+    not enough. On 1:4 hardware a 2:7 source has two windows with room for two in all; but window 1 begins at position
+    3, so weights at positions 0 and 1 compete for window 0, which has room for one. Hall's condition decides: for every
+    set of windows, the positions that only these cover must not hold more non-zeros than they have room for. Windows
+    are intervals, so runs of neighbouring windows suffice (a set with gaps splits into runs, and one of these fails on
+    its own if the set does).
 
     Args:
         keep: Non-zeros of the source in a group.

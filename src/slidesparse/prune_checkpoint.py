@@ -7,19 +7,21 @@ and taken over by a resumed run, on its own.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from slidesparse.checkpoint import INDEX_FILE, SINGLE_FILE, STORED_NAMES, Checkpoint, Stored, TensorWriter, write_json
 from slidesparse.convert import layer_patterns, run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config
+from slidesparse.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.prune import Linears, get_pruner
@@ -34,10 +36,10 @@ from slidesparse.quant import (
     ternary_scale,
     ternary_weight,
 )
-from slidesparse.skeleton import skeleton, tensor_prefixes
+from slidesparse.skeleton import skeleton
 from slidesparse.staging import staged
 from slidesparse.support import check_weight
-from slidesparse.targets import find_targets
+from slidesparse.targets import describe_dense, find_targets
 
 Recipe = Literal["absmax", "ternary"]
 
@@ -78,6 +80,7 @@ class PruneSummary:
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
+        homeless: Tensors copied although the model has no place for them.
         resumed: Shards taken over from an interrupted run.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
@@ -87,6 +90,7 @@ class PruneSummary:
     patterns: dict[str, str]
     dense: dict[str, str]
     not_copied: list[str]
+    homeless: list[str]
     resumed: list[str]
     source_bytes: int
     destination_bytes: int
@@ -98,8 +102,11 @@ class PruneSummary:
     def describe(self) -> str:
         """For people."""
         counts = Counter(self.patterns.values())
-        lines = [f"pruned {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
-        lines += [f"left dense: {name} ({why})" for name, why in self.dense.items()]
+        lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        lines += describe_dense(self.dense)
+        lines += (
+            [f"copied, though the model has no place for them: {', '.join(self.homeless)}"] if self.homeless else []
+        )
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
@@ -125,7 +132,7 @@ def prune_checkpoint(
     job = _Job(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
-    files, not_copied = _other_files(checkpoint.path)
+    files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
     plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
         with progress_bar("prune", size, show=progress) as advance:
@@ -146,6 +153,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
         not_copied=[str(file) for file in not_copied],
+        homeless=list(job.bones.homeless),
         resumed=sorted(finished),
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
@@ -159,21 +167,21 @@ class _Job:
         self.checkpoint, self.recipe = checkpoint, options.recipe
         self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
-        model = skeleton(checkpoint)
-        quantisation = checkpoint.config.get("quantization_config") or {}
-        already_ignored = quantisation.get("ignore", []) if self.source_dtype else []
-        self.targets = find_targets(model, [*options.ignore, *already_ignored], options.lm_head)
+        self.bones = skeleton(checkpoint)
+        self.bones.require_complete()
+        _refuse_experts(self.bones.model)
+        already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
+        self.targets = find_targets(self.bones.model, options.ignore, options.lm_head, already_ignored)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
-        sets = sets_to_prune(model, self.targets.linears, self.patterns, self.pruner, run_once(model))
+        run = run_once(self.bones.model)
+        sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in sets for name in names}
-        prefixes = tensor_prefixes(model, checkpoint, self.targets.linears)
-        self.prefixes = prefixes
-        self.layer_of = {f"{prefix}.weight": name for name, prefix in prefixes.items()}
-        self._check_shapes()
-        self._pruned: dict[str, torch.Tensor] = {}
+        self.prefixes = {name: self.bones.prefix(name) for name in self.targets.linears}
+        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
+        self._check_tensors()
 
-    def _check_shapes(self) -> None:
+    def _check_tensors(self) -> None:
         allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
         for tensor, name in self.layer_of.items():
             stored, linear = self.checkpoint.stored(tensor), self.targets.linears[name]
@@ -185,14 +193,21 @@ class _Job:
                 )
             if stored.dtype not in {STORED_NAMES[dtype] for dtype in allowed}:
                 raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(map(str, allowed)))
-            if self.source_dtype and f"{self.prefixes[name]}.weight_scale" not in self.checkpoint.files:
-                raise CheckpointError(f"the checkpoint holds no scale for {tensor}")
+            if self.source_dtype:
+                self._check_scale(name, linear.out_features)
             if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
                 raise InputError(
                     f"pruning without quantising keeps the type of {tensor}",
                     got=dtype_name(self.dtype),
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
+
+    def _check_scale(self, name: str, out: int) -> None:
+        scale = self._scale(name)
+        if tuple(scale.shape) not in ((out, 1), (out,)):
+            raise CheckpointError(f"scale of {name}", got=list(scale.shape), needed=f"[{out}, 1]")
+        if not bool(torch.isfinite(scale).all()) or bool((scale < 0).any()):
+            raise CheckpointError(f"scale of {name} is negative, NaN or Inf")
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """What becomes of the tensors of a shard."""
@@ -210,23 +225,28 @@ class _Job:
         self, path: Path, shard: Mapping[str, Stored], outputs: Mapping[str, Stored], advance: Callable[[int], None]
     ) -> None:
         """Write one output shard."""
+        here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
         with TensorWriter(path, outputs) as writer:
             for tensor in shard:
-                if tensor in self.layer_of:
-                    for name, value in self._treated(tensor).items():
-                        writer.write(name, value)
-                        advance(outputs[name].n_bytes)
-                else:
-                    writer.write(tensor, self.checkpoint.tensor(tensor))
-                    advance(outputs[tensor].n_bytes)
+                if tensor not in self.layer_of:
+                    self._write(writer, {tensor: self.checkpoint.tensor(tensor)}, advance)
+            while here:
+                # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
+                names = self.set_of[next(iter(here))]
+                for name, weight in self._prune_set(names).items():
+                    if (own := here.pop(name, None)) is not None:
+                        self._write(writer, self._stored_form(name, own, weight), advance)
 
-    def _treated(self, tensor: str) -> dict[str, torch.Tensor]:
-        """The pruned and quantised weight, and its scale unless the source has it."""
-        name = self.layer_of[tensor]
-        if name not in self._pruned:
-            # A set may span two shards; it is then pruned once for each, which is cheaper than keeping it.
-            self._pruned = self._prune_set(self.set_of[name])
-        weight = self._pruned.pop(name)
+    @staticmethod
+    def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+            advance(writer.tensors[name].n_bytes)
+
+    def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A pruned weight as it is stored, and its scale unless the source has it."""
+        if self.source_dtype and self.patterns[name] == DENSE:
+            return {tensor: self.checkpoint.tensor(tensor)}
         if self.source_dtype:
             return {tensor: requantize(weight, self._scale(name), self.dtype)}
         if self.dtype not in QUANTISED:
@@ -248,6 +268,10 @@ class _Job:
     def _scale(self, name: str) -> torch.Tensor:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
+    def _in_8_bits(self, name: str) -> bool:
+        tensor = self.bones.tensors.get(f"{name}.weight")
+        return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
         if self.recipe == "ternary":
             return ternary_weight(weight, ternary_scale(self.checkpoint.tensor(tensor)), self.dtype, name=tensor)
@@ -255,19 +279,31 @@ class _Job:
 
     def config(self) -> dict[str, Any]:
         """The output's config.json."""
-        ignore = list(self.targets.dense)
+        # What a quantised source has in 8 bits stays in 8 bits, also where it is not pruned.
+        quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
+        ignore = [name for name in self.targets.dense if name not in quantised]
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
+        exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
             config["quantization_config"] = quantization_config(self.dtype, ignore)
         elif self.source_dtype is not None:
-            quantisation = (
-                self.checkpoint.config.get("quantization_config") or self.checkpoint.config["compression_config"]
-            )
-            config["quantization_config"] = {key: v for key, v in quantisation.items() if key != "sparsity_config"}
+            kept = source_quantisation(self.checkpoint.config).items()
+            config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
         return {**config, KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    """Stop at mixtures of experts: stored as one 3-D tensor, they would stay dense and unquantised without a word."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
+            raise CheckpointError(
+                "mixture-of-experts models cannot be treated yet",
+                got=f"{name} {list(parameter.shape)}",
+                needed="a model whose projections are linear layers",
+            )
 
 
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
@@ -280,7 +316,7 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
     if options.recipe not in ("absmax", "ternary"):
         raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
     wanted = None if options.dtype is None else parse_dtype(options.dtype)
-    bitnet = (config.get("quantization_config") or {}).get("quant_method") == "bitnet"
+    bitnet = source_quantisation(config).get("quant_method") == "bitnet"
     if bitnet:
         if config["quantization_config"].get("quantization_mode") != "online":
             raise CheckpointError(
@@ -304,14 +340,17 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
     return source, dtype
 
 
-def _other_files(path: Path) -> tuple[list[Path], list[Path]]:
+def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
     """Files to copy, and files that hold weights in another form; both relative to ``path``."""
-    rewritten = {Path("config.json"), Path(INDEX_FILE)}
-    files = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    visible = [f for f in files if f not in rewritten and not any(part.startswith(".") for part in f.parts)]
-    copied = [f for f in visible if f.suffix not in WEIGHT_SUFFIXES and not f.name.endswith(".index.json")]
-    checkpoint_files = set(Checkpoint(path).shards)
-    return copied, [f for f in visible if f not in copied and f.as_posix() not in checkpoint_files]
+    rewritten = {"config.json", INDEX_FILE, *shards}
+    found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+    files = sorted(file.relative_to(path) for file in found)
+    others = [f for f in files if f.as_posix() not in rewritten and not any(part.startswith(".") for part in f.parts)]
+    # In folders below (a sentence encoder's 2_Dense) weights belong to parts that are not treated.
+    weights = [
+        f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
+    ]
+    return [f for f in others if f not in weights], weights
 
 
 def _fingerprint(checkpoint: Checkpoint) -> dict[str, list[int]]:

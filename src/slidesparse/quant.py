@@ -1,7 +1,7 @@
 """Symmetric 8-bit quantisation: weights per output channel, activations per token.
 
-Activations follow the expressions of vLLM's own kernels, so that a checkpoint gives the same numbers dense in stock
-vLLM and sparse with us. With ``absmax`` over the row, all in float32:
+Activations follow the expressions of vLLM's kernels: who serves a checkpoint must not change its numbers. With
+``absmax`` over the row, all in float32:
 
 - int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
   ``csrc/quantization/w8a8/int8/scaled_quant.cu``.
@@ -114,10 +114,10 @@ def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
     Args:
         weight: float32 [out, in].
-        scale: [out, 1], positive where the row is not zero.
+        scale: [out, 1] or [out], positive where the row is not zero.
         dtype: torch.int8 or torch.float8_e4m3fn.
     """
-    scale = scale.to(torch.float32)
+    scale = scale.reshape(-1, 1).to(torch.float32)
     units = torch.where(scale == 0, 0.0, weight / scale)
     if dtype == torch.int8:
         return units.round().clamp(-INT8_MAX - 1, INT8_MAX).to(dtype)
@@ -151,6 +151,5 @@ def ternary_weight(
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``values * scale`` in float32: values [..., K], scale [..., 1] or [..., rows] -> float32 [..., K]."""
-    scale = scale if scale.dim() == values.dim() else scale.unsqueeze(-1)
-    return values.to(torch.float32) * scale.to(torch.float32)
+    """``values * scale`` in float32: values [rows, K], scale [rows, 1] or [rows] -> float32 [rows, K]."""
+    return values.to(torch.float32) * scale.reshape(-1, 1).to(torch.float32)

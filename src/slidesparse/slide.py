@@ -29,10 +29,11 @@ def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The groups must hold at least two zeros each (``support.check_groups``).
     """
-    positions = torch.arange(groups.shape[-1], dtype=torch.int8, device=groups.device)
-    zeros = torch.where(is_nonzero(groups), -1, positions)
-    b = zeros.amax(-1)
-    a = torch.where(zeros == b.unsqueeze(-1), -1, zeros).amax(-1)
+    zero = ~is_nonzero(groups)
+    a = b = torch.full(groups.shape[:-1], -1, dtype=torch.int8, device=groups.device)
+    for position in range(groups.shape[-1]):  # walk all groups at once, remembering the two zeros seen last
+        here = zero[..., position]
+        a, b = torch.where(here, b, a), torch.where(here, position, b)
     return a, b
 
 

@@ -41,10 +41,15 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
     destination, source = destination.absolute(), source.resolve()
     if destination.resolve() == source or source in destination.resolve().parents:
         raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
-    if destination.exists():
+    if os.path.lexists(destination):
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
     partial = destination.with_name(destination.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    if partial.resolve() == source:
+        raise CheckpointError(f"{partial} is the source and the place to work in", remedy="choose another destination")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {partial}", got=error.strerror) from error
     with _locked(partial), _no_space_is_ours(partial):
         plan_path = partial / PLAN_FILE
         untouched = not any(partial.iterdir())
@@ -64,11 +69,11 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
             leftover.unlink()
         write_json(plan_path, plan)
         yield partial, finished
-        plan_path.unlink()
         for path in (path for path in partial.rglob("*") if path.is_file()):
             _sync(path)
         _sync(partial)
         partial.rename(destination)
+        (destination / PLAN_FILE).unlink()
         _sync(destination.parent)
 
 

@@ -159,8 +159,10 @@ def tightest_pattern(
 ) -> Pattern | None:
     """The candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
 
-    Patterns do not nest in general (4:6 can put 8 non-zeros into 10 consecutive columns), so each is tried.
+    A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
+    whose groups its own straddle. So each is tried.
     """
+    check_weight(weight)
     for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):
         total = pattern.groups(weight.shape[1], k_offset)
         if len(following_groups(weight, pattern, k_offset)) >= pattern.following(total):

@@ -6,7 +6,7 @@ A layer is found by what it is (``nn.Linear``, large enough, not the output embe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,9 @@ class Targets:
     dense: dict[str, str]
 
 
-def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = False) -> Targets:
+def find_targets(
+    model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = False, also_ignore: Iterable[str] = ()
+) -> Targets:
     """Sort the linears of a model into those to be treated and the rest.
 
     Args:
@@ -40,6 +42,7 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
         ignore: Names to leave alone: exact module names, or ``re:`` and a regular expression that the start of a name
             must match (the convention of compressed-tensors).
         lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
+        also_ignore: More of the same, of which each may match nothing: what a quantised source lists.
 
     Raises:
         InputError: When an entry of ``ignore`` matches no linear or is malformed, or nothing is left to treat.
@@ -51,7 +54,7 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
     output = get_output()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-    ignored = set[str]()
+    ignored = {name for name in named for entry in also_ignore if matches_entry(name, entry)}
     for entry in ignore:
         matches = {name for name in named if matches_entry(name, entry)}
         if not matches:
@@ -65,7 +68,9 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
             return "on the ignore list"
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight without calling it"
-        if module is output and (tied or id(module.weight) in embeddings):
+        if type(module).forward is not nn.Linear.forward:
+            return f"{type(module).__name__} has a forward of its own"
+        if id(module.weight) in embeddings or (tied and module is output):
             return "shares its weight with the input embedding"
         if module is output and not lm_head:
             return "output embedding"
@@ -78,6 +83,17 @@ def find_targets(model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = F
     if not linears:
         raise InputError("the model has no linear layer to treat", got=f"{len(named)} linears, all left dense")
     return Targets(linears, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def describe_dense(dense: Mapping[str, str]) -> list[str]:
+    """Lines for people: which linears stay as they are and why, those that differ only by number together."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, why in dense.items():
+        kinds.setdefault((re.sub(r"\d+", "*", name), why), []).append(name)
+    return [
+        f"left dense: {names[0] if len(names) == 1 else f'{len(names)} x {kind}'} ({why})"
+        for (kind, why), names in kinds.items()
+    ]
 
 
 def matches_entry(name: str, entry: str) -> bool:

@@ -2,7 +2,7 @@
 
 It is the definition that every other backend is tested against. INT8 products are exact: float32 holds every integer up
 to 2^24, and 1024 products of two int8 numbers stay within 2^10 * 2^14, so blocks of 1024 columns go through a float
-GEMM (fast everywhere) without rounding and are summed in int32.
+GEMM (fast on a CPU) without rounding and are summed in int32. On a GPU the sum is taken in float64.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ EXACT_BLOCK = 1024
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x @ weight^T``: x [M, K], weight [out, K] -> [M, out], int32 and exact for int8, float32 for other types."""
+    if x.is_cuda:  # float64 has no TF32 mode that a user may have switched on, and Tensor Cores of its own
+        exact = x.to(torch.float64) @ weight.to(torch.float64).T
+        return exact.to(torch.int32 if x.dtype == torch.int8 else torch.float32)
     if x.dtype != torch.int8:
         return x.to(torch.float32) @ weight.to(torch.float32).T
     total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)

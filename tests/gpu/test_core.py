@@ -1,0 +1,90 @@
+"""The core on a GPU: the same bits as on a CPU, under torch.compile and CUDA graphs too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, tokens
+from torch import nn
+
+import slidesparse
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import pack
+from slidesparse.prune import prune_mask
+from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
+from slidesparse.quant import quantize_rows
+from slidesparse.support import as_bits
+
+pytestmark = pytest.mark.gpu
+
+PATTERNS = ("2:4", "4:6", "6:8", "30:32", "4:6@50%")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_quantised_rows_have_the_bits_of_the_cpu(dtype: torch.dtype, kind: torch.dtype) -> None:
+    x = torch.randn(511, 777, dtype=kind)
+    x[3], x[4] = 0, x[4] * 1e-3
+    x[5, 1:] = x[5, 0] / 2  # ties of INT8
+    here, there = quantize_rows(x, dtype), quantize_rows(x.cuda(), dtype)
+    assert torch.equal(here.scale, there.scale.cpu())
+    assert torch.equal(as_bits(here.values), as_bits(there.values.cpu()))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_masks_and_packed_weights_have_the_bits_of_the_cpu(pattern: str) -> None:
+    weight = torch.randn(65, 333, dtype=torch.bfloat16)
+    mask = prune_mask(weight, pattern)
+    assert torch.equal(mask, prune_mask(weight.cuda(), pattern).cpu())
+    here, there = pack(weight * mask, pattern), pack((weight * mask).cuda(), pattern)
+    for ours, theirs in zip(here.segments, there.segments, strict=True):
+        assert torch.equal(ours.groups, theirs.groups.cpu())
+        assert torch.equal(as_bits(ours.values), as_bits(theirs.values.cpu()))
+        assert ours.code is None or torch.equal(ours.code, theirs.code.cpu())
+    assert torch.equal(there.unpack().cpu(), weight * mask)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("m", [0, 1, 199])
+def test_int8_layer_has_the_bits_of_the_cpu(pattern: str, m: int) -> None:
+    linear = nn.Linear(333, 96).to(torch.bfloat16)
+    x = torch.randn(m, 333, dtype=torch.bfloat16)
+    here = SlideLinear.from_linear(linear, pattern, "int8", method="magnitude", backend="reference")
+    there = SlideLinear.from_linear(linear.cuda(), pattern, "int8", method="magnitude", backend="reference")
+    assert torch.equal(here(x), there(x.cuda()).cpu())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_compiled_and_captured(dtype: str) -> None:
+    linear = nn.Linear(256, 128).to(torch.bfloat16).cuda()
+    layer = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="reference")
+    x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
+    eager = layer(x)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(x), eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+def test_checkpoint_on_a_gpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "int8"))
+    here = slidesparse.load(tmp_path / "s")(tokens()).logits.float()
+    model = slidesparse.load(tmp_path / "s", device="cuda")
+    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
+    there = model(tokens().cuda()).logits.float().cpu()
+    torch.testing.assert_close(there, here, rtol=0.05, atol=0.05)  # attention and norms differ in bf16
+
+
+def test_nan_stays_visible() -> None:
+    layer = SlideLinear.from_linear(nn.Linear(64, 64).cuda(), "6:8", "int8", method="magnitude", backend="reference")
+    x = torch.randn(3, 64, device="cuda")
+    x[1, 5] = float("nan")
+    y = layer(x)
+    assert torch.isfinite(y[[0, 2]]).all()
+    assert torch.isnan(y[1]).all()
