@@ -42,7 +42,7 @@ class Subject:
         check: The relative error of a result.
         ideal_speedup: See :class:`slidesparse.records.Record`.
         capture: Try a CUDA graph; False for calls that wait for the device.
-        searched: Names of the algorithms that the backend tried by itself, the chosen one first; asked when timed.
+        searched: What the backend tried by itself, the chosen algorithm first; asked when it has run.
     """
 
     variant: str
@@ -54,7 +54,7 @@ class Subject:
     check: Callable[[Any], float]
     ideal_speedup: float | None = None
     capture: bool = True
-    searched: Callable[[], Sequence[str]] = tuple
+    searched: Callable[[], Sequence[Tried]] = tuple
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def _record(common: Callable[..., Record], group: Sequence[_Attempt], noise: flo
     return common(
         subject.variant,
         subject.backend,
-        searched[0] if searched else subject.algorithm,
-        tried=tuple(Tried(name) for name in searched) or tuple(attempt.tried for attempt in group),
+        searched[0].name if searched else subject.algorithm,
+        tried=tuple(searched) or tuple(attempt.tried for attempt in group),
         timing=best.timing,
         why_not=best.why_not,
         error=best.error if timed else None,

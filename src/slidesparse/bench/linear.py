@@ -13,9 +13,9 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
-from slidesparse.bench.gemm import error_against, searched
+from slidesparse.bench.gemm import error_against, searched, variants_of
 from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of
-from slidesparse.bench.problems import ideal_speedup
+from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear
@@ -24,34 +24,32 @@ from slidesparse.quant import QUANTISED
 from slidesparse.records import CONTROL, DENSE, Case, Record
 
 AUTO = "auto"
-AUTO_PATTERN = "6:8"
-"""``auto`` with its dense fallback is a promise of its own (never slower than dense), checked at this pattern."""
+"""With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:
     """The records of one case, dense first."""
-    subjects: list[Subject] = _dense_subjects(session, case)
-    refusals = []
+    subjects, refusals = _dense_subjects(session, case), []
     wanted = [
-        (variant, name)
+        (label, variant, name)
         for name in session.backends
-        for variant in (session.patterns(case) if get_backend(name).layout.lifted else (DENSE,))
+        for label, variant in variants_of(session, case, get_backend(name))
         if variant != CONTROL  # not a layer: its activations have twice the columns
     ]
-    for variant, name in [*wanted, (AUTO_PATTERN, AUTO)]:
+    for label, variant, name in [*wanted, (f"{AUTO} {HEADLINE}", HEADLINE, AUTO)]:
         try:
-            subjects.append(_layer_subject(session, case, variant, name))
+            subjects.append(_layer_subject(session, case, label, variant, name))
         except UnsupportedError as error:
-            refusals.append(Refusal(variant, name, str(error)))
+            refusals.append(Refusal(label, name, str(error)))
     return compare(session, case, subjects, refusals, host=True)
 
 
-def _layer_subject(session: Session, case: Case, variant: str, name: str) -> Subject:
+def _layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
     packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
     return Subject(
-        variant=f"{AUTO} {variant}" if name == AUTO else variant,
+        variant=label,
         backend=name,
         algorithm=layer.backend,
         run=_call,

@@ -6,12 +6,13 @@ from functools import partial
 
 import torch
 
+from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, relative_error
 from slidesparse.bench.operands import expected, float_type, gaussian, lifted, packed_weight, problem_of
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
-from slidesparse.records import CONTROL, DENSE, Case, Record
+from slidesparse.records import CONTROL, Case, Record
 from slidesparse.support import as_bits
 
 CHECK_TOKENS = 64
@@ -40,9 +41,9 @@ def measure(session: Session, case: Case) -> list[Record]:
         )
         for name in session.backends:
             backend = get_backend(name)
-            reason = backend.why_not(problem_of(case, variant, session.device)) if backend.layout.lifted else DENSE
-            if reason == DENSE:
+            if not (backend.layout.lifted and backend.accelerated):
                 continue
+            reason = backend.why_not(problem_of(case, variant, session.device))
             if reason is not None:
                 refusals.append(Refusal(f"prepare {variant}", name, reason))
                 continue
@@ -73,5 +74,5 @@ def _multiplies(packed: PackedWeight, name: str, case: Case, operand: Operand) -
     backend, dtype = get_backend(name), float_type(case.dtype)
     x = gaussian(CHECK_TOKENS, packed.shape[1], dtype=dtype, device=packed.device)
     values, scale = lifted(x, packed, backend.layout)
-    y = backend.matmul(values, scale, operand, packed.scale, None, dtype)
+    y = ops.gemm(values, scale, list(operand), packed.scale, None, packed.shape[0], dtype, name)
     return relative_error(y, expected(x, packed, True))

@@ -25,6 +25,9 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
 QUANTISED = ("int8", "fp8")
 DTYPES = (*QUANTISED, "bf16", "fp16")
+HEADLINE = "6:8"
+"""The paper's main pattern; what is measured at one pattern only is measured at this one."""
+
 KERNEL_COLUMNS = 2560
 """K of the paper's table of kernel latencies."""
 

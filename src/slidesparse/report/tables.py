@@ -203,10 +203,10 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
         dense = one.best(DENSE)
         if dense is None:
             continue
-        group = (one.case.benchmark, one.case.dtype)
-        wins[one.case.benchmark, one.case.dtype, dense.backend, dense.algorithm] += 1
-        names = (f"{r.backend} {t.name}" for r in one.records if r.variant == DENSE for t in r.tried)
-        tried.setdefault(group, set()).update(names)
+        benchmark, dtype = one.case.benchmark + ("" if one.case.scaled else ", no scales"), one.case.dtype
+        wins[benchmark, dtype, dense.backend, dense.algorithm] += 1
+        names = (f"{r.backend}: {t.name}" for r in one.records if r.variant == DENSE for t in r.tried)
+        tried.setdefault((benchmark, dtype), set()).update(names)
     rows = tuple((*key, count, len(tried[key[:2]]), "; ".join(sorted(tried[key[:2]]))) for key, count in wins.items())
     columns = ("benchmark", "dtype", "library", "algorithm", "fastest in", "algorithms", "tried")
     return [Table("baselines", "Dense baselines", columns, rows, {})] if rows else []
