@@ -67,9 +67,14 @@ def _fast(fast: bool) -> str:
 
 def _with_library(library: str) -> Multiply:
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
-        if x.is_cuda:
-            torch.backends.cuda.preferred_blas_library(library)
-        return torch.nn.functional.linear(x, w)
+        if not x.is_cuda:
+            return torch.nn.functional.linear(x, w)
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(library)
+        try:
+            return torch.nn.functional.linear(x, w)
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
 
     return run
 

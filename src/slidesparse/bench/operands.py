@@ -21,8 +21,8 @@ from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
 from slidesparse.records import DENSE, Case
 
-KEPT = 16
-"""Packed weights and operands kept: those of one linear in every pattern, for two backends."""
+KEPT = 32
+"""Packed weights and operands kept: those of one linear in every pattern, for three backends."""
 
 
 def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

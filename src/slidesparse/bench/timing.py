@@ -162,8 +162,12 @@ def poison(result: Any) -> None:
 @dataclass(frozen=True)
 class _CudaPass:
     method: str
-    copies: int
+    calls: Sequence[Callable[[], Any]]  # a graph knows addresses only: what it reads must stay alive
     run: Callable[[], Any]
+
+    @property
+    def copies(self) -> int:
+        return len(self.calls)
 
     def launch(self) -> Reading:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -219,13 +223,13 @@ class CudaStopwatch:
                 poison(result)
                 graph.replay()
                 check(result)
-                return _CudaPass("graph", len(calls), graph.replay)
+                return _CudaPass("graph", calls, graph.replay)
 
         def eager() -> None:
             for call in calls:
                 call()
 
-        return _CudaPass("events", len(calls), eager)
+        return _CudaPass("events", calls, eager)
 
     def host_us(self, call: Callable[[], Any]) -> float:
         """Mean over calls that are queued without waiting."""

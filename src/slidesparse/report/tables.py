@@ -77,7 +77,7 @@ def _by_group(found: Sequence[Comparison], what: str, name: str, value: Value, s
             groups.setdefault((point.dtype, point.model == SQUARE, point.scaled), []).append(point)
         for (dtype, square, scaled), group in groups.items():
             table = _table(group, value, shown)
-            if not any(cell is not None for row in table.rows for cell in row[len(_LEAD) + 1 :]):
+            if not any(cell is not None for row in table.rows for cell in row[len(_LEAD) : -1]):
                 continue
             shapes = "square" if square else "model"
             bare = "" if scaled else ", no scales"
