@@ -17,7 +17,7 @@ ROOT = Path(slidesparse.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"pattern"},
+    {"pattern", "records"},
     {"support"},
     {"quant", "slide"},
     {"packed", "prune"},
@@ -31,6 +31,7 @@ LAYERS = [
     {"skeleton", "staging"},
     {"packed_file"},
     {"info", "inspection", "loading", "prune_checkpoint"},
+    {"bench", "report"},
     {"demo_report"},
     {"demo_plot"},
     {"demo"},
@@ -45,6 +46,9 @@ FORBIDDEN = {
     "errors": {"torch", "numpy"},
     "kernels": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
+    "records": {"torch", "numpy"},
+    "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
+    "bench": {"matplotlib"},
     "linear": {"safetensors", "json", "pathlib"},  # a layer never sees files
     "checkpoint": {"slidesparse.kernels", "triton"},
     "marker": {"slidesparse.kernels", "triton"},

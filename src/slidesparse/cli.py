@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from slidesparse import __version__
@@ -82,6 +83,18 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     inspect.add_argument("path", type=Path, metavar="PATH")
+
+    bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all"))
+    bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
+    bench.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make")
+    bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
+    bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
+    bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+
+    report = add("report", _report, "Draw tables and plots from benchmark records.")
+    report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to draw into")
     return parser
 
 
@@ -143,3 +156,22 @@ def _inspect(options: argparse.Namespace) -> int:
     inspection = inspect_checkpoint(options.path)
     print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())
     return 0 if inspection.ok else 1
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from slidesparse.bench import problems, runner
+
+    profile = runner.adapt(problems.PROFILES[options.profile], options.dtype, options.models, options.budget_s)
+    names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
+    summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    return 1 if summary.wrong else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from slidesparse.records import read_records
+    from slidesparse.report import write_report
+
+    written = write_report(read_records(options.records), options.out)
+    print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
+    return 0

@@ -1,0 +1,208 @@
+"""One comparison: check every variant of a problem, time them side by side, make their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import torch
+
+from slidesparse.bench.timing import Pass, Stopwatch, copies_needed, copies_of, poison, summarize, time_passes
+from slidesparse.errors import SlideSparseError
+from slidesparse.records import Case, Clocks, Machine, Record, Timing, Tried
+
+TOLERANCE = 1e-2
+"""Relative error, ``|y - reference| / |reference|``, of a right result: rounding to bf16 costs 2e-3, a bf16
+intermediate and FP8 tensor cores' short accumulators as much again; a wrong scale, index or tile costs 0.1 and more."""
+
+CHECKED_ROWS = 128
+"""Rows checked at either end of the output; the last ones lie past 2^31 elements when a problem is that large."""
+
+WRONG = "WRONG RESULT"
+
+
+class WrongResult(SlideSparseError):
+    """A kernel computed something else; its time means nothing."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A variant that can run.
+
+    Attributes:
+        variant: See :class:`slidesparse.records.Record`, as are the next two.
+        backend: Subjects of one variant and backend are alternatives: the fastest becomes the record.
+        algorithm: What it is called among them.
+        run: Called with ``operands``.
+        operands: What is copied to keep the cache cold: tensors, tuples of them, modules.
+        n_bytes: Fewest bytes that a call moves.
+        check: The relative error of a result.
+        ideal_speedup: See :class:`slidesparse.records.Record`.
+        capture: Try a CUDA graph; False for calls that wait for the device.
+        searched: What the backend tried by itself, the chosen algorithm first; asked when it has run.
+    """
+
+    variant: str
+    backend: str
+    algorithm: str
+    run: Callable[..., Any]
+    operands: tuple[Any, ...]
+    n_bytes: int
+    check: Callable[[Any], float]
+    ideal_speedup: float | None = None
+    capture: bool = True
+    searched: Callable[[], Sequence[Tried]] = tuple
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A variant that cannot run, and why."""
+
+    variant: str
+    backend: str
+    why_not: str
+
+
+@dataclass
+class Session:
+    """What all comparisons of a run share.
+
+    Attributes:
+        stopwatch: What times.
+        machine: What records say about where.
+        clocks: Reads clocks and power.
+        samples_s: Seconds that the timing of a comparison aims at.
+        patterns: Patterns at a case's shape.
+        backends: Names of the backends to measure.
+        device: Where.
+    """
+
+    stopwatch: Stopwatch
+    machine: Machine
+    clocks: Callable[[], Clocks]
+    samples_s: float
+    patterns: Callable[[Case], Sequence[str]]
+    backends: tuple[str, ...]
+    device: torch.device
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
+    wide, exact = result.to(torch.float64), reference.to(torch.float64)
+    return float(torch.linalg.vector_norm(wide - exact) / torch.linalg.vector_norm(exact))
+
+
+def ends(tensor: torch.Tensor) -> torch.Tensor:
+    """The first and last :data:`CHECKED_ROWS` rows."""
+    if tensor.shape[0] <= 2 * CHECKED_ROWS:
+        return tensor
+    return torch.cat([tensor[:CHECKED_ROWS], tensor[-CHECKED_ROWS:]])
+
+
+@dataclass
+class _Attempt:
+    """A subject on its way: prepared, then timed, or given up with a reason."""
+
+    subject: Subject
+    error: float | None = None
+    made: Pass | None = None
+    timing: Timing | None = None
+    why_not: str | None = None
+
+    @property
+    def tried(self) -> Tried:
+        return Tried(self.subject.algorithm, self.timing.median_us if self.timing else None, self.why_not)
+
+
+def compare(
+    session: Session, case: Case, subjects: Sequence[Subject], refusals: Sequence[Refusal] = (), *, host: bool = False
+) -> list[Record]:
+    """Check, time and record.
+
+    Args:
+        session: The run's.
+        case: The problem.
+        subjects: What can run; the first of them is timed twice.
+        refusals: What cannot.
+        host: Measure host time per call too.
+
+    Returns:
+        One record for each (variant, backend), of its fastest algorithm, and one for each refusal.
+    """
+    started = now()
+    session.stopwatch.begin()
+    before = after = session.clocks()
+    attempts = [_prepare(session.stopwatch, subject, len(subjects)) for subject in subjects]
+    ready = [attempt for attempt in attempts if attempt.made is not None]
+    noise: float | None = None
+    if ready:
+        passes = [attempt.made for attempt in ready if attempt.made is not None]
+        under_load: list[Clocks] = []
+        samples, noise = time_passes(passes, session.samples_s, lambda: under_load.append(session.clocks()))
+        after = under_load[0]
+        for attempt, made, times in zip(ready, passes, samples, strict=True):
+            run, operands = attempt.subject.run, attempt.subject.operands
+            host_us = session.stopwatch.host_us(partial(run, *operands)) if host else None
+            attempt.timing = summarize(times, made, host_us)
+    common = partial(Record, case, session.machine, started, before, after)
+    return [_record(common, group, noise) for group in _alternatives(attempts)] + [
+        common(refusal.variant, refusal.backend, why_not=refusal.why_not) for refusal in refusals
+    ]
+
+
+def _prepare(stopwatch: Stopwatch, subject: Subject, rivals: int) -> _Attempt:
+    attempt = _Attempt(subject)
+
+    def check(result: Any) -> None:
+        attempt.error = subject.check(result)
+        if not attempt.error <= TOLERANCE:  # NaN is wrong too
+            raise WrongResult(WRONG, got=f"relative error {attempt.error:.2g}", needed=f"at most {TOLERANCE:g}")
+
+    try:
+        poison(subject.run(*subject.operands))  # the allocator hands the same memory out again
+        check(subject.run(*subject.operands))
+        count = copies_needed(subject.n_bytes, stopwatch.l2_bytes, stopwatch.free_bytes() // rivals)
+        calls = [partial(subject.run, *operands) for operands in copies_of(subject.operands, count)]
+        attempt.made = stopwatch.prepare(calls, subject.capture, check)
+    except torch.OutOfMemoryError:
+        attempt.why_not = "out of memory"
+    except SlideSparseError as error:
+        attempt.why_not = str(error)
+    except RuntimeError as error:  # how torch and vLLM refuse a shape
+        stopwatch.wait()  # raises when it was more than a refusal: nothing after it would be right
+        attempt.why_not = str(error).partition("\n")[0]
+    return attempt
+
+
+def _alternatives(attempts: Sequence[_Attempt]) -> list[list[_Attempt]]:
+    groups: dict[tuple[str, str], list[_Attempt]] = {}
+    for attempt in attempts:
+        groups.setdefault((attempt.subject.variant, attempt.subject.backend), []).append(attempt)
+    return list(groups.values())
+
+
+def _record(common: Callable[..., Record], group: Sequence[_Attempt], noise: float | None) -> Record:
+    timed = [attempt for attempt in group if attempt.timing is not None]
+    best = min(timed, key=lambda attempt: attempt.tried.median_us or 0.0, default=group[0])
+    subject = best.subject
+    searched = subject.searched() if timed else ()
+    return common(
+        subject.variant,
+        subject.backend,
+        searched[0].name if searched else subject.algorithm,
+        tried=tuple(searched) or tuple(attempt.tried for attempt in group),
+        timing=best.timing,
+        why_not=best.why_not,
+        error=best.error if timed else None,
+        noise=noise if timed else None,
+        ideal_speedup=subject.ideal_speedup,
+        n_bytes=subject.n_bytes,
+    )
+
+
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")

@@ -1,0 +1,137 @@
+"""Dense products: what a user would run without sparsity, every way that is at hand.
+
+All of them are timed in every comparison; the record of a library names its fastest and lists the others. Scales are
+applied inside the kernel where it can, else by one compiled kernel behind it. ``_scaled_mm``, ``_int_mm`` and matmul
+are torch's doors to cuBLASLt (and to its CUTLASS kernel, for row-wise FP8).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slidesparse.gemm.reference import apply_scales
+from slidesparse.quant import QUANTISED
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"], torch.Tensor]
+"""(x [M, K], weight [N, K], scale_x [M, 1], scale_w [N]) -> [M, N]; scales of ones for a bare product."""
+
+
+@dataclass(frozen=True)
+class DenseKernel:
+    """A dense product. ``bare_only``: it cannot apply scales, so it counts only where none are asked for."""
+
+    backend: str
+    algorithm: str
+    run: Multiply
+    bare_only: bool = False
+
+
+def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[DenseKernel]:
+    """The dense products of a type that are at hand here.
+
+    Args:
+        dtype: Type of both operands.
+        out_dtype: Type of the result; a bare INT8 product may also come as int32.
+        scaled: Scales are to be applied.
+    """
+    if dtype not in QUANTISED:
+        found = [
+            DenseKernel("torch", f"matmul, {library}", _with_library(library)) for library in ("cublaslt", "cublas")
+        ]
+    elif dtype == torch.int8:
+        found = [
+            DenseKernel("torch", "_int_mm, int32 out", lambda x, w, sx, sw: torch._int_mm(x, w.t()), bare_only=True),
+            DenseKernel("torch", "_int_mm, compiled scales", _int8_scaled(out_dtype)),
+        ]
+    else:
+        found = [DenseKernel("torch", f"_scaled_mm row-wise{_fast(f)}", _fp8_rows(out_dtype, f)) for f in (True, False)]
+        found += [
+            DenseKernel("torch", f"_scaled_mm{_fast(f)}", _fp8_tensor(out_dtype, f), bare_only=True)
+            for f in (True, False)
+        ]
+    vllm = vllm_ops()
+    if vllm is not None and dtype in QUANTISED:
+        found.append(DenseKernel("vllm", "cutlass_scaled_mm", _vllm(vllm, out_dtype)))
+    return [kernel for kernel in found if not (scaled and kernel.bare_only)]
+
+
+def _fast(fast: bool) -> str:
+    return ", fast accumulation" if fast else ""
+
+
+def _with_library(library: str) -> Multiply:
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        if not x.is_cuda:
+            return torch.nn.functional.linear(x, w)
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(library)
+        try:
+            return torch.nn.functional.linear(x, w)
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    return run
+
+
+def _int8_scaled(out_dtype: torch.dtype) -> Multiply:
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        y: torch.Tensor = _compiled_scales()(torch._int_mm(x, w.t()), sx, sw, None, out_dtype)
+        return y
+
+    return run
+
+
+@lru_cache(maxsize=1)
+def _compiled_scales() -> Callable[..., Any]:
+    return torch.compile(apply_scales, dynamic=True)
+
+
+def _fp8_rows(out_dtype: torch.dtype, fast: bool) -> Multiply:
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        assert sx is not None
+        assert sw is not None
+        return torch._scaled_mm(x, w.t(), sx, sw[None, :], out_dtype=out_dtype, use_fast_accum=fast)
+
+    return run
+
+
+def _fp8_tensor(out_dtype: torch.dtype, fast: bool) -> Multiply:
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        assert sx is not None
+        assert sw is not None
+        return torch._scaled_mm(x, w.t(), sx[0, 0], sw[0], out_dtype=out_dtype, use_fast_accum=fast)
+
+    return run
+
+
+def _vllm(ops: Any, out_dtype: torch.dtype) -> Multiply:
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        assert sw is not None
+        y: torch.Tensor = ops.cutlass_scaled_mm(x, w.t(), sx, sw[:, None], out_dtype)
+        return y
+
+    return run
+
+
+@lru_cache(maxsize=1)
+def vllm_ops() -> Any:
+    """The custom operators of vLLM, or None where vLLM cannot be imported."""
+    try:
+        return importlib.import_module("vllm._custom_ops")
+    except (ImportError, OSError, RuntimeError):  # a vLLM built for another torch fails in many ways
+        return None
+
+
+def vllm_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token quantisation as vLLM does it: x [M, K] -> values [M, K], scale [M, 1]."""
+    if dtype == torch.int8:
+        values, scale, _ = vllm_ops().scaled_int8_quant(x)
+    else:
+        values, scale = vllm_ops().scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    return values, scale

@@ -1,0 +1,86 @@
+"""Where a record is made: GPU, driver, versions, commit, clocks. Everything is read, nothing is set."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from slidesparse import info
+from slidesparse.errors import UnsupportedError
+from slidesparse.records import Clocks, Machine
+
+NOTHING = Clocks(None, None, None)
+
+
+def require_cuda() -> None:
+    """Benchmarks measure GPUs.
+
+    Raises:
+        UnsupportedError: When there is none that torch can use.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "slidesparse bench needs a CUDA GPU",
+            got=f"torch {torch.__version__}, which sees none",
+            remedy="run it on a machine with an NVIDIA GPU; slidesparse report draws existing records anywhere",
+        )
+
+
+def machine() -> Machine:
+    """This machine, its current CUDA device and its libraries."""
+    properties = torch.cuda.get_device_properties()
+    libraries = info.collect()["libraries"]
+    return Machine(
+        gpu=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        driver=_query("driver_version"),
+        memory_gb=round(properties.total_memory / 1e9, 1),
+        l2_mb=round(properties.L2_cache_size / 1e6, 1),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        triton=libraries["triton"],
+        cusparselt=libraries["nvidia-cusparselt-cu13"],
+        vllm=libraries["vllm"],
+        slidesparse=libraries["slidesparse"] or "source tree",
+        commit=commit(),
+    )
+
+
+def clocks() -> Clocks:
+    """What the current device reports at this moment."""
+    fields = (_query("clocks.sm,power.draw,temperature.gpu") or ",,").split(",")
+    return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NOTHING
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    if _output([*git, "ls-files", "--error-unmatch", __file__]) is None:
+        return None  # no checkout, or an installation inside somebody else's
+    changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return f"{_output([*git, 'rev-parse', '--short=12', 'HEAD'])}{'+' if changed else ''}"
+
+
+def _query(fields: str) -> str | None:
+    # By UUID: nvidia-smi numbers the GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES.
+    device = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+    return _output(["nvidia-smi", device, f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None

@@ -1,0 +1,159 @@
+"""``bench gemm``: one product, every pattern on every backend against every dense product at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from slidesparse import ops
+from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
+from slidesparse.bench.dense import kernels
+from slidesparse.bench.operands import activations, expected, float_type, lifted, operand, packed_weight, problem_of
+from slidesparse.bench.problems import HEADLINE, ideal_speedup
+from slidesparse.gemm import Backend, Layout, Operand, Problem, get_backend
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import QUANTISED
+from slidesparse.records import DENSE, Case, Record, Tried
+
+
+@runtime_checkable
+class Searched(Protocol):
+    """A backend that searches among algorithms of its own may say which, for the record; asked after it has run."""
+
+    def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
+        """(name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
+        ...
+
+
+@runtime_checkable
+class Bare(Protocol):
+    """A backend may offer its product alone, for cases without scales; else it runs with none."""
+
+    def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
+        """X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
+        ...
+
+
+def measure(session: Session, case: Case) -> list[Record]:
+    """The records of one case, dense first."""
+    subjects, refusals = dense_subjects(session, case), []
+    for name in session.backends:
+        for label, variant in variants_of(session, case, get_backend(name)):
+            found = _backend_subject(session, case, label, variant, name)
+            if isinstance(found, Subject):
+                subjects.append(found)
+            else:
+                refusals.append(found)
+    return compare(session, case, subjects, refusals)
+
+
+def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:
+    """(label, variant) of what a backend is measured with.
+
+    ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a one is
+    measured at one pattern and under its own name, so that no table takes it for the fastest; without scales nothing
+    is rounded that dense does not round too, and it counts like the others.
+    """
+    if not backend.layout.lifted:
+        return [(DENSE, DENSE)]
+    if backend.accelerated or not case.scaled:
+        return [(variant, variant) for variant in session.patterns(case)]
+    return [(f"{backend.name} {HEADLINE}", HEADLINE)]
+
+
+def dense_subjects(session: Session, case: Case) -> list[Subject]:
+    """Every dense product of the case's type."""
+    x = activations(case, DENSE, session.device)
+    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
+    out_dtype = float_type(case.dtype)
+    values, scale = lifted(x, packed, Layout(lifted=False))
+    scale_w = packed.scale
+    if not case.scaled and scale is not None and scale_w is not None:
+        scale, scale_w = torch.ones_like(scale), torch.ones_like(scale_w)
+    return [
+        Subject(
+            variant=DENSE,
+            backend=kernel.backend,
+            algorithm=kernel.algorithm,
+            run=kernel.run,
+            operands=(values, packed.unpack(), scale, scale_w),
+            n_bytes=product_bytes(case, packed, values, out_dtype),
+            check=error_against(x, packed, case.scaled),
+            ideal_speedup=1.0,
+        )
+        for kernel in kernels(packed.dtype, out_dtype, case.scaled)
+    ]
+
+
+def _backend_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject | Refusal:
+    backend, problem = get_backend(name), problem_of(case, variant, session.device)
+    reason = backend.why_not(problem)
+    if reason is not None:
+        return Refusal(label, name, reason)
+    x = activations(case, variant, session.device)
+    weight = (variant, case.dtype, case.out_features, case.in_features, session.device)
+    packed = packed_weight(*weight)
+    values, scale = lifted(x, packed, backend.layout)
+    out_dtype = float_type(case.dtype)
+    bare = isinstance(backend, Bare) and not case.scaled
+    return Subject(
+        variant=label,
+        backend=name,
+        algorithm="the product alone" if bare else "the backend's choice",
+        run=partial(_bare if bare else _multiply, name, case.out_features, out_dtype),
+        operands=(values, operand(name, *weight), *((scale, packed.scale) if case.scaled else (None, None))),
+        n_bytes=product_bytes(case, packed, values, out_dtype),
+        check=error_against(x, packed, case.scaled),
+        ideal_speedup=ideal_speedup(variant),
+        searched=partial(searched, name, problem, case.tokens),
+    )
+
+
+def searched(name: str, problem: Problem, tokens: int) -> Sequence[Tried]:
+    """What a backend's own search tried, if it tells."""
+    backend = get_backend(name)
+    return (
+        [Tried(*found) for found in backend.algorithms_tried(problem, tokens)] if isinstance(backend, Searched) else []
+    )
+
+
+def _multiply(
+    backend: str,
+    out_features: int,
+    out_dtype: torch.dtype,
+    x: torch.Tensor,
+    weight: Operand,
+    scale_x: torch.Tensor | None,
+    scale_w: torch.Tensor | None,
+) -> torch.Tensor:
+    y: torch.Tensor = ops.gemm(x, scale_x, list(weight), scale_w, None, out_features, out_dtype, backend)
+    return y
+
+
+def _bare(
+    name: str, out_features: int, out_dtype: torch.dtype, x: torch.Tensor, weight: Operand, *scales: None
+) -> torch.Tensor:
+    backend = get_backend(name)
+    assert isinstance(backend, Bare)
+    return backend.bare(x, weight, out_features)
+
+
+def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callable[[torch.Tensor], float]:
+    """A check of products: the relative error of their first and last rows."""
+    reference: list[torch.Tensor] = []
+
+    def check(y: torch.Tensor) -> float:
+        if not reference:
+            reference.append(expected(x, packed, scaled))
+        return relative_error(ends(y[: len(x), : packed.shape[0]]), reference[0])
+
+    return check
+
+
+def product_bytes(case: Case, packed: PackedWeight, x: torch.Tensor, out_dtype: torch.dtype) -> int:
+    """Activations as they are read, the packed weight, its scales and those of the tokens, the output."""
+    scales = 4 * (case.tokens + case.out_features) if packed.dtype in QUANTISED and case.scaled else 0
+    return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * out_dtype.itemsize

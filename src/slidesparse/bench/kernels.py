@@ -1,0 +1,89 @@
+"""``bench kernels``: quantise and lift against quantise only, against a copy.
+
+The paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation, nothing lifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from slidesparse import ops
+from slidesparse.bench.comparison import Session, Subject, compare, ends, relative_error
+from slidesparse.bench.dense import vllm_ops, vllm_quantize
+from slidesparse.bench.operands import activations
+from slidesparse.packed import pack
+from slidesparse.pattern import Pattern
+from slidesparse.quant import parse_dtype, quantize_rows
+from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
+from slidesparse.slide import gather
+
+MULTIPLE = 32
+"""Columns of each segment are padded to a multiple of this, as sparse GEMMs ask."""
+
+
+def measure(session: Session, case: Case) -> list[Record]:
+    """The records of one case: copy, quantise, and quantise + lift for every pattern."""
+    x, dtype = activations(case, DENSE, session.device), parse_dtype(case.dtype)
+    columns = torch.arange(case.in_features, device=session.device)
+    moved = x.nbytes + x.numel() + 4 * case.tokens
+    subjects = [
+        Subject(
+            QUANTIZE,
+            "slidesparse",
+            "",
+            partial(_quantize_lift, dtype),
+            (x, columns),
+            moved,
+            _check(x, columns, dtype),
+        ),
+        Subject(COPY, "torch", "copy_", _copy, (x, torch.empty_like(x)), 2 * x.nbytes, partial(_copy_error, x)),
+    ]
+    if vllm_ops() is not None:
+        run = partial(_vllm_quantize, dtype)
+        subjects.append(Subject(QUANTIZE, "vllm", "", run, (x,), moved, _check(x, columns, dtype)))
+    for variant in session.patterns(case):
+        if variant == CONTROL:
+            continue  # nobody lifts for it: its columns do not repeat
+        lifted = column_map(Pattern.parse(variant), case.in_features, session.device)
+        moved = x.nbytes + case.tokens * (len(lifted) + 4)
+        run = partial(_quantize_lift, dtype)
+        subjects.append(
+            Subject(f"lift {variant}", "slidesparse", "", run, (x, lifted), moved, _check(x, lifted, dtype))
+        )
+    return compare(session, case, subjects)
+
+
+def column_map(pattern: Pattern, columns: int, device: torch.device) -> torch.Tensor:
+    """The column map of any weight of this pattern and width, int64 [K']."""
+    packed = pack(torch.zeros(1, columns, dtype=torch.int8, device=device), pattern)
+    return packed.column_map(MULTIPLE)
+
+
+def _quantize_lift(dtype: torch.dtype, x: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scale = ops.quantize_lift(x, columns, dtype)
+    return values, scale
+
+
+def _vllm_quantize(dtype: torch.dtype, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return vllm_quantize(x, dtype)
+
+
+def _copy(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y.copy_(x)
+
+
+def _copy_error(x: torch.Tensor, y: torch.Tensor) -> float:
+    return 0.0 if torch.equal(x, y) else 1.0
+
+
+def _check(x: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> Callable[[Any], float]:
+    def check(result: tuple[torch.Tensor, torch.Tensor]) -> float:
+        values, scale = quantize_rows(ends(x), dtype)
+        of_values = relative_error(ends(result[0]).float(), gather(values, columns).float())
+        return max(of_values, relative_error(ends(result[1]), scale))
+
+    return check

@@ -1,0 +1,110 @@
+"""``bench linear``: a whole SlideLinear against a whole dense quantised linear, which is what users feel.
+
+Both take bf16 (fp16) activations and give bf16 (fp16) outputs: quantise, multiply, apply scales. Host time per call is
+measured too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from slidesparse import ops
+from slidesparse.bench.comparison import Refusal, Session, Subject, compare
+from slidesparse.bench.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
+from slidesparse.bench.gemm import error_against, searched, variants_of
+from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of
+from slidesparse.bench.problems import HEADLINE, ideal_speedup
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm import get_backend
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import QUANTISED
+from slidesparse.records import CONTROL, DENSE, Case, Record
+
+AUTO = "auto"
+"""With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
+
+
+def measure(session: Session, case: Case) -> list[Record]:
+    """The records of one case, dense first."""
+    subjects, refusals = _dense_subjects(session, case), []
+    wanted = [
+        (label, variant, name)
+        for name in session.backends
+        for label, variant in variants_of(session, case, get_backend(name))
+        if variant != CONTROL  # not a layer: its activations have twice the columns
+    ]
+    for label, variant, name in [*wanted, (f"{AUTO} {HEADLINE}", HEADLINE, AUTO)]:
+        try:
+            subjects.append(_layer_subject(session, case, label, variant, name))
+        except UnsupportedError as error:
+            refusals.append(Refusal(label, name, str(error)))
+    return compare(session, case, subjects, refusals, host=True)
+
+
+def _layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
+    packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
+    layer = SlideLinear(packed, backend=name)
+    x = activations(case, variant, session.device)
+    return Subject(
+        variant=label,
+        backend=name,
+        algorithm=layer.backend,
+        run=_call,
+        operands=(layer, x),
+        n_bytes=_bytes(case, packed, x),
+        check=error_against(x, packed, True),
+        ideal_speedup=ideal_speedup(variant),
+        searched=partial(searched, layer.backend, problem_of(case, variant, session.device), case.tokens),
+    )
+
+
+def _call(layer: SlideLinear, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = layer(x)
+    return y
+
+
+def _dense_subjects(session: Session, case: Case) -> list[Subject]:
+    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
+    x = activations(case, DENSE, session.device)
+    columns = torch.arange(case.in_features, device=session.device)
+    quantisers = ["ours"] + (["vllm"] if vllm_ops() is not None else [])
+    return [
+        Subject(
+            variant=DENSE,
+            backend=kernel.backend,
+            algorithm=f"{quantiser} quantisation + {kernel.algorithm}"
+            if packed.dtype in QUANTISED
+            else kernel.algorithm,
+            run=partial(_dense_linear, kernel, packed.dtype, quantiser),
+            operands=(x, packed.unpack(), packed.scale, columns),
+            n_bytes=_bytes(case, packed, x),
+            check=error_against(x, packed, True),
+            ideal_speedup=1.0,
+        )
+        for kernel in kernels(packed.dtype, float_type(case.dtype), scaled=True)
+        for quantiser in (quantisers if packed.dtype in QUANTISED else ["no"])
+    ]
+
+
+def _dense_linear(
+    kernel: DenseKernel,
+    dtype: torch.dtype,
+    quantiser: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_w: torch.Tensor | None,
+    columns: torch.Tensor,
+) -> torch.Tensor:
+    if dtype not in QUANTISED:
+        return kernel.run(x, weight, None, None)
+    values, scale = vllm_quantize(x, dtype) if quantiser == "vllm" else ops.quantize_lift(x, columns, dtype)
+    return kernel.run(values, weight, scale, scale_w)
+
+
+def _bytes(case: Case, packed: PackedWeight, x: torch.Tensor) -> int:
+    """Float activations once, the packed weight and its scales, the output; what passes between kernels is extra."""
+    scales = 4 * case.out_features if packed.dtype in QUANTISED else 0
+    return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * x.itemsize

@@ -1,0 +1,92 @@
+"""Weights and activations of a benchmark, and what their product should be.
+
+Making the packed forms of a weight takes longer than timing them, so the last few are kept: the cases of one weight
+follow one another.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from slidesparse import ops
+from slidesparse.bench.comparison import ends
+from slidesparse.bench.problems import resolve
+from slidesparse.gemm import Layout, Operand, Problem, get_backend
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.linear import pack_weight
+from slidesparse.packed import PackedWeight
+from slidesparse.prune import prune_mask
+from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
+from slidesparse.records import DENSE, Case
+
+KEPT = 32
+"""Packed weights and operands kept: those of one linear in every pattern, for three backends."""
+
+
+def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Normally distributed numbers, the same on every call."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
+def float_type(dtype: str) -> torch.dtype:
+    """The type of activations and outputs: fp16 for fp16, bf16 for all others, as models run."""
+    return DTYPES["fp16" if dtype == "fp16" else "bf16"]
+
+
+def activations(case: Case, variant: str, device: torch.device) -> torch.Tensor:
+    """[M, K] (2K for the control), standard normal."""
+    _, columns = resolve(variant, case.in_features)
+    return _activations(case.tokens, columns, float_type(case.dtype), device)
+
+
+@lru_cache(maxsize=2)
+def _activations(tokens: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return gaussian(tokens, columns, dtype=dtype, device=device)
+
+
+def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> torch.Tensor:
+    """A float weight [out, K] (2K for the control) of standard deviation K**-0.5, pruned to the variant's pattern."""
+    pattern, columns = resolve(variant, columns)
+    weight = gaussian(out, columns, dtype=float_type(dtype), device=device, seed=1) * columns**-0.5
+    return weight if variant == DENSE else torch.where(prune_mask(weight, pattern), weight, 0)
+
+
+@lru_cache(maxsize=KEPT)
+def packed_weight(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> PackedWeight:
+    """:func:`weight_of` quantised and packed."""
+    pattern, _ = resolve(variant, columns)
+    return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype))
+
+
+@lru_cache(maxsize=KEPT)
+def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
+    """A backend's form of :func:`packed_weight`."""
+    return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device))
+
+
+def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
+    """The case as backends know it."""
+    pattern, columns = resolve(variant, case.in_features)
+    return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device)
+
+
+def lifted(x: torch.Tensor, packed: PackedWeight, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Activations [M, K] as a backend wants them, with their scale [M, 1] if they are quantised."""
+    if packed.dtype not in QUANTISED:
+        return ops.lift(x, layout.column_map(packed)), None
+    values, scale = ops.quantize_lift(x, layout.column_map(packed), packed.dtype)
+    return values, scale
+
+
+def expected(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> torch.Tensor:
+    """The first and last rows of the product, float32, from the unpacked weight: no lifting, no fast kernel."""
+    rows, scale = ends(x), None
+    if packed.dtype in QUANTISED:
+        rows, scale = quantize_rows(rows, packed.dtype)
+    accumulator = product(rows, packed.unpack())
+    if not scaled:
+        return accumulator.to(torch.float32)
+    return apply_scales(accumulator, scale, packed.scale, None, torch.float32)

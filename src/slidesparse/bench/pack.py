@@ -1,0 +1,78 @@
+"""``bench pack``: what loading a weight costs: check and pack it, then a backend's own reordering."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from slidesparse import ops
+from slidesparse.bench.comparison import Refusal, Session, Subject, compare, relative_error
+from slidesparse.bench.operands import expected, float_type, gaussian, lifted, packed_weight, problem_of
+from slidesparse.gemm import Operand, get_backend
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.records import CONTROL, Case, Record
+from slidesparse.support import as_bits
+
+CHECK_TOKENS = 64
+"""Activations with which a prepared operand is checked."""
+
+
+def measure(session: Session, case: Case) -> list[Record]:
+    """The records of one case: ``pack PATTERN`` and, for each backend, ``prepare PATTERN``."""
+    subjects, refusals = [], []
+    for variant in session.patterns(case):
+        if variant == CONTROL:
+            continue
+        packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
+        weight = packed.unpack()
+        subjects.append(
+            Subject(
+                variant=f"pack {variant}",
+                backend="slidesparse",
+                algorithm="",
+                run=partial(_pack, packed.pattern),
+                operands=(weight,),
+                n_bytes=weight.nbytes + packed.n_bytes,
+                check=partial(_unpacks_to, weight),
+                capture=False,  # it waits for the outcome of its checks
+            )
+        )
+        for name in session.backends:
+            backend = get_backend(name)
+            if not (backend.layout.lifted and backend.accelerated):
+                continue
+            reason = backend.why_not(problem_of(case, variant, session.device))
+            if reason is not None:
+                refusals.append(Refusal(f"prepare {variant}", name, reason))
+                continue
+            subjects.append(
+                Subject(
+                    variant=f"prepare {variant}",
+                    backend=name,
+                    algorithm="",
+                    run=backend.prepare,
+                    operands=(packed,),
+                    n_bytes=2 * packed.n_bytes,
+                    check=partial(_multiplies, packed, name, case),
+                    capture=False,
+                )
+            )
+    return compare(session, case, subjects, refusals)
+
+
+def _pack(pattern: Pattern, weight: torch.Tensor) -> PackedWeight:
+    return pack(weight, pattern)
+
+
+def _unpacks_to(weight: torch.Tensor, packed: PackedWeight) -> float:
+    return 0.0 if torch.equal(as_bits(packed.unpack()), as_bits(weight)) else 1.0
+
+
+def _multiplies(packed: PackedWeight, name: str, case: Case, operand: Operand) -> float:
+    backend, dtype = get_backend(name), float_type(case.dtype)
+    x = gaussian(CHECK_TOKENS, packed.shape[1], dtype=dtype, device=packed.device)
+    values, scale = lifted(x, packed, backend.layout)
+    y = ops.gemm(values, scale, list(operand), packed.scale, None, packed.shape[0], dtype, name)
+    return relative_error(y, expected(x, packed, True))

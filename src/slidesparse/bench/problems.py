@@ -1,0 +1,150 @@
+"""What is measured: shapes, patterns, token counts, and the two profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import Pattern
+from slidesparse.records import CONTROL, DENSE, LAYERS, SQUARE, Case
+
+BENCHMARKS = ("pack", "kernels", "linear", "gemm")
+"""In the order in which ``all`` runs them: the cheap ones first."""
+
+MODELS: dict[str, tuple[tuple[int, int], ...]] = {
+    "Llama-3.2-1B": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "Llama-3.2-3B": ((5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)),
+    "Qwen2.5-7B": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    "Qwen2.5-14B": ((7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
+    "BitNet-2B": ((3840, 2560), (2560, 2560), (13824, 2560), (2560, 6912)),
+}
+"""(out, in) of each of :data:`LAYERS`."""
+
+PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
+QUANTISED = ("int8", "fp8")
+DTYPES = (*QUANTISED, "bf16", "fp16")
+HEADLINE = "6:8"
+"""The paper's main pattern; what is measured at one pattern only is measured at this one."""
+
+KERNEL_COLUMNS = 2560
+"""K of the paper's table of kernel latencies."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a run covers.
+
+    Attributes:
+        models: Names out of :data:`MODELS`.
+        dtypes: Names out of :data:`DTYPES`.
+        model_patterns: Patterns at model shapes.
+        square_patterns: Patterns at square shapes.
+        tokens: M at model shapes.
+        squares: M = N = K.
+        kernel_columns: K of the kernel benchmark.
+        budget_s: Seconds that a run may take unless the user says otherwise.
+        samples_s: Seconds of GPU time that one comparison aims at.
+    """
+
+    models: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    model_patterns: tuple[str, ...]
+    square_patterns: tuple[str, ...]
+    tokens: tuple[int, ...]
+    squares: tuple[int, ...]
+    kernel_columns: tuple[int, ...]
+    budget_s: float
+    samples_s: float
+
+
+PROFILES = {
+    "quick": Profile(
+        models=("Qwen2.5-7B",),
+        dtypes=("int8", "fp8", "bf16"),
+        model_patterns=("2:4", "4:6", "6:8", "8:10"),
+        square_patterns=PATTERNS,
+        tokens=(64, 256, 1024, 4096, 16384),
+        squares=(1024, 4096, 8192),
+        kernel_columns=(KERNEL_COLUMNS, 18944),
+        budget_s=540,
+        samples_s=0.2,
+    ),
+    "full": Profile(
+        models=tuple(MODELS),
+        dtypes=DTYPES,
+        model_patterns=PATTERNS,
+        square_patterns=PATTERNS,
+        tokens=tuple(2**i for i in range(6, 17)),
+        squares=tuple(2**i for i in range(6, 15)),
+        kernel_columns=(KERNEL_COLUMNS, 3584, 8192, 18944),
+        budget_s=4 * 3600,
+        samples_s=0.5,
+    ),
+}
+
+
+def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
+    """The packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
+
+    A slid dense weight is a weight of twice the columns that keeps two in every window of four.
+    """
+    return (Pattern.parse("2:4"), 2 * columns) if variant == CONTROL else (Pattern.parse(variant), columns)
+
+
+def ideal_speedup(variant: str) -> float | None:
+    """Over dense where 2:4 runs at twice the dense rate; 1 for dense itself and for the control."""
+    if variant in (DENSE, CONTROL):
+        return 1.0
+    return float(Pattern.parse(variant).ideal_speedup)
+
+
+def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
+    """The names that a user picked, or the profile's own.
+
+    Raises:
+        InputError: An unknown name.
+    """
+    known = tuple(known)
+    for name in names or ():
+        if name not in known:
+            raise InputError(f"unknown {what}", got=repr(name), needed=", ".join(known))
+    return tuple(names or default)
+
+
+def cases(benchmark: str, profile: Profile) -> list[Case]:
+    """The problems of one benchmark, most telling first, so that a spent budget drops the least.
+
+    All M of one weight stand together, because making its packed forms takes longer than timing them.
+
+    Raises:
+        InputError: An unknown benchmark.
+    """
+    largest_first = sorted(profile.tokens, reverse=True)
+    if benchmark == "pack":
+        return [Case(benchmark, *named, dtype, 0, *shape) for dtype, named, shape in _linears(profile)]
+    if benchmark == "kernels":
+        quantised = [dtype for dtype in profile.dtypes if dtype in QUANTISED]
+        shapes = product(quantised, profile.kernel_columns, largest_first)
+        return [Case(benchmark, "", "", dtype, tokens, 0, columns) for dtype, columns, tokens in shapes]
+    if benchmark == "linear":
+        return _with_tokens(benchmark, profile, largest_first)
+    if benchmark == "gemm":
+        sizes = sorted(profile.squares, reverse=True)
+        return _with_tokens(benchmark, profile, largest_first) + [
+            Case(benchmark, SQUARE, "", dtype, size, size, size, scaled=False)
+            for dtype, size in product(profile.dtypes, sizes)
+        ]
+    raise InputError("unknown benchmark", got=repr(benchmark), needed=", ".join(BENCHMARKS))
+
+
+def _with_tokens(benchmark: str, profile: Profile, tokens: Sequence[int]) -> list[Case]:
+    return [Case(benchmark, *named, dtype, m, *shape) for dtype, named, shape in _linears(profile) for m in tokens]
+
+
+def _linears(profile: Profile) -> Iterator[tuple[str, tuple[str, str], tuple[int, int]]]:
+    """(dtype, (model, layer), (out, in)) of every linear."""
+    for dtype, model in product(profile.dtypes, profile.models):
+        for layer, shape in zip(LAYERS, MODELS[model], strict=True):
+            yield dtype, (model, layer), shape

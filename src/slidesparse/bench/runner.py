@@ -1,0 +1,214 @@
+"""Run benchmarks inside a time budget, writing each record as soon as it exists."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from slidesparse.bench import environment, gemm, kernels, linear, pack, problems
+from slidesparse.bench.comparison import WRONG, Session, now
+from slidesparse.bench.problems import Profile
+from slidesparse.bench.timing import CudaStopwatch
+from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
+from slidesparse.gemm import BACKENDS
+from slidesparse.progress import progress_bar
+from slidesparse.records import ALL, SQUARE, Case, Record
+
+MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
+    "pack": pack.measure,
+    "kernels": kernels.measure,
+    "linear": linear.measure,
+    "gemm": gemm.measure,
+}
+
+SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40}
+"""Of the budget when several run; what one leaves over goes to the next."""
+
+LEFT_OUT = "left out: the budget was spent"
+
+FIRST_GUESS_S = 3.0
+LOOK_BACK = 6
+"""The next case is expected to take as long as the longest of so many before it."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did.
+
+    Attributes:
+        path: Where the records are.
+        seconds: How long it took.
+        records: How many records have a time.
+        refused: Distinct reasons of those that have none, with how many there are.
+        left_out: Problems that the budget did not reach.
+        wrong: Results that were wrong; they were not timed.
+    """
+
+    path: str
+    seconds: float
+    records: int
+    refused: dict[str, int]
+    left_out: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+    def describe(self) -> str:
+        """For a terminal, without a final newline."""
+        lines = [f"{self.records} records in {self.seconds:.0f} s: {self.path}"]
+        lines += [f"no time for {count}: {reason}" for reason, count in self.refused.items()]
+        lines += [f"left out, the budget was spent: {case}" for case in self.left_out]
+        lines += [f"{WRONG}: {what}" for what in self.wrong]
+        return "\n".join(lines)
+
+
+@dataclass
+class Budget:
+    """Decides whether another case still fits; ``clock`` gives seconds."""
+
+    clock: Callable[[], float]
+    deadline: float
+    recent: list[float] = field(default_factory=lambda: [FIRST_GUESS_S])
+
+    def fits(self) -> bool:
+        """True when the next case should end before the deadline."""
+        return self.clock() + max(self.recent[-LOOK_BACK:]) <= self.deadline
+
+    def spent(self, seconds: float) -> None:
+        """Learn how long a case took."""
+        self.recent.append(seconds)
+
+
+def adapt(
+    profile: Profile,
+    dtypes: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    budget_s: float | None = None,
+) -> Profile:
+    """A profile with a user's choices.
+
+    Raises:
+        InputError: An unknown name, or a budget that is none.
+    """
+    if budget_s is not None and not budget_s > 0:
+        raise InputError("budget", got=budget_s, needed="a positive number of seconds")
+    return replace(
+        profile,
+        dtypes=problems.select(dtypes, problems.DTYPES, profile.dtypes, "dtype"),
+        models=problems.select(models, problems.MODELS, profile.models, "model"),
+        budget_s=profile.budget_s if budget_s is None else budget_s,
+    )
+
+
+def cuda_session(profile: Profile) -> Session:
+    """A session on the current CUDA device with every backend but the reference, which defines results, not speed.
+
+    Raises:
+        UnsupportedError: When there is no such device.
+    """
+    environment.require_cuda()
+    return Session(
+        stopwatch=CudaStopwatch(),
+        machine=environment.machine(),
+        clocks=environment.clocks,
+        samples_s=profile.samples_s,
+        patterns=lambda case: profile.square_patterns if case.model == SQUARE else profile.model_patterns,
+        backends=tuple(name for name in BACKENDS if name != "reference"),
+        device=torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def run(
+    names: Sequence[str],
+    profile: Profile,
+    session: Session,
+    path: Path,
+    clock: Callable[[], float] = time.monotonic,
+) -> Summary:
+    """Run benchmarks and write their records, a line each, flushed at once: an interrupted run keeps what it measured.
+
+    Args:
+        names: Benchmarks.
+        profile: What they cover, and the budget.
+        session: Where they run.
+        path: A new file.
+        clock: Seconds.
+
+    Raises:
+        InputError: When the file exists already or cannot be written.
+    """
+    start = clock()
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise InputError(
+            "the records file exists", got=path, remedy="name another; slidesparse report reads several"
+        ) from error
+    except OSError as error:
+        raise InputError("cannot write the records", got=error) from error
+    records: list[Record] = []
+    total = sum(len(problems.cases(name, profile)) for name in names)
+    with file, torch.no_grad(), progress_bar("benchmarks", total, unit="cases") as advance:
+        for found in _measure_all(names, profile, session, start, clock):
+            file.writelines(record.to_line() + "\n" for record in found)
+            file.flush()
+            records += found
+            advance(1)
+    return _summary(records, path, clock() - start)
+
+
+def _measure_all(
+    names: Sequence[str], profile: Profile, session: Session, start: float, clock: Callable[[], float]
+) -> Iterator[list[Record]]:
+    """The records of each case in turn; for one that does not fit, a record that says so."""
+    whole, share = sum(SHARES[name] for name in names), 0.0
+    for name in sorted(names, key=problems.BENCHMARKS.index):
+        share += SHARES[name]
+        budget = Budget(clock, start + profile.budget_s * share / whole)
+        for case in problems.cases(name, profile):
+            if not budget.fits():
+                yield [_left_out(session, case, LEFT_OUT)]
+                continue
+            began = clock()
+            yield _measure(name, session, case)
+            budget.spent(clock() - began)
+
+
+def _measure(name: str, session: Session, case: Case) -> list[Record]:
+    try:
+        return MEASURE[name](session, case)
+    except torch.OutOfMemoryError:
+        return [_left_out(session, case, "out of memory")]
+    except SlideSparseError:
+        raise
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"the GPU failed in {case.describe()}",
+            got=str(error).partition("\n")[0],
+            remedy="the records before it are in the file; start again without this case",
+        ) from error
+
+
+def _left_out(session: Session, case: Case, why: str) -> Record:
+    nothing = environment.NOTHING
+    return Record(case, session.machine, now(), nothing, nothing, ALL, "", why_not=why)
+
+
+def _summary(records: Sequence[Record], path: Path, seconds: float) -> Summary:
+    refused = Counter(record.why_not for record in records if record.why_not not in (None, LEFT_OUT))
+    return Summary(
+        path=str(path),
+        seconds=seconds,
+        records=sum(record.timing is not None for record in records),
+        refused={str(reason): count for reason, count in refused.items()},
+        left_out=tuple(record.case.describe() for record in records if record.why_not == LEFT_OUT),
+        wrong=tuple(
+            f"{record.case.describe()}, {record.variant} by {record.backend} {tried.name}".rstrip()
+            for record in records
+            for tried in record.tried
+            if (tried.why_not or "").startswith(WRONG)
+        ),
+    )

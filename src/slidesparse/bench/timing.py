@@ -1,0 +1,243 @@
+"""The timing protocol, all of it.
+
+1. The result of every variant is checked before anything is timed (by the caller), and once more on the captured graph.
+2. A *pass* calls one variant on each of several copies of its operands, enough to exceed three times the L2 cache, so
+   every call finds a cold cache. Where the calls can be captured, a pass is one CUDA graph: no launch gaps.
+3. The variants of a comparison are interleaved, a pass of each in turn, and every round begins with another one: clocks
+   and temperature drift, and all variants get their share of it.
+4. The first variant takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
+5. Median, 20th and 80th percentile. Clocks and power are read and never set.
+
+Data are Gaussian: zeros and constants draw less power, so the clocks rise and every number flatters.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from slidesparse.records import Timing
+
+COLD_FACTOR = 3
+"""Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
+
+MAX_COPIES = 512
+"""Bounds the capture of tiny problems; those of less than 3 L2 caches / 512 stay warm, for all variants alike."""
+
+MIN_ROUNDS, MAX_ROUNDS = 9, 200
+HOST_CALLS = 30
+
+Reading = Callable[[], float]
+"""Waits for a pass that was queued; gives microseconds per call."""
+
+
+class Pass(Protocol):
+    """One variant on all copies of its operands, ready to be queued again and again."""
+
+    @property
+    def method(self) -> str:
+        """``graph`` or ``events``."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How many calls it makes."""
+        ...
+
+    def launch(self) -> Reading:
+        """Queue one pass; does not wait."""
+        ...
+
+
+class Stopwatch(Protocol):
+    """What times: a GPU's events, or a clock of a test's own."""
+
+    l2_bytes: int
+
+    def free_bytes(self) -> int:
+        """Memory that operand copies may take."""
+        ...
+
+    def begin(self) -> None:
+        """A comparison begins; passes of earlier ones are gone."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the device; raises when it no longer works."""
+        ...
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
+        """Make a pass of ``calls``; ``check`` raises when the result of the last of them is wrong."""
+        ...
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        """Host time of one eager call."""
+        ...
+
+
+def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
+    """Copies of operands of ``n_bytes`` that exceed :data:`COLD_FACTOR` L2 caches, as memory allows; at least one."""
+    wanted = math.ceil(COLD_FACTOR * l2_bytes / max(1, n_bytes))
+    return max(1, min(wanted, memory_bytes // max(1, n_bytes), MAX_COPIES))
+
+
+def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
+    """``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
+    return [operands] + [copy.deepcopy(operands) for _ in range(count - 1)]
+
+
+def rounds_for(pass_us: Sequence[float], target_s: float) -> int:
+    """Rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
+    return max(MIN_ROUNDS, min(MAX_ROUNDS, int(target_s * 1e6 / max(1e-3, sum(pass_us)))))
+
+
+def interleave(
+    passes: Sequence[Pass], rounds: int, when_queued: Callable[[], None] = lambda: None
+) -> list[list[float]]:
+    """Queue one of each, ``rounds`` times, each round beginning one further; read the times at the end.
+
+    Nothing waits in between, so the device never idles and the clocks stay those of load.
+
+    Args:
+        passes: What to time.
+        rounds: How often.
+        when_queued: Called once when all is queued and the device still works.
+
+    Returns:
+        For each pass its samples, microseconds per call.
+    """
+    pending: list[list[Reading]] = [[] for _ in passes]
+    for number in range(rounds):
+        for step in range(len(passes)):
+            at = (number + step) % len(passes)
+            pending[at].append(passes[at].launch())
+    when_queued()
+    return [[read() for read in readings] for readings in pending]
+
+
+def time_passes(
+    passes: Sequence[Pass], target_s: float, when_queued: Callable[[], None] = lambda: None
+) -> tuple[list[list[float]], float]:
+    """Time passes for about ``target_s`` seconds; returns the samples of each, and the noise."""
+    twice = [*passes, passes[0]]
+    interleave(twice, 1)  # warms up
+    estimate = interleave(twice, 1)
+    pass_us = [times[0] * one.copies for times, one in zip(estimate, twice, strict=True)]
+    *samples, again = interleave(twice, rounds_for(pass_us, target_s), when_queued)
+    return samples, noise_of(samples[0], again)
+
+
+def summarize(samples: Sequence[float], made_by: Pass, host_us: float | None = None) -> Timing:
+    """Median and percentiles of at least two samples in microseconds."""
+    p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
+    return Timing(statistics.median(samples), p20, p80, len(samples), made_by.copies, made_by.method, host_us)
+
+
+def noise_of(first: Sequence[float], again: Sequence[float]) -> float:
+    """Relative difference of the medians of the same variant timed twice."""
+    one, two = statistics.median(first), statistics.median(again)
+    return abs(one - two) / max(one, two)
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result: itself, or those of a tuple."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [t for item in result for t in tensors_in(item)] if isinstance(result, tuple | list) else []
+
+
+def poison(result: Any) -> None:
+    """Overwrite a result with a value that no right result holds, so that what is not written shows."""
+    for tensor in tensors_in(result):
+        tensor.view(torch.uint8).fill_(0x7F)
+
+
+@dataclass(frozen=True)
+class _CudaPass:
+    method: str
+    calls: Sequence[Callable[[], Any]]  # a graph knows addresses only: what it reads must stay alive
+    run: Callable[[], Any]
+
+    @property
+    def copies(self) -> int:
+        return len(self.calls)
+
+    def launch(self) -> Reading:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self.run()
+        end.record()
+
+        def read() -> float:
+            end.synchronize()
+            return float(start.elapsed_time(end)) * 1e3 / self.copies
+
+        return read
+
+
+class CudaStopwatch:
+    """Times on the current CUDA device."""
+
+    def __init__(self) -> None:
+        self.l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self._pool: Any = None
+
+    def free_bytes(self) -> int:
+        """Half of what is free: outputs and workspaces need room too."""
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return (torch.cuda.mem_get_info()[0] + cached) // 2
+
+    def begin(self) -> None:
+        """Start a comparison: its graphs share one memory pool, because they run one after another."""
+        torch.cuda.empty_cache()  # else the pools of earlier graphs keep their memory
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def wait(self) -> None:
+        """See :class:`Stopwatch`."""
+        torch.cuda.synchronize()
+
+    def prepare(self, calls: Sequence[Callable[[], Any]], capture: bool, check: Callable[[Any], None]) -> Pass:
+        """Warm up, then capture where possible; see :class:`Stopwatch`."""
+        for call in calls:
+            call()
+        self.wait()
+        if capture:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool):
+                    for call in calls:
+                        result = call()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                self.wait()  # raises again when the device itself is broken
+            else:
+                graph.replay()
+                poison(result)
+                graph.replay()
+                check(result)
+                return _CudaPass("graph", calls, graph.replay)
+
+        def eager() -> None:
+            for call in calls:
+                call()
+
+        return _CudaPass("events", calls, eager)
+
+    def host_us(self, call: Callable[[], Any]) -> float:
+        """Mean over calls that are queued without waiting."""
+        call()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        elapsed = time.perf_counter() - start
+        self.wait()
+        return elapsed / HOST_CALLS * 1e6

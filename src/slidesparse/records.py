@@ -1,0 +1,245 @@
+"""Benchmark records: what one line of a results file says, written by ``bench`` and read by ``report``.
+
+A file is JSON lines, one :class:`Record` a line. All records of one *comparison* (one problem, its variants interleaved
+in one run) share ``started``; only those may be divided by one another. Reading is strict: an unknown, missing or
+mistyped field is an error that names the file, the line and the field, because a table must not rest on a guess.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from slidesparse.errors import InputError
+
+DENSE = "dense"
+CONTROL = "inf"
+"""The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
+
+COPY, QUANTIZE = "copy", "quantize"
+SQUARE = "square"
+ALL = "*"
+LAYERS = ("qkv", "o", "gate_up", "down")
+"""The linears of a decoder layer, fused as servers fuse them."""
+
+FORMAT = 1
+"""Version of the schema; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured: one problem.
+
+    Attributes:
+        benchmark: ``gemm``, ``kernels``, ``linear`` or ``pack``.
+        model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
+        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; empty where there is no model.
+        dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
+        tokens: M, rows of the activations; 0 where there are none.
+        out_features: N, rows of the weight; 0 where there is none.
+        in_features: K, columns of the weight before lifting.
+        scaled: Scales are applied and the output is rounded to bf16 (fp16 for fp16); False: a bare product, as in the
+            paper's kernel tables.
+    """
+
+    benchmark: str
+    model: str
+    layer: str
+    dtype: str
+    tokens: int
+    out_features: int
+    in_features: int
+    scaled: bool = True
+
+    @property
+    def n_operations(self) -> int:
+        """Multiplications and additions of the dense product, ``2 M N K``."""
+        return 2 * self.tokens * self.out_features * self.in_features
+
+    def describe(self) -> str:
+        """One line for people."""
+        words = [self.benchmark, self.dtype, "" if self.scaled else "bare", self.model, self.layer]
+        sizes = {"M": self.tokens, "N": self.out_features, "K": self.in_features}
+        return " ".join([word for word in words if word] + [f"{k}={size}" for k, size in sizes.items() if size])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call, in microseconds.
+
+    Attributes:
+        median_us: Median over the samples.
+        p20_us: 20th percentile.
+        p80_us: 80th percentile.
+        samples: How many samples; each is the mean of one pass over all operand copies.
+        copies: Operand copies that a pass rotates through, so that the L2 cache is cold.
+        method: ``graph`` (CUDA graph replay) or ``events`` (eager calls between events).
+        host_us: Host time of an eager call, where it was measured.
+    """
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    samples: int
+    copies: int
+    method: str
+    host_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One algorithm of a search.
+
+    Attributes:
+        name: As its library calls it.
+        median_us: Median time in microseconds; None where it has none, or only the library's own search knows it.
+        why_not: Why it could not run, or None.
+    """
+
+    name: str
+    median_us: float | None = None
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What the GPU reported: SM clock in MHz, power in W, temperature in degrees C; None where it would not say."""
+
+    sm_mhz: float | None
+    power_w: float | None
+    temperature_c: float | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a record was made; versions are None where a package is not installed."""
+
+    gpu: str
+    capability: str
+    driver: str | None
+    memory_gb: float
+    l2_mb: float
+    torch: str
+    cuda: str | None
+    triton: str | None
+    cusparselt: str | None
+    vllm: str | None
+    slidesparse: str
+    commit: str | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One variant of one problem.
+
+    Attributes:
+        case: The problem.
+        machine: Where.
+        started: When the comparison began: UTC, ISO 8601; the same in all its records.
+        clocks_before: Before the comparison.
+        clocks_after: When its last launch had been queued, so under load.
+        variant: ``dense``, a pattern (``6:8``), ``inf`` (the paper's control: a dense weight in slid form), the name
+            of a kernel (``copy``, ``quantize``, ``lift 6:8``), or ``*`` for a whole problem that was left out.
+        backend: Whose kernel ran.
+        algorithm: The fastest algorithm, by the name that its library gives it.
+        tried: Every algorithm that was tried to find it.
+        timing: None when there is no time; ``why_not`` says why.
+        why_not: A refusal, a failure, or a budget that was spent; None when there is a time.
+        error: Relative error of the result, checked before timing; None without a time.
+        noise: Relative difference of the medians of one variant timed twice in this comparison.
+        ideal_speedup: Over dense, were 2:4 twice as fast as dense; None where it means nothing.
+        n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once.
+        format: Version of this schema.
+    """
+
+    case: Case
+    machine: Machine
+    started: str
+    clocks_before: Clocks
+    clocks_after: Clocks
+    variant: str
+    backend: str
+    algorithm: str = ""
+    tried: tuple[Tried, ...] = ()
+    timing: Timing | None = None
+    why_not: str | None = None
+    error: float | None = None
+    noise: float | None = None
+    ideal_speedup: float | None = None
+    n_bytes: int = 0
+    format: int = FORMAT
+
+    def to_line(self) -> str:
+        """One line of a results file, without the newline."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_line(cls, line: str) -> Record:
+        """The inverse of :meth:`to_line`.
+
+        Raises:
+            InputError: When the line is not such a record, naming the field.
+        """
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError("not JSON", got=str(error)) from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            got = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InputError("format of a benchmark record", got=repr(got), needed=str(FORMAT))
+        record: Record = _decode(cls, data, "record")
+        if (record.timing is None) == (record.why_not is None):
+            raise InputError("a record needs either a time or a reason for having none", got=record.why_not)
+        return record
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """Rebuild ``value`` as ``kind``: a dataclass, ``tuple[X, ...]``, ``X | None`` or a plain type; no guesses."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        inner = next(option for option in get_args(kind) if option is not type(None))
+        return None if value is None else _decode(inner, value, where)
+    if origin is tuple:
+        _expect(isinstance(value, list), where, value, "a list")
+        return tuple(_decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        _expect(isinstance(value, dict), where, value, "an object")
+        hints = get_type_hints(kind)
+        unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys())
+        _expect(not unknown, f"fields of {where}", unknown, "no others than the schema's")
+        _expect(not missing, f"fields missing from {where}", missing, "all of the schema's")
+        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+    # JSON has no integers of its own, so a float field takes 3; bool is an int in Python and nowhere else.
+    accepted = (int, float) if kind is float else (kind,)
+    _expect(isinstance(value, accepted) and isinstance(value, bool) == (kind is bool), where, value, kind.__name__)
+    return kind(value)
+
+
+def _expect(holds: bool, what: str, got: Any, needed: str) -> None:
+    if not holds:
+        raise InputError(what, got=repr(got), needed=needed)
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """All records of some files, in their order.
+
+    Raises:
+        InputError: Naming the file and line that is no record, or a file that cannot be read.
+    """
+    records = []
+    for path in paths:
+        try:
+            lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {path}", got=error) from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(Record.from_line(line))
+            except InputError as error:
+                raise InputError(f"{path}, line {number}", got=str(error)) from error
+    return records

@@ -1,0 +1,154 @@
+"""Write a report: one Markdown page, a CSV file for each table, and the plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.records import Machine, Record
+from slidesparse.report import tables
+from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
+
+PAGE = "report.md"
+
+ABOUT_SPEEDUP = """\
+Speed-up: median time of the fastest dense product over the median time of the fastest backend of a pattern, in one
+interleaved comparison with a cold L2 cache. Model shapes: the times of qkv, o, gate_up and down are added first. `inf`
+is the control: a dense weight in slid form. The ideals are 2, 1.5, 1.33, 1.25, 1.2, 1.17 and 1.14 from 2:4 to 14:16,
+and 1 for `inf`. `noise` is the difference of one variant timed twice: smaller differences mean nothing."""
+
+ABOUT_EFFICIENCY = """\
+Efficiency, as the paper defines it: the speed-up of a pattern over that of 2:4, divided by the ratio that the densities
+promise, (S / S of 2:4) / (0.5 / density). 100 % means that sliding passes on all that 2:4 gains here. Values above
+100 % follow from Amdahl's law: launches, epilogues and memory traffic do not shrink with the density, so 2:4 itself
+falls short of 2x, and a pattern that does more work loses less than in proportion. They do not show a fast kernel."""
+
+ABOUT_KERNELS = """\
+`overhead` and `more us` are against our own quantise-only kernel: the same work without lifting. `of copy rate`
+compares bytes a second, each counted once as read and once as written, with a device-to-device copy in the same
+comparison."""
+
+ABOUT_PLOTS = """\
+Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
+fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
+
+Section = tuple[str, str, Callable[[Sequence[Comparison]], list[tables.Table]]]
+
+SECTIONS: tuple[Section, ...] = (
+    ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
+    ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
+    ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
+    ("Cost of a whole layer", "", tables.layer_cost_tables),
+    ("Packing", "", tables.pack_tables),
+    ("Dense baselines", "The fastest of these, in each comparison, is the baseline.", tables.baseline_tables),
+)
+
+
+def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Draw everything that the records hold.
+
+    Args:
+        records: Of one GPU model; of a problem measured several times the latest counts.
+        folder: Made if it does not exist; files of an earlier report are replaced.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        InputError: No records, records of different GPUs, or a folder that cannot be written.
+        UnsupportedError: matplotlib is missing.
+    """
+    plots = _plots()
+    gpus = sorted({record.machine.gpu for record in records})
+    if len(gpus) != 1:
+        raise InputError(
+            "records of a report", got=", ".join(gpus) or "none", needed="records of one GPU", remedy="draw one a GPU"
+        )
+    found = comparisons(records)
+    files: dict[str, str] = {}
+    parts = [f"# Benchmarks on {gpus[0]}", _conditions(records, limits(found))]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = _draw(plots, found, folder)
+        if pictures:
+            parts += ["## Plots", ABOUT_PLOTS, *(f"![{path.stem}]({path.name})" for path in pictures)]
+        for heading, about, make in SECTIONS:
+            parts += _section(heading, about, make(found), files)
+        parts += _section("Without a time", "", tables.missing_tables(records), files)
+        flat = tables.everything(found)
+        files[f"{flat.name}.csv"] = flat.csv()
+        files[PAGE] = "\n\n".join(parts) + "\n"
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InputError("cannot write the report", got=error, needed="a folder that can be written") from error
+    return [folder / PAGE, *pictures, *(folder / name for name in files if name != PAGE)]
+
+
+def _plots() -> Any:
+    try:
+        from slidesparse.report import plots
+    except ImportError as error:
+        raise UnsupportedError(
+            "slidesparse report needs matplotlib", got=str(error), remedy='pip install "slidesparse[report]"'
+        ) from error
+    return plots
+
+
+def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:
+    titles = {
+        "gemm": "GEMM over the fastest dense product",
+        "linear": "Whole linear layers over the fastest dense layer",
+    }
+    drawn = [
+        path for benchmark, title in titles.items() for path in plots.draw_speedups(found, benchmark, title, folder)
+    ]
+    path = folder / "kernels.png"
+    return [*drawn, path] if plots.draw_kernels(found, path) else drawn
+
+
+def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict[str, str]) -> list[str]:
+    """The Markdown of a section, nothing when it has no tables; adds its CSV files."""
+    if not made:
+        return []
+    files.update({f"{table.name}.csv": table.csv() for table in made})
+    parts = [f"## {heading}"] + ([about] if about else [])
+    for table in made:
+        parts += ([f"### {table.title}"] if len(made) > 1 else []) + [table.markdown()]
+    return parts
+
+
+def _conditions(records: Sequence[Record], known: Limits) -> str:
+    """Where, when and with what."""
+    machines = list(dict.fromkeys(record.machine for record in records))
+    dates = sorted(record.started[:10] for record in records)
+    lines = [f"* {dates[0]}" if dates[0] == dates[-1] else f"* {dates[0]} to {dates[-1]}"]
+    lines += [_machine(machine) for machine in machines]
+    loads = sorted(r.clocks_after.sm_mhz for r in records if r.timing is not None and r.clocks_after.sm_mhz is not None)
+    if loads:
+        lines.append(f"* SM clock under load: {loads[0]:.0f} to {loads[-1]:.0f} MHz, half of the time {_half(loads)}")
+    if known.bandwidth is not None:
+        lines.append(f"* fastest copy: {known.bandwidth / 1e3:.0f} GB/s, read and written together")
+    lines += [f"* fastest dense {dtype.upper()}: {peak / 1e6:.0f} TOPS" for dtype, peak in known.peak.items()]
+    return "\n".join(lines)
+
+
+def _machine(machine: Machine) -> str:
+    versions = {
+        "driver": machine.driver,
+        "CUDA": machine.cuda,
+        "torch": machine.torch,
+        "Triton": machine.triton,
+        "cuSPARSELt": machine.cusparselt,
+        "vLLM": machine.vllm,
+        "slidesparse": machine.slidesparse,
+        "commit": machine.commit,
+    }
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    return f"* sm {machine.capability}, {machine.memory_gb:g} GB, L2 {machine.l2_mb:g} MB; {known}"
+
+
+def _half(ordered: Sequence[float]) -> str:
+    return f"below {ordered[len(ordered) // 2]:.0f}"

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_records import case, record
+
+from slidesparse.errors import InputError
+from slidesparse.records import Record, read_records
+
+
+def changed(**fields: Any) -> str:
+    """A good line with some fields replaced."""
+    return json.dumps(json.loads(record(case(), "6:8", 12.5).to_line()) | fields)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [record(case(), "6:8", 12.5, ideal=4 / 3, n_bytes=1 << 40), record(case(), "6:8", None, why_not="no such kernel")],
+)
+def test_a_record_survives_its_line(made: Record) -> None:
+    line = made.to_line()
+    assert "\n" not in line
+    assert Record.from_line(line) == made
+
+
+def test_whole_numbers_are_good_floats() -> None:
+    # JSON writers drop the ".0" of a float.
+    data = json.loads(changed())
+    data["timing"]["median_us"] = 12
+    read = Record.from_line(json.dumps(data))
+    assert read.timing is not None
+    assert read.timing.median_us == 12.0
+    assert isinstance(read.timing.median_us, float)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "format of a benchmark record; got 'list'"),
+        (changed(format=2), "got 2; needed 1"),
+        (changed(speed=3), "fields of record; got ['speed']"),
+        (changed(n_bytes=1.5), "record.n_bytes; got 1.5; needed int"),
+        (changed(n_bytes=True), "record.n_bytes; got True; needed int"),
+        (changed(variant=None), "record.variant; got None; needed str"),
+        (changed(tried={}), "record.tried; got {}; needed a list"),
+        (changed(tried=[{"name": "a", "median_us": "1", "why_not": None}]), "record.tried[0].median_us; got '1'"),
+        (changed(machine="H200"), "record.machine; got 'H200'; needed an object"),
+        (changed(timing=None), "either a time or a reason"),
+        (changed(why_not="both"), "either a time or a reason"),
+        (
+            json.dumps({k: v for k, v in json.loads(changed()).items() if k != "noise"}),
+            "missing from record; got ['noise']",
+        ),
+    ],
+)
+def test_what_is_no_record_is_refused_by_name(line: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Record.from_line(line)
+    assert words in str(caught.value)
+
+
+def test_numbers_that_json_has_not_are_never_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record(case(), "6:8", float("nan")).to_line()
+
+
+def test_a_file_error_names_file_and_line(tmp_path: Path) -> None:
+    good = record(case(), "6:8", 1.0)
+    (tmp_path / "a.jsonl").write_text(good.to_line() + "\n" + good.to_line() + "\n")
+    assert read_records([tmp_path / "a.jsonl", tmp_path / "a.jsonl"]) == [good] * 4
+    (tmp_path / "b.jsonl").write_text(good.to_line() + "\n\n")
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2; got not JSON"):
+        read_records([tmp_path / "b.jsonl"])
+    with pytest.raises(InputError, match=r"cannot read .*none\.jsonl"):
+        read_records([tmp_path / "none.jsonl"])
+
+
+def test_a_case_says_what_it_is() -> None:
+    assert case().describe() == "gemm int8 Tiny qkv M=64 N=48 K=32"
+    assert case().n_operations == 2 * 64 * 48 * 32

@@ -1,0 +1,284 @@
+"""Reports from synthetic records: every number here can be computed by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench_records import MACHINE, SHAPES, case, record
+from matplotlib.image import imread
+
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.records import ALL, CONTROL, COPY, DENSE, LAYERS, QUANTIZE, SQUARE, Case, Record
+from slidesparse.report import write_report
+from slidesparse.report.numbers import Limits, comparisons, limits, points
+from slidesparse.report.tables import Table
+
+DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
+SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
+IDEAL = {"2:4": 2.0, "6:8": 4 / 3, CONTROL: 1.0, "auto 6:8": 4 / 3}
+
+
+def model_records(tokens: int = 64, benchmark: str = "gemm", slower: float = 1.0) -> list[Record]:
+    """Dense 100 us a layer; 2:4 50 us; 6:8 80 us; a second dense library that always loses."""
+    found = []
+    for index, layer in enumerate(LAYERS):
+        of = case(layer, tokens, benchmark=benchmark)
+        found.append(record(of, DENSE, DENSE_US[layer] * slower, backend="vllm", ideal=1.0, n_bytes=1000))
+        found.append(record(of, DENSE, DENSE_US[layer] * slower + 1, ideal=1.0, n_bytes=1000))
+        for variant, times in SPARSE_US.items():
+            us = times[index] * slower
+            found.append(record(of, variant, us, backend="cusparselt", ideal=IDEAL[variant], n_bytes=900))
+            found.append(record(of, variant, us * 2, backend="slow", ideal=IDEAL[variant], n_bytes=900))
+    return found
+
+
+def square_records(dtype: str = "fp8") -> list[Record]:
+    of = Case("gemm", SQUARE, "", dtype, 512, 512, 512, scaled=False)
+    times = {DENSE: 12.0, "2:4": 8.0, "6:8": 10.0, CONTROL: 16.0}
+    return [record(of, name, us, ideal=IDEAL.get(name, 1.0), n_bytes=500) for name, us in times.items()]
+
+
+def kernel_records() -> list[Record]:
+    of = Case("kernels", "", "", "int8", 4096, 0, 2560)
+    return [
+        record(of, COPY, 10.0, n_bytes=40_000),  # 4000 bytes a us
+        record(of, QUANTIZE, 8.0, backend="slidesparse", n_bytes=30_000),
+        record(of, QUANTIZE, 5.0, backend="vllm", n_bytes=30_000),
+        record(of, "lift 6:8", 10.0, backend="slidesparse", n_bytes=35_000),
+        record(of, "lift 2:4", 9.0, backend="slidesparse", n_bytes=30_000),
+    ]
+
+
+def pack_records() -> list[Record]:
+    of = replace(case("gate_up", 0, benchmark="pack"), dtype="bf16")
+    return [record(of, "pack 6:8", 2.0, backend="slidesparse")]
+
+
+def report(records: list[Record], folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Write a report and read its CSV files back."""
+    written = write_report(records, folder)
+    assert sorted(written) == sorted(folder.iterdir())
+    return {
+        path.stem: list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+        for path in written
+        if path.suffix == ".csv"
+    }
+
+
+def test_speedups_are_of_sums_over_the_fastest_dense(tmp_path: Path) -> None:
+    tables = report(model_records() + model_records(128, slower=2.0), tmp_path)
+    first, second = tables["gemm_model_int8_speedup"]
+    assert (first["model"], first["M"], float(first["dense us"])) == ("Tiny", "64", 100.0)
+    assert float(first["2:4"]) == 100 / 50
+    assert float(first["6:8"]) == 100 / 80
+    assert float(first["noise"]) == 0.004
+    operations = sum(2 * 64 * out * columns for out, columns in SHAPES.values())
+    assert float(first["dense TOPS"]) == pytest.approx(operations / 100e-6 / 1e12)
+    assert (second["M"], float(second["dense us"]), float(second["6:8"])) == ("128", 200.0, 1.25)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| Tiny | 64 | 100.0 | 0 | 2.00 | 1.25 | 0.4% |" in text
+
+
+def test_efficiency_is_the_papers(tmp_path: Path) -> None:
+    tables = report(model_records() + square_records(), tmp_path)
+    (model,) = tables["gemm_model_int8_efficiency"]
+    # (1.25 / 2) / (0.5 / 0.75)
+    assert float(model["6:8"]) == pytest.approx(0.9375)
+    assert float(model["2:4"]) == 1.0
+    (square,) = tables["gemm_square_fp8_bare_efficiency"]
+    # ((12/10) / (12/8)) / (0.5 / 0.75) = 1.2; the control: ((12/16) / (12/8)) / 0.5 = 1
+    assert float(square["6:8"]) == pytest.approx(1.2)
+    assert float(square[CONTROL]) == pytest.approx(1.0)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| 120% |" in text
+    assert "Amdahl's law" in text
+
+
+def test_without_native_sparsity_there_is_no_efficiency(tmp_path: Path) -> None:
+    tables = report([r for r in square_records() if r.variant != "2:4"], tmp_path)
+    assert "gemm_square_fp8_bare_speedup" in tables
+    assert not any("efficiency" in name for name in tables)
+
+
+def test_squares_are_a_table_of_their_own(tmp_path: Path) -> None:
+    (row,) = report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
+    assert list(row) == ["model", "M", "dense us", "dense TOPS", "2:4", "6:8", CONTROL, "noise"]
+    assert (float(row["6:8"]), float(row[CONTROL])) == (1.2, 0.75)
+
+
+def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: Path) -> None:
+    rows = report(kernel_records(), tmp_path)["kernels_int8"]
+    assert [row["pattern"] for row in rows] == ["2:4", "6:8"]
+    row = rows[1]
+    assert (row["K"], row["M"], float(row["copy us"])) == ("2560", "4096", 10.0)
+    assert (float(row["quantize us"]), float(row["vLLM quantize us"])) == (8.0, 5.0)
+    assert float(row["quantize+lift us"]) == 10.0
+    assert float(row["overhead"]) == 0.25
+    assert float(row["more us"]) == 2.0
+    assert float(row["of copy rate"]) == pytest.approx(3500 / 4000)
+    assert "| +25% | 2.0 | 88% |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_layers_are_compared_with_their_gemm(tmp_path: Path) -> None:
+    tables = report(model_records() + model_records(benchmark="linear", slower=1.5), tmp_path)
+    added = {
+        row["variant"]: (float(row["GEMM us"]), float(row["layer us"]), float(row["added"]))
+        for row in tables["layer_over_gemm"]
+    }
+    assert added == {"dense": (100, 150, 0.5), "2:4": (50, 75, 0.5), "6:8": (80, 120, 0.5)}
+
+
+def test_packing_counts_dense_bytes(tmp_path: Path) -> None:
+    (row,) = report(pack_records(), tmp_path)["pack"]
+    assert float(row["dense GB/s"]) == 96 * 32 * 2 / 2.0 / 1e3
+    assert row["step"] == "pack 6:8"
+
+
+def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> None:
+    (row,) = report(model_records(), tmp_path)["baselines"]
+    assert (row["library"], row["algorithm"], row["fastest in"]) == ("vllm", "vllm kernel", "4")
+    assert row["tried"] == "torch: another; torch: torch kernel; vllm: another; vllm: vllm kernel"
+    assert row["algorithms"] == "4"
+
+
+def test_what_has_no_time_is_listed_with_its_reason(tmp_path: Path) -> None:
+    refused = [record(case(layer), "4:6", None, backend="hopper", why_not="no such tile") for layer in LAYERS]
+    left = record(case(tokens=128), ALL, None, backend="", why_not="left out: the budget was spent")
+    rows = report([*model_records(), *refused, left], tmp_path)["missing"]
+    found = [(row["variant"], row["backend"], row["reason"], row["problems"]) for row in rows]
+    assert found == [("4:6", "hopper", "no such tile", "4"), (ALL, "", "left out: the budget was spent", "1")]
+    assert "4:6" not in report(model_records(), tmp_path / "b")["gemm_model_int8_speedup"][0]
+
+
+def test_the_latest_comparison_of_a_problem_counts_as_a_whole() -> None:
+    old = [replace(r, started="2026-11-19T10:00:00.000000+00:00") for r in square_records()]
+    # The newer one has no 6:8: the older 6:8 must not be divided by the newer dense.
+    new = [replace(r, variant=r.variant) for r in square_records() if r.variant != "6:8"]
+    (one,) = comparisons(new + old)
+    assert one.best("6:8") is None
+    assert {r.started for r in one.records} == {new[0].started}
+
+
+def test_a_layer_that_is_missing_leaves_its_point_out() -> None:
+    found = comparisons([r for r in model_records() if r.case.layer != "down"])
+    assert points(found, "gemm") == []
+    partly = comparisons([r for r in model_records() if (r.case.layer, r.variant) != ("down", "6:8")])
+    (point,) = points(partly, "gemm")
+    assert point.variants == ["2:4"]
+    assert point.speedup("6:8") is None
+
+
+def test_variants_stand_in_the_order_of_their_ideal() -> None:
+    times = {"auto 6:8": 9.0, CONTROL: 16.0, "6:8": 10.0, "2:4": 8.0, DENSE: 12.0}
+    of = square_records()[0].case
+    (point,) = points(comparisons([record(of, v, us, ideal=IDEAL.get(v, 1.0)) for v, us in times.items()]), "gemm")
+    assert point.variants == ["2:4", "6:8", CONTROL, "auto 6:8"]
+
+
+def test_limits_are_the_best_that_was_reached() -> None:
+    found = comparisons(square_records() + square_records("bf16") + kernel_records())
+    known = limits(found)
+    assert known.bandwidth == 4000
+    assert known.peak == {"fp8": 2 * 512**3 / 12.0, "bf16": 2 * 512**3 / 12.0}
+    assert limits(comparisons(kernel_records()[1:])) == Limits(None, {})
+
+
+def test_the_roofline_takes_the_slower_of_arithmetic_and_memory() -> None:
+    (point,) = points(comparisons(square_records()), "gemm")
+    operations = point.parts[0].case.n_operations
+    by_arithmetic = Limits(bandwidth=1e9, peak={"fp8": operations / 10})
+    assert point.roofline("6:8", by_arithmetic) == pytest.approx(4 / 3)
+    by_memory = Limits(bandwidth=1.0, peak={"fp8": 1e12})
+    assert point.roofline("6:8", by_memory) == pytest.approx(1.0)  # the same bytes
+    # Dense 10 us of arithmetic; 6:8 needs 7.5 us of arithmetic and 500 bytes / 50 = 10 us of memory.
+    assert point.roofline("6:8", Limits(50.0, {"fp8": operations / 10})) == pytest.approx(1.0)
+    assert point.roofline("6:8", Limits(None, {"fp8": 1.0})) is None
+
+
+def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
+    everything = model_records() + model_records(128, slower=1.9) + model_records(benchmark="linear")
+    report(everything + square_records() + kernel_records(), tmp_path / "a")
+    names = sorted(path.name for path in (tmp_path / "a").glob("*.png"))
+    assert names == ["gemm_speedup_square_bare.png", "gemm_speedup_tiny.png", "kernels.png", "linear_speedup_tiny.png"]
+    text = (tmp_path / "a" / "report.md").read_text(encoding="utf-8")
+    for name in names:
+        pixels = imread(tmp_path / "a" / name)
+        assert min(pixels.shape[:2]) > 300
+        assert pixels.std() > 0.05  # something is on it
+        assert f"]({name})" in text
+    report(pack_records(), tmp_path / "b")
+    assert not list((tmp_path / "b").glob("*.png"))
+
+
+def test_every_record_is_in_the_flat_table(tmp_path: Path) -> None:
+    rows = report(model_records() + kernel_records(), tmp_path)["records"]
+    assert len(rows) == len(model_records() + kernel_records())
+    row = next(row for row in rows if (row["layer"], row["variant"], row["backend"]) == ("qkv", "2:4", "cusparselt"))
+    assert (row["median us"], row["p20 us"], row["p80 us"], row["speedup"]) == ("5.0", "4.5", "5.5", "2.0")
+    assert (row["SM MHz"], row["W"], row["host us"]) == ("1500.0", "690.0", "7.5")
+
+
+def test_conditions_stand_at_the_top(tmp_path: Path) -> None:
+    write_report(model_records() + kernel_records(), tmp_path)
+    top = (tmp_path / "report.md").read_text(encoding="utf-8").partition("## ")[0]
+    for words in (
+        "Test GPU",
+        "driver 580.1",
+        "cuSPARSELt 0.8.0",
+        "commit abc123",
+        "2026-11-20",
+        "1500 to 1500 MHz",
+        "4 GB/s",
+    ):
+        assert words in top
+    assert "vLLM" not in top  # it was not installed
+
+
+def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+    write_report(square_records(), tmp_path)
+    assert report(square_records(), tmp_path)["gemm_square_fp8_bare_speedup"]
+
+
+@pytest.mark.parametrize(
+    "records", [[], [*square_records(), replace(square_records()[0], machine=replace(MACHINE, gpu="Other"))]]
+)
+def test_one_gpu_a_report(tmp_path: Path, records: list[Record]) -> None:
+    with pytest.raises(InputError, match="records of one GPU"):
+        write_report(records, tmp_path)
+
+
+def test_markdown_aligns_numbers_to_the_right() -> None:
+    table = Table("n", "t", ("name", "x", "y"), (("a", 1.234, None), ("b", None, 7)), {"x": ".1f"})
+    assert table.markdown() == "| name | x | y |\n|---|---:|---:|\n| a | 1.2 | - |\n| b | - | 7 |"
+    assert table.csv() == "name,x,y\r\na,1.234,\r\nb,,7\r\n"
+
+
+def test_the_command_writes_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, records in (("a", model_records()), ("b", kernel_records())):
+        (tmp_path / f"{name}.jsonl").write_text("".join(r.to_line() + "\n" for r in records))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert main(["report", *files, "--out", str(tmp_path / "out")]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0] == str(tmp_path / "out" / "report.md")
+    assert all(Path(line).is_file() for line in listed)
+    assert {"gemm_model_int8_speedup.csv", "kernels_int8.csv"} <= {Path(line).name for line in listed}
+
+
+def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    (tmp_path / "good.jsonl").write_text(square_records()[0].to_line() + "\n")
+    for arguments, words in (
+        (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1; got format of a benchmark record; got None; needed 1"),
+        (["none.jsonl", "--out", "o"], "cannot read"),
+        (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report"),
+    ):
+        paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
+        assert main(["report", *paths]) == 1
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert words in captured.err
