@@ -78,13 +78,16 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     """
     wide = x.to(torch.float32)
     absmax = wide.abs().amax(-1, keepdim=True)
+    # Divisions take tensors on both sides: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as t * (1 / 127),
+    # which rounds twice and moves the ties at half of absmax.
     if dtype == torch.int8:
-        inverse = torch.where(absmax == 0, 0.0, INT8_MAX / absmax)
+        limit = torch.full_like(absmax, INT8_MAX)
+        inverse = torch.where(absmax == 0, 0.0, limit / absmax)
         # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
         values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-INT8_MAX - 1, INT8_MAX)
-        return Quantised(values.to(torch.int8), absmax / INT8_MAX)
+        return Quantised(values.to(torch.int8), absmax / limit)
     if dtype == torch.float8_e4m3fn:
-        scale = (absmax / FP8_MAX).clamp(min=FP8_MIN_SCALE)
+        scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp(min=FP8_MIN_SCALE)
         return Quantised((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
     raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
 
