@@ -1,0 +1,129 @@
+"""How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
+
+The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured to be
+faster than the rule is data, in ``launch.json`` beside this file::
+
+    {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1, "tile": 256, "num_warps": 8}]}
+
+The entry of the largest ``min_tokens`` that the problem reaches counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.kernels.columns import Columns
+
+TABLE = Path(__file__).with_name("launch.json")
+VERSION = 1
+
+FP8_ARCH = 89
+"""The first compute capability that converts to e4m3."""
+
+MAX_WARPS = 16
+ONE_TILE = 1024
+"""Units up to which a row is held whole; a larger one is read twice."""
+LOOP_TILE = 256
+"""Tile of a row that is read twice."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one launch is cut.
+
+    Attributes:
+        tile: Units that a program holds at once, a power of two.
+        num_warps: Warps of a program, a power of two.
+    """
+
+    tile: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name, value, limit in (("tile", self.tile, 1 << 16), ("num_warps", self.num_warps, 32)):
+            if type(value) is not int or not 0 < value <= limit or value & (value - 1):
+                raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
+
+
+@lru_cache(maxsize=4096)
+def configure(arch: int, tokens: int, columns: Columns, first: str) -> Launch:
+    """The launch of a quantise-and-lift kernel.
+
+    Args:
+        arch: Compute capability, 90 for an H200.
+        tokens: Rows M.
+        columns: The packed column order.
+        first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
+
+    >>> configure(90, 4096, Columns.identity(8192), "none")
+    Launch(tile=512, num_warps=16)
+    """
+    measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
+    if measured:
+        return max(measured, key=lambda entry: entry.min_tokens).launch
+    tile = max(32, 1 << (columns.units - 1).bit_length())
+    # A norm needs its row whole: it would be read three times otherwise.
+    if tile > ONE_TILE and "norm" not in first:
+        tile = LOOP_TILE
+    return Launch(tile, min(MAX_WARPS, tile // 32))
+
+
+@lru_cache
+def device_arch(device: torch.device) -> int:
+    """Compute capability of a device: 90 for an H200. In Triton's interpreter, which needs no GPU, the newest."""
+    if device.type != "cuda":
+        return 120
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measured launch: for ``columns`` input columns in groups of ``group``, from ``min_tokens`` rows on."""
+
+    first: str
+    columns: int
+    group: int
+    min_tokens: int
+    launch: Launch
+
+    def matches(self, tokens: int, columns: Columns, first: str) -> bool:
+        """True when this entry speaks of such a problem."""
+        same = (self.first, self.columns, self.group) == (first, columns.columns, columns.group)
+        return same and tokens >= self.min_tokens
+
+
+@lru_cache
+def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
+    """Read a table: compute capability -> entries.
+
+    Raises:
+        InputError: For anything but the form at the top of this file.
+    """
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.pop("version", None) != VERSION:
+        raise InputError(f"launch table {path.name}", needed=f"an object of version {VERSION}")
+    table = {}
+    for arch, entries in content.items():
+        if not arch.startswith("sm_") or not arch[3:].isdecimal() or not isinstance(entries, list):
+            raise InputError(f"launch table {path.name}", got=repr(arch), needed="sm_NN: a list of entries")
+        table[int(arch[3:])] = tuple(_entry(path, entry) for entry in entries)
+    return table
+
+
+def _entry(path: Path, entry: object) -> Entry:
+    kinds = {"first": str, "columns": int, "group": int, "min_tokens": int, "tile": int, "num_warps": int}
+    if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
+        raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
+    launch = Launch(entry["tile"], entry["num_warps"])
+    return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)
