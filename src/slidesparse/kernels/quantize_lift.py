@@ -221,8 +221,9 @@ def _quotient(vector, scale, inverse, P: tl.constexpr):
         result = value * inverse
         if P.quant == "fp8":
             # value / scale: with the inverse at hand one correction gives the IEEE quotient. Checked for all 2^23
-            # significands of the scale at every boundary between two e4m3 numbers. Written so that -0 stays -0.
-            result = tl.fma(-tl.fma(result, scale, -value), inverse, result)
+            # significands of the scale at every boundary between two e4m3 numbers. The signs are arranged so that -0
+            # stays -0 (Triton's unary minus is 0 - x, which would lose it).
+            result = tl.fma(tl.fma(result, scale, value * -1.0), -inverse, result)
     return result
 
 

@@ -1,0 +1,86 @@
+"""What Triton's interpreter lacks, so that kernels run on a CPU with the numbers that a GPU gives.
+
+As of Triton 3.6 it truncates where a GPU rounds to nearest even, has no fused multiply-add, and no inline PTX. Each is
+replaced by its definition: the conversions by torch's, the fused multiply-add by one with exact products, and each
+instruction that our kernels use by what the PTX ISA says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+TORCH = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+BITS = {tl.bfloat16: np.uint16, tl.float16: np.uint16, tl.float32: np.uint32}
+
+Array = npt.NDArray[np.generic]
+
+
+def convert_float(data: Array, source: tl.dtype, target: tl.dtype, rounding: object = None) -> Array:
+    """Between float types, to nearest even; bits in and bits out."""
+    bits = np.ascontiguousarray(data).view(BITS[source])
+    torch_view = torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i")).copy()).view(TORCH[source])
+    converted = torch_view.to(TORCH[target])
+    signed = converted.view({2: torch.int16, 4: torch.int32}[converted.element_size()])
+    return signed.numpy().view(BITS[target]).reshape(data.shape)
+
+
+def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
+    """``x * y + z`` of float32 with one rounding (the product is exact in float64, and 80 bits hold nearly every sum)."""
+    return (x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)).astype(np.float32)
+
+
+def int8_pair(low: Array, high: Array) -> Array:
+    """cvt.rni.s32.f32 (to nearest even, NaN to 0, saturating), then cvt.pack.sat.s8.s32.b32 d, high, low, 0."""
+
+    def byte(value: Array) -> Array:
+        rounded = np.rint(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=1e9, neginf=-1e9))
+        return np.clip(rounded, -128, 127).astype(np.int64) & 0xFF
+
+    return (byte(low) | byte(high) << 8).astype(np.int32)
+
+
+def fp8_pair(low: Array, high: Array) -> Array:
+    """cvt.rn.satfinite.e4m3x2.f32 d, high, low: to nearest even, magnitudes above 448 to 448."""
+
+    def byte(value: Array) -> Array:
+        clamped = torch.from_numpy(np.ascontiguousarray(value)).clamp(-448.0, 448.0)
+        return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.int64)
+
+    return (byte(low) | byte(high) << 8).astype(np.uint16).view(np.int16)
+
+
+INSTRUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
+    "cvt.pack.sat.s8.s32.b32 $0, hi, lo, 0": int8_pair,
+    "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1": fp8_pair,
+}
+"""What identifies a piece of inline PTX -> what it computes."""
+
+
+def complete() -> None:
+    """Patch the interpreter."""
+    builder = interpreter.InterpreterBuilder
+
+    def inline_asm(self: object, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int) -> object:
+        meaning = next(function for text, function in INSTRUCTIONS.items() if text in asm)
+        result = interpreter.TensorHandle(meaning(*(value.data for value in values)), types[0].scalar)
+        return _Call(result)
+
+    class _Call:
+        def __init__(self, result: object) -> None:
+            self.result = result
+
+        def get_result(self, index: int) -> object:
+            return self.result
+
+    def fma(self: object, x: object, y: object, z: object) -> object:
+        return interpreter.TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
+
+    interpreter._convert_float = convert_float
+    builder.create_inline_asm = inline_asm
+    builder.create_fma = fma
