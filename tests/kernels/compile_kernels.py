@@ -86,16 +86,16 @@ def order(pattern: str, columns: int, multiple: int) -> Columns:
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Pattern, K, source, target, first, slabs, launch (None: the rule's)."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
-    cases = [(p, 8192, BF16, t, "none", None, None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
-    cases += [("6:8", 18944, BF16, t, "silu_mul", None, None) for t in types]
+    cases = [(p, 4096, BF16, t, "none", None, None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
+    cases += [("6:8", 8192, BF16, t, "silu_mul", None, None) for t in types]
     cases += [("6:8", 4096, BF16, types[-1], first, None, None) for first in ("rms_norm", "add_rms_norm")]
     cases += [("6:8", 4096, source, types[-1], "none", None, None) for source in (FP16, FP32)]
-    cases += [("6:8", 8192, source, source, "none", None, None) for source in (BF16, FP32)]
-    cases += [(p, 8192, BF16, INT8, "none", Slabs(64, swizzle=True), None) for p in ("6:8", "4:6@50%")]
-    cases += [("6:8", 18944, BF16, types[-1], "none", None, Launch(256, 8))]
+    cases += [("6:8", 4096, source, source, "none", None, None) for source in (BF16, FP32)]
+    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True), None) for p in ("6:8", "4:6@50%")]
+    cases += [("6:8", 18944, BF16, types[-1], "none", None, Launch(256, 8, held=False))]
     for pattern, columns, source, target, first, slabs, launch in cases:
         packed = order(pattern, columns, 128)
-        launch = launch or configure(arch, 4096, packed, first)
+        launch = launch or configure(arch, 4096, packed, source.itemsize, first)
         plan = make_plan(packed, source, target, first, slabs, True, launch)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"

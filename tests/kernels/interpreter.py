@@ -31,7 +31,7 @@ def convert_float(data: Array, source: tl.dtype, target: tl.dtype, rounding: obj
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
-    """``x * y + z`` of float32 with one rounding (the product is exact in float64, and 80 bits hold nearly every sum)."""
+    """``x * y + z`` of float32 with one rounding: 80 bits hold every product and nearly every sum."""
     return (x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)).astype(np.float32)
 
 
@@ -55,9 +55,15 @@ def fp8_pair(low: Array, high: Array) -> Array:
     return (byte(low) | byte(high) << 8).astype(np.uint16).view(np.int16)
 
 
+def exclusive_or(x: Array, y: Array) -> Array:
+    """xor.b32, on two 16-bit values at a time."""
+    return (x.view(np.uint16) ^ y.view(np.uint16)).view(x.dtype)
+
+
 INSTRUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "cvt.pack.sat.s8.s32.b32 $0, hi, lo, 0": int8_pair,
     "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1": fp8_pair,
+    "xor.b32 $0, $1, $2": exclusive_or,
 }
 """What identifies a piece of inline PTX -> what it computes."""
 
@@ -66,7 +72,9 @@ def complete() -> None:
     """Patch the interpreter."""
     builder = interpreter.InterpreterBuilder
 
-    def inline_asm(self: object, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int) -> object:
+    def inline_asm(
+        self: object, asm: str, constraints: str, values: list, types: list, pure: bool, pack: int
+    ) -> object:
         meaning = next(function for text, function in INSTRUCTIONS.items() if text in asm)
         result = interpreter.TensorHandle(meaning(*(value.data for value in values)), types[0].scalar)
         return _Call(result)

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels import launch
 from slidesparse.kernels.columns import Columns
 from slidesparse.kernels.launch import Entry, Launch, configure, load_table
+from slidesparse.packed import pack
 
-ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "tile": 128, "num_warps": 4}
+ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "tile": 128, "num_warps": 4, "held": True}
 
 
 def table(path: Path, content: object) -> Path:
@@ -27,20 +29,31 @@ def test_the_table_that_ships_can_be_read() -> None:
 @pytest.mark.parametrize("columns", [4, 640, 8192, 16384, 65536, 600000])
 def test_the_rule_gives_a_launch_for_any_size(columns: int) -> None:
     order = Columns.identity(columns)
-    chosen = configure(0, 4096, order, "none")
-    assert 32 * chosen.num_warps <= chosen.tile
-    assert chosen.tile <= launch.ONE_TILE
-    assert configure(0, 4096, order, "rms_norm").tile >= order.units
+    for tokens in (1, 4096):
+        for first in ("none", "rms_norm"):
+            chosen = configure(0, tokens, order, 2, first)
+            assert 32 * chosen.num_warps == chosen.tile
+            tiles = -(-order.units // chosen.tile)
+            words = tiles * 4 * order.group * 2 // 4
+            assert chosen.held == (words <= (launch.NORM_WORDS if "norm" in first else launch.HELD_WORDS))
+
+
+def test_few_tokens_get_more_lanes_each_and_many_leave_fewer_idle() -> None:
+    order = Columns.of(pack(torch.zeros(1, 8192, dtype=torch.int8), "4:6"))
+    assert order.units == 342
+    assert configure(0, 1, order, 2, "none") == Launch(512, 16)
+    assert configure(0, 4096, order, 2, "none") == Launch(128, 4)
 
 
 def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {**ENTRY, "min_tokens": 1024, "tile": 512}
     monkeypatch.setattr(launch, "TABLE", table(tmp_path / "t.json", {"version": 1, "sm_90": [more, ENTRY]}))
-    order, rule = Columns.identity(8192), configure.__wrapped__(80, 64, Columns.identity(8192), "none")
-    assert configure.__wrapped__(90, 64, order, "none") == Launch(128, 4)
-    assert configure.__wrapped__(90, 4096, order, "none") == Launch(512, 4)
-    assert configure.__wrapped__(90, 63, order, "none") == rule
-    assert configure.__wrapped__(90, 4096, order, "rms_norm") == rule
+    order = Columns.identity(8192)
+    rule = configure.__wrapped__(80, 64, order, 2, "none")
+    assert configure.__wrapped__(90, 64, order, 2, "none") == Launch(128, 4)
+    assert configure.__wrapped__(90, 4096, order, 2, "none") == Launch(512, 4)
+    assert configure.__wrapped__(90, 63, order, 2, "none") == rule
+    assert configure.__wrapped__(90, 4096, order, 2, "rms_norm") == rule
     assert load_table(launch.TABLE)[90][1] == Entry("none", 8192, 4, 64, Launch(128, 4))
 
 
@@ -54,6 +67,7 @@ def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.Mo
         {"version": 1, "sm_90": {}},
         {"version": 1, "sm_90": [{**ENTRY, "stages": 2}]},
         {"version": 1, "sm_90": [{**ENTRY, "tile": "128"}]},
+        {"version": 1, "sm_90": [{**ENTRY, "held": 1}]},
         {"version": 1, "sm_90": [{**ENTRY, "tile": True}]},
         {"version": 1, "sm_90": [{**ENTRY, "tile": 96}]},
         {"version": 1, "sm_90": [{**ENTRY, "num_warps": 64}]},

@@ -69,7 +69,13 @@ def rows(columns: int) -> torch.Tensor:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 32 units do not fit and are read twice."""
+    """Rows of more than 32 units take several tiles and are read twice."""
+    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1, held=False))
+
+
+@pytest.fixture
+def held_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 32 units take several tiles and stay in registers."""
     monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1))
 
 
@@ -103,6 +109,18 @@ def test_rows_that_are_read_twice(device: str, small_tiles: None, pattern: str, 
     columns = on(device, packed, 32)
     assert columns.units > 32
     assert_same(kernels.quantize_lift(x, columns, dtype), expected(x, packed, dtype, 32))
+
+
+@pytest.mark.parametrize(("pattern", "source"), [("6:8", torch.bfloat16), ("4:6@50%", torch.float32)])
+def test_rows_held_in_several_tiles(device: str, held_tiles: None, pattern: str, source: torch.dtype) -> None:
+    packed = packed_weight(pattern, 1700)
+    x = (torch.randint(-40, 41, (1, 1700)) / 8).to(device, source)
+    weight = torch.randn(1700).to(device, source)
+    columns = on(device, packed, 32)
+    assert columns.units > 32
+    assert_same(kernels.quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8, 32))
+    wanted = expected(rms_norm(x, weight, 1e-6), packed, torch.int8, 32)
+    assert_same(kernels.rms_norm_quantize_lift(x, weight, 1e-6, columns, torch.int8), wanted)
 
 
 @pytest.mark.parametrize("multiple", [1, 32])
@@ -324,7 +342,7 @@ def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatc
         )
 
 
-def test_a_norm_needs_its_row_in_one_tile(device: str, small_tiles: None) -> None:
+def test_a_norm_needs_a_row_that_is_held(device: str, small_tiles: None) -> None:
     x = torch.randn(1, 1100, device=device)
-    with pytest.raises(UnsupportedError, match="one tile"):
+    with pytest.raises(UnsupportedError, match="registers"):
         kernels.rms_norm_quantize_lift(x, x[0], 1e-6, on(device, packed_weight("6:8", 1100)), torch.int8)

@@ -1,8 +1,8 @@
 """What the quantise-and-lift kernels must know of the packed column order, and of the layout that they write.
 
-:meth:`slidesparse.packed.PackedWeight.column_map` defines the order as an index vector. A kernel that read it would load
-four bytes of index for every byte that it writes; these few numbers say the same, plus one number a group when a partial
-pattern moves whole groups.
+:meth:`slidesparse.packed.PackedWeight.column_map` defines the order as an index vector. A kernel that read it would
+load eight bytes of index for every byte that it writes; these few numbers say the same, plus one number a group when a
+partial pattern moves whole groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLAB_BYTES = 128
 
 
 UNIT_GROUPS = 4
-"""Groups of a *unit*, the work of one lane: the fewest whose lifted columns are whole 16-byte vectors for every pattern."""
+"""Groups of a *unit*, the work of one lane: the fewest whose lifted columns fill 16-byte vectors for every pattern."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Columns:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> Columns:
-        """Columns as they are, for a dense GEMM; an even number of them. (2:4 is the pattern whose lift moves nothing.)"""
+        """Columns as they are, an even number of them, for a dense GEMM: 2:4 is the pattern whose lift moves nothing."""
         _check_multiple(multiple)
         width = _padded(columns, multiple)
         if width % 2:

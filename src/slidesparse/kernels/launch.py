@@ -1,9 +1,10 @@
 """How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
 
-The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured to be
-faster than the rule is data, in ``launch.json`` beside this file::
+The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured to
+be faster than the rule is data, in ``launch.json`` beside this file::
 
-    {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1, "tile": 256, "num_warps": 8}]}
+    {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
+                              "tile": 256, "num_warps": 8, "held": true}]}
 
 The entry of the largest ``min_tokens`` that the problem reaches counts.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.columns import Columns
+from slidesparse.kernels.columns import UNIT_GROUPS, Columns
 
 TABLE = Path(__file__).with_name("launch.json")
 VERSION = 1
@@ -27,11 +28,16 @@ VERSION = 1
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
 
-MAX_WARPS = 16
-ONE_TILE = 1024
-"""Units up to which a row is held whole; a larger one is read twice."""
-LOOP_TILE = 256
-"""Tile of a row that is read twice."""
+TILES = (32, 64, 128, 256, 512)
+"""Units that a program may hold at once, one a lane: up to 16 warps."""
+HELD_WORDS = 80
+"""32-bit registers of a lane that may hold its share of a row between the reduction and the quantisation."""
+NORM_WORDS = 160
+"""The same for a norm, which must hold its row: reading it a third time would cost more than spilling some of it."""
+LOOP = 256
+"""Tile of a row that is too long to hold."""
+FEW_TOKENS = 512
+"""Up to so many rows, latency counts more than idle lanes: one row gets all the lanes it can use."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,12 @@ class Launch:
     Attributes:
         tile: Units that a program holds at once, a power of two.
         num_warps: Warps of a program, a power of two.
+        held: The row, all its tiles, stays in registers; else it is read twice.
     """
 
     tile: int
     num_warps: int
+    held: bool = True
 
     def __post_init__(self) -> None:
         for name, value, limit in (("tile", self.tile, 1 << 16), ("num_warps", self.num_warps, 32)):
@@ -53,26 +61,34 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def configure(arch: int, tokens: int, columns: Columns, first: str) -> Launch:
+def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
     """The launch of a quantise-and-lift kernel.
 
     Args:
         arch: Compute capability, 90 for an H200.
         tokens: Rows M.
         columns: The packed column order.
+        itemsize: Bytes of an input value.
         first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
 
-    >>> configure(90, 4096, Columns.identity(8192), "none")
-    Launch(tile=512, num_warps=16)
+    >>> configure(90, 4096, Columns.identity(8192), 2, "none")
+    Launch(tile=256, num_warps=8, held=True)
     """
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
     if measured:
         return max(measured, key=lambda entry: entry.min_tokens).launch
-    tile = max(32, 1 << (columns.units - 1).bit_length())
-    # A norm needs its row whole: it would be read three times otherwise.
-    if tile > ONE_TILE and "norm" not in first:
-        tile = LOOP_TILE
-    return Launch(tile, min(MAX_WARPS, tile // 32))
+    segments = (columns.dense_columns > 0) + (columns.slid_columns > 0)
+    unit_words = UNIT_GROUPS * columns.group * itemsize // 4 * segments
+    limit = NORM_WORDS if "norm" in first else HELD_WORDS
+    tiles = {tile: -(-columns.units // tile) for tile in TILES}
+    fitting = [tile for tile in TILES if tiles[tile] * unit_words <= limit]
+    if not fitting:
+        return Launch(LOOP, LOOP // 32, held=False)
+    if tokens <= FEW_TOKENS:
+        tile = min(fitting, key=lambda tile: (tiles[tile], tile))
+    else:
+        tile = min(fitting, key=lambda tile: (tiles[tile] * tile, -tile))
+    return Launch(tile, tile // 32)
 
 
 @lru_cache
@@ -122,8 +138,8 @@ def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
 
 
 def _entry(path: Path, entry: object) -> Entry:
-    kinds = {"first": str, "columns": int, "group": int, "min_tokens": int, "tile": int, "num_warps": int}
+    kinds = {"first": str, "columns": int, "group": int, "min_tokens": int, "tile": int, "num_warps": int, "held": bool}
     if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
         raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
-    launch = Launch(entry["tile"], entry["num_warps"])
+    launch = Launch(entry["tile"], entry["num_warps"], entry["held"])
     return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)

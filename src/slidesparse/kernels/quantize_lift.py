@@ -1,21 +1,23 @@
 """Quantise and lift activations in one launch.
 
 For every token (row) of ``x`` [M, K]: optionally RMSNorm (with or without adding a residual) or SiLU(gate) * up first,
-then the scale of the row, its 8-bit values, and those values copied into the packed column order [M, K']. The numbers are
-those of :func:`slidesparse.quant.quantize_rows` and :func:`slidesparse.slide.gather`, bit for bit.
+then the scale of the row, its 8-bit values, and those values copied into the packed column order [M, K']. The numbers
+are those of :func:`slidesparse.quant.quantize_rows` and :func:`slidesparse.slide.gather`, bit for bit.
 
 How the work is cut. One program treats one row. One lane owns a *unit* of four consecutive groups, because four groups
-of 2N columns are N 16-byte vectors on the way in (16-bit types) and N - 1 16-byte vectors on the way out, whatever N is::
+of 2N columns are N 16-byte vectors on the way in (16-bit types) and N - 1 on the way out, whatever N is::
 
-    6:8, one lane   in   |0 ....... 7|8 ...... 15|16 ..... 23|24 ..... 31|       4 x 16 bytes of bf16
-                    pairs 01 23 45 67                                            16 pairs, quantised once
-                    out  |0123 2345 4567 89..|.....|.....|                       3 x 16 bytes of int8
+    6:8, one lane   in     |0 ... 7|8 .. 15|16 . 23|24 . 31|      4 vectors: 16 bytes of bf16 each
+                    pairs  01 23 45 67 89 ...                     quantised once
+                    out    |0123 2345 4567 89..|.....|.....|      3 vectors: 16 bytes of int8 each
 
-Windows start at even positions, so a window is two neighbouring *pairs* of columns: lifting repeats pairs, and it costs
-a register move. All of it happens inside a lane: no shared memory but for the reduction of absmax. A row that fits
-(``TILE`` units cover it) is read once and stays in registers, else it is read twice, the second time from L1 or L2.
+Windows start at even positions, so a window is two neighbouring *pairs* of columns: lifting repeats pairs, and costs a
+register move. All of it happens inside a lane: no shared memory but for the reduction of absmax. A program treats a
+*tile* of units at a time, one or a few a lane. A row that can be held in registers is read once, a longer one twice,
+the second time from L1 or L2 (:mod:`slidesparse.kernels.launch` decides).
 
-Bytes moved a row: K inputs in, K' bytes and one float32 out. Every byte of the output, padding included, is written once.
+Bytes moved a row: K inputs in, K' bytes and one float32 out. Every byte of the output, padding included, is written
+once.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class Plan:
         swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
         tile: Units that a program holds at once, a power of two.
         tiles: Tiles that cover a row.
+        held: All tiles stay in registers between the reduction and the quantisation; else the row is read again.
     """
 
     columns: int
@@ -82,11 +85,17 @@ class Plan:
     swizzle: bool
     tile: int
     tiles: int
+    held: bool
 
     @property
     def vectors(self) -> int:
-        """Vectors that hold a unit's input."""
+        """Vectors that hold a unit's input, of one segment."""
         return UNIT_GROUPS * 2 * self.half // self.vector
+
+    @property
+    def tile_vectors(self) -> int:
+        """Vectors of a tile, of both segments."""
+        return self.vectors * ((self.dense_columns > 0) + (self.slid_columns > 0))
 
     def unit_pairs(self, slid: bool) -> int:
         """Output pairs of a unit."""
@@ -103,7 +112,7 @@ class Plan:
 
     def store_pairs(self, slid: bool) -> int:
         """Pairs that a lane stores at once: 16 bytes, 8 where four dense groups of an odd N hold no multiple of 16."""
-        pairs = VECTOR_BYTES.value // self.pair_bytes
+        pairs: int = VECTOR_BYTES.value // self.pair_bytes
         return pairs if self.unit_pairs(slid) % pairs == 0 else pairs // 2
 
 
@@ -172,16 +181,17 @@ def _read_tile(x, residual, group_ids, t, live, P: tl.constexpr):
 
 @triton.jit
 def _rms_norm(vectors, weight, group_ids, live, eps, P: tl.constexpr):
-    """``round(x * rsqrt(mean(x^2) + eps)) * weight`` of a row held in one tile, rounded as vLLM's kernels round."""
+    """``round(x * rsqrt(mean(x^2) + eps)) * weight`` of a held row, rounded as vLLM's kernels round."""
     squares = vectors[0].to(tl.float32) * vectors[0].to(tl.float32)
     for v in tl.static_range(1, len(vectors)):
         squares += vectors[v].to(tl.float32) * vectors[v].to(tl.float32)
     mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
-    unit = tl.arange(0, P.tile)
     normed = ()
     for v in tl.static_range(len(vectors)):
-        column = _input_columns(group_ids, unit, v % P.vectors, P.dense_columns == 0 or v >= P.vectors, P)
+        unit = v // P.tile_vectors * P.tile + tl.arange(0, P.tile)
+        slid = P.dense_columns == 0 or v % P.tile_vectors >= P.vectors
+        column = _input_columns(group_ids, unit, v % P.vectors, slid, P)
         gain = tl.load(weight + column, mask=_inside(column, live, P), other=0.0)
         rounded = (vectors[v].to(tl.float32) * rstd).to(vectors[v].dtype)
         normed = normed + ((rounded.to(tl.float32) * gain.to(tl.float32)).to(rounded.dtype),)
@@ -198,10 +208,40 @@ def _largest(vectors):
 
 
 @triton.jit
-def _scale(largest, P: tl.constexpr):
-    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
+def _absmax(largest):
+    """The largest of magnitudes, NaN if there is one: a scalar."""
     # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
-    absmax = tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _again(vectors, absmax):
+    """The same vectors, behind a zero (the sign of ``absmax``) that the compiler cannot see through.
+
+    Else it keeps the float32 forms of 16-bit values, in twice the registers, from the reduction to the quantisation.
+    """
+    zero = (absmax.to(tl.int32, bitcast=True) >> 31).to(tl.int16)
+    same = ()
+    for v in tl.static_range(len(vectors)):
+        if vectors[v].dtype.primitive_bitwidth == 16 and vectors[v].shape[1] > 1:
+            same = same + (
+                tl.inline_asm_elementwise(
+                    "xor.b32 $0, $1, $2;",
+                    "=r,r,r",
+                    [vectors[v], tl.broadcast_to(zero, vectors[v].shape)],
+                    dtype=vectors[v].dtype,
+                    is_pure=True,
+                    pack=2,
+                ),
+            )
+        else:
+            same = same + (vectors[v],)
+    return same
+
+
+@triton.jit
+def _scale(absmax, P: tl.constexpr):
+    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
     if P.quant == "int8":
         scale = tl.div_rn(absmax, _INT8_MAX)
         inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
@@ -251,21 +291,18 @@ def _pair(low, high, P: tl.constexpr):
 
 
 @triton.jit
-def _apart(vectors):
-    """Cut [TILE, n] vectors, n a power of two up to 8, into their columns: a tuple of [TILE, 1]."""
-    columns = ()
-    for v in tl.static_range(len(vectors)):
-        cut = (vectors[v],)
-        for _ in tl.static_range(3):
-            if cut[0].shape[1] > 1:
-                even = ()
-                odd = ()
-                for i in tl.static_range(len(cut)):
-                    e, o = tl.split(tl.reshape(cut[i], (cut[i].shape[0], cut[i].shape[1] // 2, 2)))
-                    even = even + (e,)
-                    odd = odd + (o,)
-                cut = even + odd
-        columns = columns + cut
+def _apart(vector):
+    """Cut a [TILE, n] vector, n a power of two up to 4, into its columns: a tuple of [TILE, 1]."""
+    columns = (vector,)
+    for _ in tl.static_range(2):
+        if columns[0].shape[1] > 1:
+            even = ()
+            odd = ()
+            for i in tl.static_range(len(columns)):
+                e, o = tl.split(tl.reshape(columns[i], (columns[i].shape[0], columns[i].shape[1] // 2, 2)))
+                even = even + (e,)
+                odd = odd + (o,)
+            columns = even + odd
     return columns
 
 
@@ -333,10 +370,14 @@ def _store_tile(out, vectors, t, row, scale, inverse, P: tl.constexpr):
     quotients = ()
     for v in tl.static_range(len(vectors)):
         quotients = quotients + (_quotient(vectors[v], scale, inverse, P),)
-    columns = _apart(quotients)
     pairs = ()
-    for i in tl.static_range(len(columns) // 2):
-        pairs = pairs + (_pair(columns[2 * i], columns[2 * i + 1], P),)
+    if P.vector == 1:
+        for i in tl.static_range(len(vectors) // 2):
+            pairs = pairs + (_pair(quotients[2 * i], quotients[2 * i + 1], P),)
+    else:
+        for v in tl.static_range(len(vectors)):
+            low, high = tl.split(tl.reshape(quotients[v], (P.tile, P.vector // 2, 2)))
+            pairs = pairs + _apart(_pair(low, high, P))
     if P.dense_columns > 0:
         _store_segment(out, pairs, t, row, False, P)
     if P.slid_columns > 0:
@@ -358,20 +399,26 @@ def quantize_lift_kernel(
     scale = 1.0
     inverse = 1.0
     TILES: tl.constexpr = P.tiles
-    if TILES == 1:
-        vectors = _read_tile(x, residual, group_ids, 0, live, P)
+    if P.held:
+        vectors = ()
+        for t in tl.static_range(TILES):
+            vectors = vectors + _read_tile(x, residual, group_ids, t, live, P)
         if P.first == "rms_norm" or P.first == "add_rms_norm":
             vectors = _rms_norm(vectors, weight, group_ids, live, eps, P)
         if P.quant != "none":
-            scale, inverse = _scale(_largest(vectors), P)
-        _store_tile(out, vectors, 0, row, scale, inverse, P)
+            absmax = _absmax(_largest(vectors))
+            scale, inverse = _scale(absmax, P)
+            vectors = _again(vectors, absmax)
+        for t in tl.static_range(TILES):
+            tile = vectors[t * P.tile_vectors : (t + 1) * P.tile_vectors]
+            _store_tile(out, tile, t, row, scale, inverse, P)
     else:
         if P.quant != "none":
             largest = tl.full((P.tile, P.vector), 0.0, tl.float32)
             for t in range(TILES):
                 found = _largest(_read_tile(x, residual, group_ids, t, live, P))
                 largest = tl.maximum(largest, found, propagate_nan=tl.PropagateNan.ALL)
-            scale, inverse = _scale(largest, P)
+            scale, inverse = _scale(_absmax(largest), P)
         for t in range(TILES):
             _store_tile(out, _read_tile(x, residual, group_ids, t, live, P), t, row, scale, inverse, P)
     if P.quant != "none":
@@ -477,7 +524,7 @@ def _run(
     tokens = x.shape[0]
     # Triton compiles for 16-byte alignment of pointers and strides when all of these hold, else for none.
     aligned = all(t is None or (t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0) for t in (x, residual))
-    launch = configure(arch, tokens, columns, first)
+    launch = configure(arch, tokens, columns, x.dtype.itemsize, first)
     plan = make_plan(columns, x.dtype, dtype, first, slabs, aligned, launch)
     shape = (tokens, columns.width) if slabs is None else slabs.shape(tokens, columns.width, dtype.itemsize)
     values = torch.empty(shape, dtype=dtype, device=x.device)
@@ -546,9 +593,10 @@ def make_plan(
         swizzle=slabs is not None and slabs.swizzle,
         tile=launch.tile,
         tiles=-(-columns.units // launch.tile),
+        held=launch.held,
     )
     if slabs is not None and plan.dense_columns * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=plan.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
-    if "norm" in first and plan.tiles > 1:
-        raise UnsupportedError("RMSNorm of rows that do not fit one tile", got=f"{columns.units} units", needed=f"{plan.tile}")
+    if "norm" in first and not plan.held:
+        raise UnsupportedError("RMSNorm of rows that do not stay in registers", got=f"K = {columns.columns}")
     return plan
