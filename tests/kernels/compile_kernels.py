@@ -95,7 +95,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [("6:8", 18944, BF16, types[-1], "none", None, Launch(256, 8, held=False))]
     for pattern, columns, source, target, first, slabs, launch in cases:
         packed = order(pattern, columns, 128)
-        launch = launch or configure(arch, 4096, packed, source.itemsize, first)
+        launch = launch or configure(arch, 4096, packed, source.itemsize, True, first)
         plan = make_plan(packed, source, target, first, slabs, True, launch)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"

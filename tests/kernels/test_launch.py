@@ -31,29 +31,34 @@ def test_the_rule_gives_a_launch_for_any_size(columns: int) -> None:
     order = Columns.identity(columns)
     for tokens in (1, 4096):
         for first in ("none", "rms_norm"):
-            chosen = configure(0, tokens, order, 2, first)
+            chosen = configure(0, tokens, order, 2, True, first)
             assert 32 * chosen.num_warps == chosen.tile
-            tiles = -(-order.units // chosen.tile)
-            words = tiles * 4 * order.group * 2 // 4
+            words = -(-order.units // chosen.tile) * launch.UNIT_GROUPS * order.group * 2 // 4
             assert chosen.held == (words <= (launch.NORM_WORDS if "norm" in first else launch.HELD_WORDS))
+
+
+def test_narrow_loads_are_not_unrolled_without_end() -> None:
+    order = Columns.of(pack(torch.zeros(1, 8192, dtype=torch.int8), "4:6"))
+    assert -(-order.units // configure(0, 4096, order, 2, True, "none").tile) == 3
+    assert -(-order.units // configure(0, 4096, order, 2, False, "none").tile) == 1
 
 
 def test_few_tokens_get_more_lanes_each_and_many_leave_fewer_idle() -> None:
     order = Columns.of(pack(torch.zeros(1, 8192, dtype=torch.int8), "4:6"))
     assert order.units == 342
-    assert configure(0, 1, order, 2, "none") == Launch(512, 16)
-    assert configure(0, 4096, order, 2, "none") == Launch(128, 4)
+    assert configure(0, 1, order, 2, True, "none") == Launch(512, 16)
+    assert configure(0, 4096, order, 2, True, "none") == Launch(128, 4)
 
 
 def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {**ENTRY, "min_tokens": 1024, "tile": 512}
     monkeypatch.setattr(launch, "TABLE", table(tmp_path / "t.json", {"version": 1, "sm_90": [more, ENTRY]}))
     order = Columns.identity(8192)
-    rule = configure.__wrapped__(80, 64, order, 2, "none")
-    assert configure.__wrapped__(90, 64, order, 2, "none") == Launch(128, 4)
-    assert configure.__wrapped__(90, 4096, order, 2, "none") == Launch(512, 4)
-    assert configure.__wrapped__(90, 63, order, 2, "none") == rule
-    assert configure.__wrapped__(90, 4096, order, 2, "rms_norm") == rule
+    rule = configure.__wrapped__(80, 64, order, 2, True, "none")
+    assert configure.__wrapped__(90, 64, order, 2, True, "none") == Launch(128, 4)
+    assert configure.__wrapped__(90, 4096, order, 2, True, "none") == Launch(512, 4)
+    assert configure.__wrapped__(90, 63, order, 2, True, "none") == rule
+    assert configure.__wrapped__(90, 4096, order, 2, True, "rms_norm") == rule
     assert load_table(launch.TABLE)[90][1] == Entry("none", 8192, 4, 64, Launch(128, 4))
 
 

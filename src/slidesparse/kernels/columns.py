@@ -19,6 +19,9 @@ SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory, and what one TMA box row holds."""
 
 
+VECTOR_BYTES = 16
+"""What one lane loads or stores at once, at best."""
+
 UNIT_GROUPS = 4
 """Groups of a *unit*, the work of one lane: the fewest whose lifted columns fill 16-byte vectors for every pattern."""
 
@@ -73,7 +76,7 @@ class Columns:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> Columns:
-        """Columns as they are, an even number of them, for a dense GEMM: 2:4 is the pattern whose lift moves nothing."""
+        """Columns as they are, an even number of them, for a dense GEMM: the lift of 2:4 moves nothing."""
         _check_multiple(multiple)
         width = _padded(columns, multiple)
         if width % 2:
@@ -90,6 +93,19 @@ class Columns:
         """Units that cover the longer segment, padding included."""
         dense, slid = UNIT_GROUPS * self.group, UNIT_GROUPS * WINDOW * (self.group // STRIDE - 1)
         return max(-(-self.dense_columns // dense), -(-self.slid_columns // slid))
+
+    def vector(self, itemsize: int, aligned: bool) -> int:
+        """Input columns that one load takes: 16 bytes, less where neither rows nor groups are aligned to that.
+
+        Args:
+            itemsize: Bytes of an input value.
+            aligned: Rows of the input start at multiples of 16 bytes.
+        """
+        vector = VECTOR_BYTES // itemsize if aligned else 1
+        limits = [self.k_offset, self.columns, *([] if self.groups is None else [self.group])]
+        while any(limit % vector for limit in limits):
+            vector //= 2
+        return vector
 
 
 @dataclass(frozen=True)

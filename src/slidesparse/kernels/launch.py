@@ -1,7 +1,7 @@
 """How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
 
-The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured to
-be faster than the rule is data, in ``launch.json`` beside this file::
+The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured
+to be faster than the rule is data, in ``launch.json`` beside this file::
 
     {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
                               "tile": 256, "num_warps": 8, "held": true}]}
@@ -34,6 +34,8 @@ HELD_WORDS = 80
 """32-bit registers of a lane that may hold its share of a row between the reduction and the quantisation."""
 NORM_WORDS = 160
 """The same for a norm, which must hold its row: reading it a third time would cost more than spilling some of it."""
+HELD_LOADS = 40
+"""Loads of a lane that fill a held row; Triton's compile time grows with their square."""
 LOOP = 256
 """Tile of a row that is too long to hold."""
 FEW_TOKENS = 512
@@ -61,7 +63,7 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
+def configure(arch: int, tokens: int, columns: Columns, itemsize: int, aligned: bool, first: str) -> Launch:
     """The launch of a quantise-and-lift kernel.
 
     Args:
@@ -69,19 +71,24 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: st
         tokens: Rows M.
         columns: The packed column order.
         itemsize: Bytes of an input value.
+        aligned: Rows of the input start at multiples of 16 bytes.
         first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
 
-    >>> configure(90, 4096, Columns.identity(8192), 2, "none")
+    >>> configure(90, 4096, Columns.identity(8192), 2, True, "none")
     Launch(tile=256, num_warps=8, held=True)
     """
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
     if measured:
         return max(measured, key=lambda entry: entry.min_tokens).launch
     segments = (columns.dense_columns > 0) + (columns.slid_columns > 0)
-    unit_words = UNIT_GROUPS * columns.group * itemsize // 4 * segments
-    limit = NORM_WORDS if "norm" in first else HELD_WORDS
+    values = UNIT_GROUPS * columns.group * segments
+    if "norm" in first:
+        most = NORM_WORDS // (values * itemsize // 4)
+    else:
+        loads = values // columns.vector(itemsize, aligned)
+        most = min(HELD_WORDS // (values * itemsize // 4), HELD_LOADS // loads)
     tiles = {tile: -(-columns.units // tile) for tile in TILES}
-    fitting = [tile for tile in TILES if tiles[tile] * unit_words <= limit]
+    fitting = [tile for tile in TILES if tiles[tile] <= most]
     if not fitting:
         return Launch(LOOP, LOOP // 32, held=False)
     if tokens <= FEW_TOKENS:

@@ -30,11 +30,10 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.kernels.columns import SLAB_BYTES, UNIT_GROUPS, Columns, Slabs
+from slidesparse.kernels.columns import SLAB_BYTES, UNIT_GROUPS, VECTOR_BYTES, Columns, Slabs
 from slidesparse.kernels.launch import FP8_ARCH, Launch, configure, device_arch
 from slidesparse.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX, QUANTISED, Quantised
 
-VECTOR_BYTES = tl.constexpr(16)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PAIR_TYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,6 +41,7 @@ UNIT = tl.constexpr(UNIT_GROUPS)
 _INT8_MAX = tl.constexpr(INT8_MAX)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+_VECTOR_BYTES = tl.constexpr(VECTOR_BYTES)
 _SLAB_BYTES = tl.constexpr(SLAB_BYTES)
 
 
@@ -112,7 +112,7 @@ class Plan:
 
     def store_pairs(self, slid: bool) -> int:
         """Pairs that a lane stores at once: 16 bytes, 8 where four dense groups of an odd N hold no multiple of 16."""
-        pairs: int = VECTOR_BYTES.value // self.pair_bytes
+        pairs = VECTOR_BYTES // self.pair_bytes
         return pairs if self.unit_pairs(slid) % pairs == 0 else pairs // 2
 
 
@@ -327,7 +327,7 @@ def _place(vector, row, START: tl.constexpr, STORE: tl.constexpr, P: tl.constexp
     else:
         # In whole vectors until the end, which tells the compiler that they are aligned.
         SLAB: tl.constexpr = _SLAB_BYTES // P.pair_bytes // STORE
-        CHUNK: tl.constexpr = VECTOR_BYTES // P.pair_bytes // STORE
+        CHUNK: tl.constexpr = _VECTOR_BYTES // P.pair_bytes // STORE
         vector += START // STORE
         inside = vector % SLAB
         if P.swizzle:
@@ -524,7 +524,7 @@ def _run(
     tokens = x.shape[0]
     # Triton compiles for 16-byte alignment of pointers and strides when all of these hold, else for none.
     aligned = all(t is None or (t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0) for t in (x, residual))
-    launch = configure(arch, tokens, columns, x.dtype.itemsize, first)
+    launch = configure(arch, tokens, columns, x.dtype.itemsize, aligned, first)
     plan = make_plan(columns, x.dtype, dtype, first, slabs, aligned, launch)
     shape = (tokens, columns.width) if slabs is None else slabs.shape(tokens, columns.width, dtype.itemsize)
     values = torch.empty(shape, dtype=dtype, device=x.device)
@@ -571,11 +571,6 @@ def make_plan(
     """
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    vector = VECTOR_BYTES.value // source.itemsize if aligned else 1
-    # A vector that is not aligned in its row, or that a group boundary may cut, is loaded in pieces.
-    limits = [columns.k_offset, columns.columns] + ([columns.group] if columns.groups is not None else [])
-    while any(limit % vector for limit in limits):
-        vector //= 2
     plan = Plan(
         columns=columns.columns,
         half=columns.group // 2,
@@ -585,7 +580,7 @@ def make_plan(
         dense_columns=columns.dense_columns,
         slid_columns=columns.slid_columns,
         gathered=columns.groups is not None,
-        vector=vector,
+        vector=columns.vector(source.itemsize, aligned),
         first=first,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         pair_bytes=2 * target.itemsize,
