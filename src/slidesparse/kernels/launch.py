@@ -36,8 +36,8 @@ NORM_WORDS = 160
 """The same for a norm, which must hold its row: reading it a third time would cost more than spilling some of it."""
 HELD_LOADS = 40
 """Loads of a lane that fill a held row; Triton's compile time grows with their square."""
-LOOP = 256
-"""Tile of a row that is too long to hold."""
+USUAL = 256
+"""The largest tile by choice (several programs on a multiprocessor overlap), and that of a row too long to hold."""
 FEW_TOKENS = 512
 """Up to so many rows, latency counts more than idle lanes: one row gets all the lanes it can use."""
 
@@ -74,7 +74,7 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, aligned: 
         aligned: Rows of the input start at multiples of 16 bytes.
         first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
 
-    >>> configure(90, 4096, Columns.identity(8192), 2, True, "none")
+    >>> configure(80, 4096, Columns.identity(8192), 2, True, "none")
     Launch(tile=256, num_warps=8, held=True)
     """
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
@@ -90,11 +90,11 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, aligned: 
     tiles = {tile: -(-columns.units // tile) for tile in TILES}
     fitting = [tile for tile in TILES if tiles[tile] <= most]
     if not fitting:
-        return Launch(LOOP, LOOP // 32, held=False)
+        return Launch(USUAL, USUAL // 32, held=False)
     if tokens <= FEW_TOKENS:
         tile = min(fitting, key=lambda tile: (tiles[tile], tile))
     else:
-        tile = min(fitting, key=lambda tile: (tiles[tile] * tile, -tile))
+        tile = min(fitting, key=lambda tile: (tiles[tile] * tile, tile > USUAL, -tile))
     return Launch(tile, tile // 32)
 
 
