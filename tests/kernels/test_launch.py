@@ -54,11 +54,12 @@ def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.Mo
     more = {**ENTRY, "min_tokens": 1024, "tile": 512}
     monkeypatch.setattr(launch, "TABLE", table(tmp_path / "t.json", {"version": 1, "sm_90": [more, ENTRY]}))
     order = Columns.identity(8192)
-    rule = configure.__wrapped__(80, 64, order, 2, True, "none")
     assert configure.__wrapped__(90, 64, order, 2, True, "none") == Launch(128, 4)
     assert configure.__wrapped__(90, 4096, order, 2, True, "none") == Launch(512, 4)
-    assert configure.__wrapped__(90, 63, order, 2, True, "none") == rule
-    assert configure.__wrapped__(90, 4096, order, 2, True, "rms_norm") == rule
+    assert configure.__wrapped__(90, 63, order, 2, True, "none") == configure(80, 63, order, 2, True, "none")
+    assert configure.__wrapped__(90, 4096, order, 2, True, "rms_norm") == configure(
+        80, 4096, order, 2, True, "rms_norm"
+    )
     assert load_table(launch.TABLE)[90][1] == Entry("none", 8192, 4, 64, Launch(128, 4))
 
 
