@@ -1,0 +1,422 @@
+"""A first look at the kernels on a GPU: correct, then fast, with several launches of each.
+
+    PYTHONPATH=src python3 benchmarks/kernels_probe.py [--quick]
+
+Each time is the median over replays of a CUDA graph that walks through enough buffers to leave L2 cold. "copy" is a
+device-to-device copy of as many bytes in all, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from slidesparse.kernels import pack as packing
+from slidesparse.kernels import quantize_lift as kernels
+from slidesparse.kernels.columns import Columns, Slabs
+from slidesparse.kernels.launch import Launch, configure, device_arch
+from slidesparse.packed import pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import compress, gather
+from slidesparse.support import as_bits, grouped
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+COLD_BYTES = 400 * 2**20  # several times the 50 to 126 MB of L2
+MULTIPLE = 32
+EPS = 1e-6
+
+
+# -- the problems --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel call: pattern (``identity``: quantise only), K, output type, what comes first, layout, launch."""
+
+    pattern: str
+    columns: int
+    dtype: torch.dtype = INT8
+    first: str = "none"
+    slabs: Slabs | None = None
+    launch: Launch | None = None
+
+    @property
+    def label(self) -> str:
+        what = {"none": "", "rms_norm": " rms", "add_rms_norm": " add+rms", "silu_mul": " silu*up"}[self.first]
+        kind = {INT8: "int8", FP8: "fp8", BF16: "lift"}[self.dtype]
+        return f"{self.pattern}{what}{' slabs' if self.slabs else ''} {kind}"
+
+
+@functools.cache
+def weight(pattern: str, columns: int):
+    parsed = Pattern.parse(pattern)
+    groups = None if parsed.is_uniform else torch.arange(0, parsed.groups(columns), 2)
+    return pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups)
+
+
+@functools.cache
+def order(pattern: str, columns: int, multiple: int) -> Columns:
+    if pattern == "identity":
+        return Columns.identity(columns, multiple)
+    return Columns.of(weight(pattern, columns).to("cuda"), multiple)
+
+
+def packed_order(case: Case) -> Columns:
+    return order(case.pattern, case.columns, 128 if case.slabs else MULTIPLE)
+
+
+def inputs(case: Case, tokens: int) -> dict[str, torch.Tensor]:
+    wide = case.columns * (2 if case.first == "silu_mul" else 1)
+    made = {"x": torch.randn(tokens, wide, dtype=BF16, device="cuda")}
+    if "norm" in case.first:
+        made["weight"] = torch.randn(case.columns, dtype=BF16, device="cuda")
+    if case.first == "add_rms_norm":
+        made["residual"] = torch.randn(tokens, wide, dtype=BF16, device="cuda")
+    return made
+
+
+def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Run the kernel with the launch of the case."""
+    columns = packed_order(case)
+    kernels.configure = configure if case.launch is None else (lambda *_: case.launch)
+    if case.dtype == BF16:
+        return (kernels.lift(made["x"], columns, slabs=case.slabs),)
+    if case.first == "silu_mul":
+        return kernels.silu_mul_quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
+    if "norm" in case.first:
+        residual = made.get("residual")
+        return kernels.rms_norm_quantize_lift(made["x"], made["weight"], EPS, columns, case.dtype, residual=residual)
+    return kernels.quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
+
+
+def moved(case: Case, tokens: int) -> int:
+    """Bytes that must be read and written once."""
+    width = packed_order(case).width * case.dtype.itemsize
+    read = {"none": 2, "rms_norm": 2, "add_rms_norm": 6, "silu_mul": 4}[case.first] * case.columns
+    return tokens * (read + width + (4 if case.dtype != BF16 else 0))
+
+
+def launch_of(case: Case, tokens: int) -> Launch:
+    arch = device_arch(torch.device("cuda"))
+    return case.launch or configure(arch, tokens, packed_order(case), 2, True, case.first)
+
+
+def launches(case: Case) -> list[Launch]:
+    """What is worth trying: every tile that a lane's registers can hold, and two that read the row twice."""
+    columns = packed_order(case)
+    segments = (columns.dense_columns > 0) + (columns.slid_columns > 0)
+    found = []
+    for tile in (64, 128, 256, 512, 1024):
+        tiles = -(-columns.units // tile)
+        if tiles * 2 * columns.group * segments <= 100 and tile < 2 * max(columns.units, 64):
+            found.append(Launch(tile, min(16, tile // 32)))
+    if "norm" not in case.first and columns.units > 256:
+        found += [Launch(128, 4, held=False), Launch(256, 8, held=False)]
+    return found
+
+
+# -- correctness ---------------------------------------------------------------------------------------------------
+
+
+def twin(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    x = made["x"]
+    if case.first == "silu_mul":
+        gate, up = x.chunk(2, -1)
+        x = (gate.float() / (1 + torch.exp(-gate.float()))).to(BF16) * up
+    elif "norm" in case.first:
+        if "residual" in made:
+            made["residual"] = (x.float() + made["residual"].float()).to(BF16)
+            x = made["residual"]
+        mean = x.float().square().mean(-1, keepdim=True)
+        x = (x.float() * (1 / torch.sqrt(mean + EPS))).to(BF16) * made["weight"]
+    multiple = 128 if case.slabs else MULTIPLE
+    if case.pattern == "identity":
+        column_map = torch.arange(case.columns, device="cuda")
+        pad = torch.full((-case.columns % multiple,), -1, device="cuda")
+        column_map = torch.cat([column_map, pad])
+    else:
+        column_map = weight(case.pattern, case.columns).column_map(multiple).cuda()
+    if case.dtype == BF16:
+        return (gather(x, column_map),)
+    values, scale = quantize_rows(x, case.dtype)
+    return gather(values, column_map), scale
+
+
+def unslab(values: torch.Tensor, slabs: Slabs, tokens: int) -> torch.Tensor:
+    tiles = values.view(torch.uint8).unflatten(-1, (8, 16))
+    row, chunk = torch.arange(slabs.rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
+    straight = tiles[:, :, row, chunk ^ row % 8] if slabs.swizzle else tiles
+    return straight.permute(0, 2, 1, 3, 4).flatten(2).flatten(0, 1)[:tokens].view(values.dtype)
+
+
+def check(case: Case) -> str:
+    """Equal to the twin; ``exact``, or the share of values that differ where the twin sums in another order."""
+    torch.manual_seed(0)
+    tokens = 65
+    made = inputs(case, tokens)
+    copies = {name: tensor.clone() for name, tensor in made.items()}
+    wanted = twin(case, copies)
+    got = list(call(case, made))
+    if case.slabs:
+        got[0] = unslab(got[0], case.slabs, tokens)
+    different = (as_bits(got[0]) != as_bits(wanted[0])).float().mean().item()
+    if "residual" in made:
+        assert torch.equal(made["residual"], copies["residual"]), f"{case}: residual"
+    if case.first == "none":
+        assert different == 0.0, f"{case}: {different:.2%} of the values differ"
+        assert len(got) == 1 or torch.equal(got[1], wanted[1]), f"{case}: scales"
+        return "exact"
+    assert different < 0.02, f"{case}: {different:.2%} of the values differ"
+    return f"{different:.1e} differ"
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+def cold_time(run: Callable[[int], object], sets: int) -> float:
+    """Seconds of ``run(i)``, the median over replays of a graph that runs every i once."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets):
+            run(i)
+    graph.replay()
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / sets)
+    return statistics.median(times)
+
+
+def time_case(case: Case, tokens: int) -> float:
+    sets = min(64, max(2, -(-COLD_BYTES // moved(case, tokens))))
+    made = [inputs(case, tokens) for _ in range(sets)]
+    return cold_time(lambda i: call(case, made[i]), sets)
+
+
+@functools.cache
+def copy_time(n_bytes: int) -> float:
+    """Seconds to copy so many bytes, read and write counted."""
+    sets = min(64, max(2, -(-COLD_BYTES // n_bytes)))
+    pairs = [[torch.empty(n_bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in range(sets)]
+    return cold_time(lambda i: pairs[i][1].copy_(pairs[i][0]), sets)
+
+
+def report(case: Case, tokens: int, only: float | None = None) -> float:
+    seconds = time_case(case, tokens)
+    n_bytes = moved(case, tokens)
+    share = copy_time(n_bytes // 2**20 * 2**20) / seconds
+    launch = launch_of(case, tokens)
+    chosen = " *" if case.launch is None else ""
+    cut = f"{launch.tile}/{launch.num_warps}{'' if launch.held else ' twice'}{chosen}"
+    ratio = "" if only is None else f"{seconds / only:6.2f}"
+    print(
+        f"{case.label:22s} {tokens:6d} {case.columns:6d} {cut:14s} {seconds * 1e6:9.1f} us"
+        f" {n_bytes / seconds / 1e9:7.0f} GB/s {share:6.0%} {ratio}",
+        flush=True,
+    )
+    return seconds
+
+
+# -- the other design: one word of four columns a lane, gathered from L1 ---------------------------------------------
+
+
+@triton.jit
+def gather_kernel(
+    x, out, scales, K: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr
+):
+    """Uniform patterns, bf16 to int8, K even; ``x`` as int32 pairs. Quantises a column once for every window."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * (K // 2)
+    largest = tl.full((READ,), 0.0, tl.float32)
+    for start in range(0, K // 2, READ):
+        at = start + tl.arange(0, READ)
+        pair = tl.load(x + at, mask=at < K // 2, other=0)
+        low = tl.abs((pair << 16).to(tl.float32, bitcast=True))
+        high = tl.abs((pair & -65536).to(tl.float32, bitcast=True))
+        largest = tl.maximum(largest, tl.maximum(low, high))
+    absmax = tl.max(largest)
+    inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(127.0, absmax))
+    for start in range(0, WORDS, WRITE):
+        at = start + tl.arange(0, WRITE)
+        first = at // (HALF - 1) * HALF + at % (HALF - 1)
+        here = at < WORDS
+        a = tl.load(x + first, mask=here & (first < K // 2), other=0)
+        b = tl.load(x + first + 1, mask=here & (first + 1 < K // 2), other=0)
+        word = tl.inline_asm_elementwise(
+            "{ .reg .s32 p, q, r, s; cvt.rni.s32.f32 p, $1; cvt.rni.s32.f32 q, $2; cvt.rni.s32.f32 r, $3;"
+            " cvt.rni.s32.f32 s, $4; cvt.pack.sat.s8.s32.b32 r, s, r, 0; cvt.pack.sat.s8.s32.b32 $0, q, p, r; }",
+            "=r,f,f,f,f",
+            [
+                (a << 16).to(tl.float32, bitcast=True) * inverse,
+                (a & -65536).to(tl.float32, bitcast=True) * inverse,
+                (b << 16).to(tl.float32, bitcast=True) * inverse,
+                (b & -65536).to(tl.float32, bitcast=True) * inverse,
+            ],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        tl.store(out + row * WORDS + at, word, mask=here)
+    tl.store(scales + row, tl.div_rn(absmax, 127.0))
+
+
+def report_gather(pattern: str, columns: int, tokens: int) -> None:
+    packed = order(pattern, columns, 4)
+    for read, write, warps in ((1024, 512, 4), (2048, 1024, 8)):
+
+        def run(x: torch.Tensor, read: int = read, write: int = write, warps: int = warps) -> tuple[torch.Tensor, ...]:
+            out = torch.empty(len(x), packed.width, dtype=INT8, device="cuda")
+            scale = torch.empty(len(x), 1, device="cuda")
+            gather_kernel[(len(x),)](
+                x.view(torch.int32),
+                out.view(torch.int32),
+                scale,
+                columns,
+                packed.group // 2,
+                packed.width // 4,
+                read,
+                write,
+                num_warps=warps,
+            )
+            return out, scale
+
+        small = torch.randn(33, columns, dtype=BF16, device="cuda")
+        values, scale = quantize_rows(small, INT8)
+        column_map = weight(pattern, columns).column_map(4).cuda()
+        got = run(small)
+        assert torch.equal(got[0], gather(values, column_map)), "gather kernel: values"
+        assert torch.equal(got[1], scale), "gather kernel: scales"
+        n_bytes = tokens * (2 * columns + packed.width + 4)
+        sets = min(64, max(2, -(-COLD_BYTES // n_bytes)))
+        xs = [torch.randn(tokens, columns, dtype=BF16, device="cuda") for _ in range(sets)]
+        seconds = cold_time(lambda i, xs=xs, run=run: run(xs[i]), sets)
+        share = copy_time(n_bytes // 2**20 * 2**20) / seconds
+        print(
+            f"{pattern} int8 (gather)     {tokens:6d} {columns:6d} {f'{write}/{warps}':14s} {seconds * 1e6:9.1f} us"
+            f" {n_bytes / seconds / 1e9:7.0f} GB/s {share:6.0%}"
+        )
+
+
+def report_pack() -> None:
+    for pattern, dtype in (("6:8", INT8), ("4:6", INT8), ("6:8", FP8), ("6:8", BF16)):
+        parsed = Pattern.parse(pattern)
+        rows, columns = 37888, 3584
+        dense = torch.randn(rows, columns, device="cuda")
+        dense = torch.where(prune_mask(dense, parsed), dense * 30, 0.0).to(dtype)
+        small = dense[:99]
+        wanted = compress(grouped(as_bits(small), parsed).view(dtype), parsed)
+        got = packing.compress(small, parsed)
+        assert torch.equal(as_bits(got.values), as_bits(wanted[0])), f"pack {pattern} {dtype}: values"
+        assert torch.equal(got.code, wanted[1]), f"pack {pattern} {dtype}: code"
+        times = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            packing.compress(dense, parsed, metadata=True)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds = statistics.median(times)
+        print(f"pack {pattern} {dtype}: {seconds * 1e3:.2f} ms, {dense.nbytes / seconds / 1e9:.0f} GB/s of dense bytes")
+
+
+def report_host() -> None:
+    case = Case("6:8", 4096)
+    made = inputs(case, 16)
+    call(case, made)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(500):
+        call(case, made)
+    print(f"host time of a call: {(time.perf_counter() - begin) / 500 * 1e6:.1f} us")
+    torch.cuda.synchronize()
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+def compile_one(case: Case) -> str | None:
+    """Fill Triton's cache from another process; 16 tokens specialise like any multiple of 16."""
+    try:
+        call(case, inputs(case, 16))
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{case}: {error!r}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    quick = parser.parse_args().quick
+
+    widths = (3584, 18944) if quick else (2048, 3584, 8192, 18944)
+    plain = [Case(p, k) for k in widths for p in ("identity", "4:6", "6:8")]
+    swept = {case: launches(case) for case in plain}
+    others = [Case(p, k, FP8) for k in widths for p in ("identity", "4:6", "6:8")]
+    others += [Case("6:8", k, INT8, first) for k in (3584, 8192) for first in ("rms_norm", "add_rms_norm")]
+    others += [Case(p, k) for k in (3584, 18944) for p in ("4:6@50%",)]
+    others += [Case("6:8", 8192, INT8, slabs=Slabs(64, swizzle=True)), Case("6:8", 8192, BF16), Case("14:16", 8192)]
+    silu = [Case("6:8", 18944, dtype, "silu_mul") for dtype in (INT8, FP8)]
+    swept |= {case: launches(case) for case in silu}
+    swept |= {case: launches(case) for case in others if "@" in case.pattern}
+    with_launch = [
+        Case(c.pattern, c.columns, c.dtype, c.first, c.slabs, launch) for c, tried in swept.items() for launch in tried
+    ]
+    everything = [*plain, *others, *silu, *with_launch]
+
+    begin = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(14, multiprocessing.cpu_count())) as pool:
+        failed = [line for line in pool.imap_unordered(compile_one, everything, chunksize=2) if line]
+    print(*failed, f"compiled {len(everything)} variants in {time.perf_counter() - begin:.0f} s", sep="\n")
+
+    for case in (*plain, *others, *silu):
+        print(f"check {case.label:22s} K={case.columns:6d} {check(case)}")
+    for case in with_launch:
+        check(case)
+
+    print(f"\n{'kernel':22s} {'M':>6s} {'K':>6s} {'tile/warps':14s} {'time':>12s} {'':>12s} {'copy':>6s} quantise=1")
+    for tokens in (4096, 16384) if quick else (1024, 4096, 16384):
+        for columns in widths:
+            only = None
+            for case in [c for c in plain if c.columns == columns]:
+                seconds = report(case, tokens, only)
+                only = only or seconds
+                if tokens > 1024:
+                    for launch in swept[case]:
+                        report(Case(case.pattern, columns, launch=launch), tokens, only)
+            only = None
+            for case in [c for c in others if c.columns == columns and c.dtype == FP8]:
+                seconds = report(case, tokens, only)
+                only = only or seconds
+        for case in [c for c in others if c.dtype != FP8] + silu:
+            report(case, tokens)
+            if tokens == 16384:
+                for launch in swept.get(case, []):
+                    report(Case(case.pattern, case.columns, case.dtype, case.first, launch=launch), tokens)
+        if tokens > 1024:
+            report_gather("6:8", 8192, tokens)
+            report_gather("4:6", 3584, tokens)
+    report_pack()
+    report_host()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the quantise-and-lift kernels must know of the packed column order, and of the layout that they write.
+
+:meth:`slidesparse.packed.PackedWeight.column_map` defines the order as an index vector. A kernel that read it would
+load eight bytes of index for every byte that it writes; these few numbers say the same, plus one number a group when a
+partial pattern moves whole groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.packed import PackedWeight
+from slidesparse.pattern import STRIDE, WINDOW
+
+SLAB_BYTES = 128
+"""Row length of a slab: the widest swizzle span of Hopper's shared memory, and what one TMA box row holds."""
+
+
+VECTOR_BYTES = 16
+"""What one lane loads or stores at once, at best."""
+
+UNIT_GROUPS = 4
+"""Groups of a *unit*, the work of one lane: the fewest whose lifted columns fill 16-byte vectors for every pattern."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The packed column order of one weight: a dense segment, then a slid one; either may be empty.
+
+    Attributes:
+        columns: Input columns K.
+        group: Columns of a group, 2N.
+        k_offset: Position inside its group at which input column 0 stands.
+        dense_groups: Groups in the dense segment.
+        slid_groups: Groups in the slid segment.
+        dense_columns: Length of the dense segment, padding included.
+        slid_columns: Length of the slid segment, padding included.
+        groups: int32 [dense_groups + slid_groups], the groups in packed order; None when they are in input order.
+    """
+
+    columns: int
+    group: int
+    k_offset: int
+    dense_groups: int
+    slid_groups: int
+    dense_columns: int
+    slid_columns: int
+    groups: torch.Tensor | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, packed: PackedWeight, multiple: int = 1) -> Columns:
+        """The order of ``packed.column_map(multiple)``.
+
+        Args:
+            packed: The weight that will multiply.
+            multiple: Each segment is padded with zeros to a multiple of so many columns: 1 or an even number.
+        """
+        _check_multiple(multiple)
+        pattern = packed.pattern
+        count = {segment.kind: len(segment.groups) for segment in packed.segments}
+        dense, slid = count.get("dense", 0), count.get("2:4", 0)
+        moved = torch.cat([s.groups for s in packed.segments]).to(torch.int32) if len(packed.segments) > 1 else None
+        return cls(
+            columns=packed.shape[1],
+            group=pattern.group,
+            k_offset=packed.k_offset,
+            dense_groups=dense,
+            slid_groups=slid,
+            dense_columns=_padded(dense * pattern.group, multiple),
+            slid_columns=_padded(slid * pattern.slid_group, multiple),
+            groups=moved,
+        )
+
+    @classmethod
+    def identity(cls, columns: int, multiple: int = 1) -> Columns:
+        """Columns as they are, an even number of them, for a dense GEMM: the lift of 2:4 moves nothing."""
+        _check_multiple(multiple)
+        width = _padded(columns, multiple)
+        if width % 2:
+            raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
+        return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
+
+    @property
+    def width(self) -> int:
+        """Packed columns K'."""
+        return self.dense_columns + self.slid_columns
+
+    @property
+    def units(self) -> int:
+        """Units that cover the longer segment, padding included."""
+        dense, slid = UNIT_GROUPS * self.group, UNIT_GROUPS * WINDOW * (self.group // STRIDE - 1)
+        return max(-(-self.dense_columns // dense), -(-self.slid_columns // slid))
+
+    def vector(self, itemsize: int, aligned: bool) -> int:
+        """Input columns that one load takes: 16 bytes, less where neither rows nor groups are aligned to that.
+
+        Args:
+            itemsize: Bytes of an input value.
+            aligned: Rows of the input start at multiples of 16 bytes.
+        """
+        vector = VECTOR_BYTES // itemsize if aligned else 1
+        limits = [self.k_offset, self.columns, *([] if self.groups is None else [self.group])]
+        while any(limit % vector for limit in limits):
+            vector //= 2
+        return vector
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """A tile-contiguous layout: ``[ceil(M / rows)][K' bytes / 128][rows][128 bytes]``, what one bulk copy moves.
+
+    A tile of ``rows`` tokens and 128 bytes of K' is contiguous. Rows past M are written as zeros.
+
+    Attributes:
+        rows: Tokens of a tile, a multiple of 8.
+        swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
+            for copies that do not swizzle themselves.
+    """
+
+    rows: int
+    swizzle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows <= 0 or self.rows % 8:
+            raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
+
+    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int, int]:
+        """Shape of the output in elements."""
+        slab = SLAB_BYTES // itemsize
+        if width % slab:
+            raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
+        return -(-tokens // self.rows), width // slab, self.rows, slab
+
+
+def _padded(columns: int, multiple: int) -> int:
+    return columns + -columns % multiple
+
+
+def _check_multiple(multiple: int) -> None:
+    # The kernels write pairs of columns; groups and windows are even, so only the padding could break a pair.
+    if multiple < 1 or (multiple > 1 and multiple % 2):
+        raise InputError("multiple of a segment", got=multiple, needed="1 or an even number")

@@ -1,0 +1,193 @@
+"""Check a weight's pattern and compress it, in one launch.
+
+The device form of :func:`slidesparse.slide.compress` (which explains the code) with the checks of
+:mod:`slidesparse.support`: nothing is copied into groups first, the weight is read once from memory, and the host reads
+two counters instead of the weight.
+
+One program treats ``BLOCK`` groups of one row, a group along the second dimension::
+
+    bits    [BLOCK, 2N]       weight bits; padding of a cut group is 0
+    a, b    [BLOCK]           its last two zeros; a < 0 says that it has fewer than two: a violation
+    values  [BLOCK, 2N - 2]   entry i stands at i + (i >= a) + (i + 1 >= b); read again, now from L1
+
+Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import Pattern
+from slidesparse.support import INT_VIEW, as_bits, check_groups, check_k_offset, check_weight
+
+BLOCK = 128
+"""Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
+
+CODE_TYPES = {True: torch.uint8, False: torch.int16}
+
+
+class Compressed(NamedTuple):
+    """A weight's slid groups.
+
+    Attributes:
+        values: [out, n * keep] in the weight's type.
+        code: [out, n], uint8 while a pattern has at most 256 codes, else int16.
+        metadata: uint8 [out, n * (N - 1)], a 2:4 nibble a window (:func:`slidesparse.slide.metadata`), or None.
+    """
+
+    values: torch.Tensor
+    code: torch.Tensor
+    metadata: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """What the kernel is compiled for, besides the types of its arguments.
+
+    Attributes:
+        columns: Input columns K.
+        group: Columns of a group, 2N.
+        k_offset: Position inside its group at which column 0 stands.
+        groups: Groups to compress.
+        gathered: They are named by a vector.
+        magnitude: Bits of a value that are not its sign; all of them for int8.
+        non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
+        metadata: Write metadata too.
+        width: The power of two that holds a group.
+        block: Groups of a program.
+    """
+
+    columns: int
+    group: int
+    k_offset: int
+    groups: int
+    gathered: bool
+    magnitude: int
+    non_finite: int
+    metadata: bool
+    width: int
+    block: int = BLOCK
+
+
+MAGNITUDE = {
+    torch.int8: (-1, 0),
+    torch.float8_e4m3fn: (0x7F, 0x7F),
+    torch.bfloat16: (0x7FFF, 0x7F80),
+    torch.float16: (0x7FFF, 0x7C00),
+    torch.float32: (0x7FFFFFFF, 0x7F800000),
+}
+"""Weight type -> the bits that are not the sign, and the first such pattern that is no finite number (0: none)."""
+
+
+@triton.jit
+def _column(start, position, P: tl.constexpr):
+    """Input columns at positions of groups, and whether they exist."""
+    column = start + position
+    return column, (position < P.group) & (column >= 0) & (column < P.columns)
+
+
+@triton.jit
+def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
+    """See the top of this file. ``faults``: int32 [2], groups that violate the pattern, values that are not finite."""
+    row = tl.program_id(0).to(tl.int64)
+    weight += row * row_stride
+    nth = tl.program_id(1) * P.block + tl.arange(0, P.block)
+    exists = (nth < P.groups)[:, None]
+    group = nth
+    if P.gathered:
+        group = tl.load(group_ids + nth, mask=nth < P.groups, other=0)
+    start = (group * P.group - P.k_offset)[:, None]
+
+    position = tl.arange(0, P.width)[None, :]
+    column, inside = _column(start, position, P)
+    magnitude = tl.load(weight + column, mask=inside & exists, other=0) & P.magnitude
+    zeros = tl.where((magnitude == 0) & (position < P.group), position, -1)
+    b = tl.max(zeros, 1)[:, None]
+    a = tl.max(tl.where(zeros == b, -1, zeros), 1)[:, None]
+    violations = tl.sum(((a < 0) & exists).to(tl.int32))
+    tl.atomic_add(faults, violations, mask=violations > 0)
+    if P.non_finite > 0:
+        broken = tl.sum((magnitude >= P.non_finite).to(tl.int32))
+        tl.atomic_add(faults + 1, broken, mask=broken > 0)
+
+    KEEP: tl.constexpr = P.group - 2
+    entry = position
+    column, inside = _column(start, entry + (entry >= a) + (entry + 1 >= b), P)
+    kept = exists & (entry < KEEP)
+    bits = tl.load(weight + column, mask=inside & kept, other=0)
+    positive = tl.where((bits & P.magnitude) == 0, 0, bits)  # -0 becomes +0
+    tl.store(values + row * (P.groups * KEEP) + nth[:, None] * KEEP + entry, positive.to(bits.dtype), mask=kept)
+    rank = b * (b - 1) // 2 + a
+    tl.store(code + row * P.groups + nth[:, None], rank.to(code.dtype.element_ty), mask=exists)
+
+    if P.metadata:
+        WINDOWS: tl.constexpr = P.group // 2 - 1
+        window = tl.arange(0, P.width // 2)[None, :]
+        first = 2 * window
+        low = (first >= a).to(tl.int32) + (first + 1 >= b).to(tl.int32)
+        high = 1 + (first + 1 >= a).to(tl.int32) + (first + 2 >= b).to(tl.int32)
+        at = metadata + row * (P.groups * WINDOWS) + nth[:, None] * WINDOWS + window
+        tl.store(at, (low | high << 2).to(tl.uint8), mask=exists & (window < WINDOWS))
+
+
+def compress(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    groups: torch.Tensor | None = None,
+    *,
+    k_offset: int = 0,
+    metadata: bool = False,
+    name: str = "weight",
+) -> Compressed:
+    """Check a weight and compress its groups; waits for the device once, to read the outcome of the checks.
+
+    Args:
+        weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
+        pattern: The pattern that the groups follow.
+        groups: int [n], the groups to compress, ascending; all of them when None.
+        k_offset: Position inside its group at which column 0 stands.
+        metadata: Return the 2:4 metadata too.
+        name: What error messages call the weight.
+
+    Raises:
+        PatternViolation: Naming the first row and group that violate the pattern.
+        InputError: When the weight is malformed or a compressed group holds NaN or Inf.
+    """
+    check_k_offset(pattern, k_offset)
+    if weight.dim() != 2 or weight.dtype not in INT_VIEW or weight.shape[1] == 0:
+        check_weight(weight, name)
+    if weight.stride(1) != 1:
+        raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
+    out, columns = weight.shape
+    count = pattern.groups(columns, k_offset) if groups is None else len(groups)
+    plan = PackPlan(
+        columns=columns,
+        group=pattern.group,
+        k_offset=k_offset,
+        groups=count,
+        gathered=groups is not None,
+        magnitude=MAGNITUDE[weight.dtype][0],
+        non_finite=MAGNITUDE[weight.dtype][1],
+        metadata=metadata,
+        width=1 << (pattern.group - 1).bit_length(),
+    )
+    device = weight.device
+    values = torch.empty(out, count * pattern.keep, dtype=weight.dtype, device=device)
+    code = torch.empty(out, count, dtype=CODE_TYPES[pattern.codes <= 256], device=device)
+    nibbles = torch.empty(out, count * pattern.windows, dtype=torch.uint8, device=device) if metadata else None
+    faults = torch.zeros(2, dtype=torch.int32, device=device)
+    if out and count:
+        ids = None if groups is None else groups.to(device, torch.int32)
+        grid = (out, -(-count // BLOCK))
+        pack_kernel[grid](as_bits(weight), ids, as_bits(values), code, nibbles, faults, weight.stride(0), plan)
+    if bool(faults.any()):
+        # Rare, and about to end in an error: the torch definition names the place.
+        check_weight(weight, name)
+        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+    return Compressed(values, code, nibbles)

@@ -1,0 +1,138 @@
+"""Compile every variant of the kernels for one compute capability and report what became of it.
+
+    python compile_kernels.py 90
+
+Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), and the widths of its global accesses.
+Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slidesparse.kernels.columns import Columns, Slabs
+from slidesparse.kernels.launch import FP8_ARCH, Launch, configure
+from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
+from slidesparse.kernels.quantize_lift import make_plan, quantize_lift_kernel
+from slidesparse.packed import pack
+from slidesparse.pattern import Pattern
+from slidesparse.support import INT_VIEW
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+}
+BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+
+
+def build(kernel: object, arguments: dict[str, object], arch: int, num_warps: int) -> dict[str, object]:
+    """Compile.
+
+    Args:
+        kernel: A ``triton.jit`` function.
+        arguments: Name -> Triton type of a run-time argument (``*`` pointers and ``stride`` ones aligned to 16), or a
+            one-element tuple around a constant.
+        arch: Compute capability.
+        num_warps: Warps of a program.
+    """
+    names = list(arguments)
+    constants = {(i,): value[0] for i, value in enumerate(arguments.values()) if isinstance(value, tuple)}
+    signature = {name: "constexpr" if isinstance(value, tuple) else value for name, value in arguments.items()}
+    aligned = [n for n, t in signature.items() if t.startswith("*") or (n.endswith("_stride") and t != "constexpr")]
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    return resources(compiled.asm["cubin"]) | accesses(compiled.asm["ptx"])
+
+
+def resources(cubin: bytes) -> dict[str, object]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    return {"registers": int(found[1]), "stack": int(found[2]), "local": int(found[4])}
+
+
+def accesses(ptx: str) -> dict[str, object]:
+    return {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
+
+
+def order(pattern: str, columns: int, multiple: int) -> Columns:
+    parsed = Pattern.parse(pattern)
+    total = parsed.groups(columns)
+    groups = None if parsed.is_uniform else torch.arange(0, total, 2)
+    return Columns.of(pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
+
+
+def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
+    """Pattern, K, source, target, first, slabs, launch (None: the rule's)."""
+    types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
+    cases = [(p, 4096, BF16, t, "none", None, None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
+    cases += [("6:8", 8192, BF16, t, "silu_mul", None, None) for t in types]
+    cases += [("6:8", 4096, BF16, types[-1], first, None, None) for first in ("rms_norm", "add_rms_norm")]
+    cases += [("6:8", 4096, source, types[-1], "none", None, None) for source in (FP16, FP32)]
+    cases += [("6:8", 4096, source, source, "none", None, None) for source in (BF16, FP32)]
+    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True), None) for p in ("6:8", "4:6@50%")]
+    cases += [("6:8", 18944, BF16, types[-1], "none", None, Launch(256, 8, held=False))]
+    for pattern, columns, source, target, first, slabs, launch in cases:
+        packed = order(pattern, columns, 128)
+        launch = launch or configure(arch, 4096, packed, source.itemsize, True, first)
+        plan = make_plan(packed, source, target, first, slabs, True, launch)
+        pointer = f"*{NAMES[source]}"
+        added = first == "add_rms_norm"
+        arguments = {
+            "x": pointer,
+            "residual": pointer if added else (None,),
+            "weight": pointer if "norm" in first else (None,),
+            "group_ids": (None,) if packed.groups is None else "*i32",
+            "out": f"*i{8 * plan.pair_bytes}",
+            "scales": "*fp32",
+            "tokens": "i32",
+            "x_stride": "i32",
+            "residual_stride": "i32" if added else (0,),
+            "eps": "fp32",
+            "P": (plan,),
+        }
+        label = f"{pattern} {columns} {NAMES[source]}->{target} {first}{' slabs' if slabs else ''} {launch}"
+        yield label, build(quantize_lift_kernel, arguments, arch, launch.num_warps)
+
+
+def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
+    for dtype, (magnitude, non_finite) in MAGNITUDE.items():
+        plan = PackPlan(8192, 8, 0, 1024, False, magnitude, non_finite, True, 8)
+        pointer = f"*{NAMES[INT_VIEW[dtype]]}"
+        arguments = {
+            "weight": pointer,
+            "group_ids": (None,),
+            "values": pointer,
+            "code": "*u8",
+            "metadata": "*u8",
+            "faults": "*i32",
+            "row_stride": "i32",
+            "P": (plan,),
+        }
+        yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
+
+
+if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    print(json.dumps(dict(lift_variants(arch)) | dict(pack_variants(arch))))

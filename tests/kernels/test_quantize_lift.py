@@ -1,0 +1,350 @@
+"""The quantise-and-lift kernel against its torch definition, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.kernels import quantize_lift as kernels
+from slidesparse.kernels.columns import Columns, Slabs
+from slidesparse.kernels.launch import Launch
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import gather
+from slidesparse.support import as_bits
+
+# numpy warns of what these rows are made to do: overflow 127 / absmax, multiply 0 by infinity.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight:
+    """A weight of that pattern, for its column order; of a partial pattern every second group follows, and the last."""
+    parsed = Pattern.parse(pattern)
+    zeros = torch.zeros(1, columns, dtype=torch.int8)
+    groups = None
+    if not parsed.is_uniform:
+        total = parsed.groups(columns, k_offset)
+        groups = torch.tensor(sorted({*range(1, total, 2), total - 1}))
+    return pack(zeros, parsed, k_offset=k_offset, groups=groups)
+
+
+def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple: int = 1) -> tuple[torch.Tensor, ...]:
+    values, scale = quantize_rows(x, dtype)
+    return gather(values, packed.column_map(multiple).to(x.device)), scale
+
+
+def on(device: str, packed: PackedWeight, multiple: int = 1) -> Columns:
+    return Columns.of(packed.to(device), multiple)
+
+
+def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return got.dtype == wanted.dtype and torch.equal(as_bits(got), as_bits(wanted))
+
+
+def assert_same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    assert same_bits(got[0], wanted[0])
+    assert same_bits(got[1], wanted[1])
+
+
+def rows(columns: int) -> torch.Tensor:
+    """Rows of every kind: float32 [8, columns]."""
+    gaussian = torch.randn(8, columns)
+    gaussian[1] = 0.0
+    gaussian[2] *= 1e-3
+    gaussian[3, columns // 2] = 3e4  # an outlier
+    gaussian[4] = -0.0
+    gaussian[4, 0] = 2.0
+    gaussian[5] = torch.arange(columns) - columns / 2  # ties once divided
+    gaussian[6] *= 1e-39  # subnormal: 127 / absmax overflows
+    gaussian[7] *= 1e-5
+    return gaussian
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 32 units take several tiles and are read twice."""
+    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1, held=False))
+
+
+@pytest.fixture
+def held_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more than 32 units take several tiles and stay in registers."""
+    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1))
+
+
+# -- the column order ----------------------------------------------------------------------------------------------
+
+
+def orders() -> Iterator[tuple[str, int, int, int]]:
+    """Pattern, K, k_offset, multiple."""
+    for pattern, group in [("2:4", 4), ("4:6", 6), ("6:8", 8), ("8:10", 10), ("14:16", 16), ("4:6@50%", 6)]:
+        yield pattern, 4 * group, 0, 1  # whole units
+        yield pattern, 4 * group + group // 2 + 1, 0, 32  # a cut group, more than one unit, an odd K
+        yield pattern, 5 * group, 2, 64
+        yield pattern, 3 * group + 1, group - 1, 1  # an odd offset
+
+
+@pytest.mark.parametrize(("pattern", "columns", "k_offset", "multiple"), list(orders()))
+def test_every_order_matches_the_column_map(
+    device: str, pattern: str, columns: int, k_offset: int, multiple: int
+) -> None:
+    packed = packed_weight(pattern, columns, k_offset)
+    x = torch.randn(2, columns, dtype=torch.bfloat16, device=device)
+    got = kernels.quantize_lift(x, on(device, packed, multiple), torch.int8)
+    assert_same(got, expected(x, packed, torch.int8, multiple))
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_rows_that_are_read_twice(device: str, small_tiles: None, pattern: str, dtype: torch.dtype) -> None:
+    packed = packed_weight(pattern, 1700)
+    x = torch.randn(2, 1700, dtype=torch.bfloat16, device=device)
+    columns = on(device, packed, 32)
+    assert columns.units > 32
+    assert_same(kernels.quantize_lift(x, columns, dtype), expected(x, packed, dtype, 32))
+
+
+@pytest.mark.parametrize(("pattern", "source"), [("6:8", torch.bfloat16), ("4:6@50%", torch.float32)])
+def test_rows_held_in_several_tiles(device: str, held_tiles: None, pattern: str, source: torch.dtype) -> None:
+    packed = packed_weight(pattern, 1700)
+    x = (torch.randint(-40, 41, (1, 1700)) / 8).to(device, source)
+    weight = torch.randn(1700).to(device, source)
+    columns = on(device, packed, 32)
+    assert columns.units > 32
+    assert_same(kernels.quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8, 32))
+    wanted = expected(rms_norm(x, weight, 1e-6), packed, torch.int8, 32)
+    assert_same(kernels.rms_norm_quantize_lift(x, weight, 1e-6, columns, torch.int8), wanted)
+
+
+@pytest.mark.parametrize("multiple", [1, 32])
+def test_columns_as_they_are(device: str, multiple: int) -> None:
+    x = torch.randn(3, 90, dtype=torch.bfloat16, device=device)
+    values, scale = quantize_rows(x, torch.int8)
+    padded = torch.nn.functional.pad(values, (0, -90 % multiple))
+    assert_same(kernels.quantize_lift(x, Columns.identity(90, multiple), torch.int8), (padded, scale))
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_every_kind_of_row(device: str, source: torch.dtype, dtype: torch.dtype) -> None:
+    packed = packed_weight("6:8", 64)
+    x = rows(64).to(device, source)
+    assert_same(kernels.quantize_lift(x, on(device, packed), dtype), expected(x, packed, dtype))
+
+
+def test_fp8_divides_exactly(device: str) -> None:
+    # Quotients at and beside the boundaries between two e4m3 numbers, where a multiplication by 1 / scale goes astray.
+    absmax = torch.rand(6, 1) * 8 + 0.5
+    scale = absmax / 448.0
+    halfway = torch.arange(1, 32, 2) * 2.0 ** torch.tensor([-7, 0, 3]).unsqueeze(1)
+    exact = (halfway.flatten() * scale).repeat(1, 3)
+    bits = exact.view(torch.int32) + torch.tensor([-1, 0, 1]).repeat_interleave(halfway.numel())
+    x = torch.cat([absmax, bits.view(torch.float32)], 1).to(device)
+    x = torch.nn.functional.pad(x, (0, 144 - x.shape[1]))
+    packed = packed_weight("2:4", 144)
+    assert (x.abs().amax(1, keepdim=True) == absmax.to(device)).all()
+    assert_same(
+        kernels.quantize_lift(x, on(device, packed), torch.float8_e4m3fn), expected(x, packed, torch.float8_e4m3fn)
+    )
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+def test_a_fault_shows_in_its_scale_and_nowhere_else(device: str, dtype: torch.dtype, fault: float) -> None:
+    packed = packed_weight("2:4", 16)
+    x = torch.randn(3, 16, device=device)
+    x[1, 7] = fault
+    values, scale = kernels.quantize_lift(x, on(device, packed), dtype)
+    wanted = expected(x, packed, dtype)
+    assert bool(torch.isfinite(scale[1]).all()) is False
+    for row in (0, 2):
+        assert same_bits(values[row], wanted[0][row])
+        assert same_bits(scale[row], wanted[1][row])
+
+
+@pytest.mark.parametrize("source", FLOATS)
+def test_lift_alone_moves_bits(device: str, source: torch.dtype) -> None:
+    packed = packed_weight("4:6@50%", 40)
+    x = rows(40)[3:6].to(source)
+    x[0, 3], x[1, 4] = float("nan"), float("-inf")
+    x = x.to(device)
+    lifted = kernels.lift(x, on(device, packed, 16))
+    assert same_bits(lifted, gather(x, packed.column_map(16).to(device)))
+
+
+# -- shapes and strides --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
+def test_any_number_of_tokens(device: str, tokens: int) -> None:
+    packed = packed_weight("2:4", 20)
+    x = torch.randn(tokens, 20, dtype=torch.bfloat16, device=device)
+    assert_same(kernels.quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
+
+
+@pytest.mark.parametrize(("stride", "start"), [(96, 0), (96, 3), (81, 0), (80, 8)])
+def test_rows_may_lie_anywhere(device: str, stride: int, start: int) -> None:
+    packed = packed_weight("6:8", 64)
+    around = torch.full((4, stride), 1e4, dtype=torch.bfloat16, device=device)
+    x = around[:, start : start + 64]
+    x.normal_()
+    assert_same(kernels.quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
+    assert_same(kernels.quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
+
+
+def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """The definition of the slab layout: bytes [M, K'] -> [tiles, K' / 128, rows, 128]."""
+    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % slabs.rows))
+    tiles = padded.unflatten(0, (-1, slabs.rows)).unflatten(-1, (-1, 8, 16)).permute(0, 2, 1, 3, 4)
+    if slabs.swizzle:
+        row, chunk = torch.arange(slabs.rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
+        swizzled = torch.zeros_like(tiles)
+        swizzled[:, :, row, chunk ^ row % 8] = tiles[:, :, row, chunk]
+        tiles = swizzled
+    return tiles.flatten(-2)
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("slabs", [Slabs(8), Slabs(16, swizzle=True)])
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16])
+def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtype: torch.dtype) -> None:
+    packed = packed_weight(pattern, 90)
+    x = torch.randn(9, 90, dtype=torch.bfloat16, device=device)
+    columns = on(device, packed, 128)
+    if dtype == torch.bfloat16:
+        got, wanted = kernels.lift(x, columns, slabs=slabs), gather(x, packed.column_map(128).to(device))
+    else:
+        got, wanted = kernels.quantize_lift(x, columns, dtype, slabs=slabs)[0], expected(x, packed, dtype, 128)[0]
+    assert tuple(got.shape) == slabs.shape(9, columns.width, dtype.itemsize)
+    assert torch.equal(got.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_offsets_beyond_two_to_the_31() -> None:
+    packed = packed_weight("6:8", 37888)
+    x = torch.randn(65536, 37888, dtype=torch.bfloat16, device="cuda")
+    values, scale = kernels.quantize_lift(x, on("cuda", packed, 32), torch.int8)
+    assert values.numel() > 2**31
+    for part in (slice(0, 4), slice(-4, None)):
+        assert_same((values[part], scale[part]), expected(x[part], packed, torch.int8, 32))
+
+
+# -- fused with what comes before ----------------------------------------------------------------------------------
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """vLLM's ``rms_norm`` (csrc/layernorm_kernels.cu): rounded before the weight, and after it."""
+    wide = x.to(torch.float32)
+    mean = wide.square().sum(-1, keepdim=True) / torch.tensor(float(x.shape[-1]), device=x.device)
+    # torch's float32 square root is not always the nearest number on a CPU; through float64 it is.
+    rstd = torch.ones_like(mean) / (mean + eps).to(torch.float64).sqrt().to(torch.float32)
+    return (wide * rstd).to(x.dtype) * weight
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm_first(
+    device: str, pattern: str, dtype: torch.dtype, source: torch.dtype, with_residual: bool
+) -> None:
+    packed = packed_weight(pattern, 70)
+    # Small multiples of 1/8: their squares add up exactly in any order, so that nothing but rounding is left to differ.
+    x, residual = (torch.randint(-40, 41, (2, 3, 70)) / 8).to(device, source).unbind(0)
+    weight = torch.randn(70).to(device, source)
+    total = (x.to(torch.float32) + residual.to(torch.float32)).to(source) if with_residual else x
+    wanted = expected(rms_norm(total, weight, 1e-6), packed, dtype)
+    before = residual.clone()
+    got = kernels.rms_norm_quantize_lift(
+        x, weight, 1e-6, on(device, packed), dtype, residual=residual if with_residual else None
+    )
+    assert_same(got, wanted)
+    assert same_bits(residual, total if with_residual else before)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_silu_mul_first(device: str, dtype: torch.dtype, source: torch.dtype) -> None:
+    packed = packed_weight("6:8", 50)
+    # Where exp(-gate) is 0, far below one unit of 1.0, or infinite, silu is gate or -0 without rounding.
+    gate = torch.tensor([0.0, 17.5, 33.0, 60.0, -200.0])[torch.randint(0, 5, (4, 50))].to(device, source)
+    up = torch.randn(4, 50).to(device, source)
+    silu = torch.where(gate <= 0, -torch.zeros_like(gate), gate)
+    silu = torch.where(gate == 0, torch.zeros_like(gate), silu)
+    wanted = expected(silu * up, packed, dtype)
+    assert_same(kernels.silu_mul_quantize_lift(torch.cat([gate, up], 1), on(device, packed), dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_silu_of_ordinary_values(device: str, small_tiles: None, dtype: torch.dtype) -> None:
+    packed = packed_weight("6:8", 1100)
+    x = torch.randn(2, 2200, dtype=torch.bfloat16, device=device)
+    gate, up = x.to(torch.float32).chunk(2, -1)
+    product = (gate / (1 + torch.exp(-gate))).to(x.dtype) * up.to(x.dtype)
+    wanted, wanted_scale = expected(product, packed, dtype)
+    got, scale = kernels.silu_mul_quantize_lift(x, on(device, packed), dtype)
+    # The two exponentials differ in their last bit, which moves a value over a rounding boundary of bfloat16 once in
+    # some 2^14 times: at most a few values differ, and by one step.
+    different = as_bits(got) != as_bits(wanted)
+    assert int(different.sum()) <= 8
+    torch.testing.assert_close(scale, wanted_scale, rtol=2**-7, atol=0)
+    torch.testing.assert_close(got.to(torch.float32), wanted.to(torch.float32), rtol=2**-3, atol=1)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_lifted_is_refused(device: str) -> None:
+    packed = packed_weight("6:8", 64)
+    columns = on(device, packed)
+    x = torch.randn(4, 64, device=device)
+    with pytest.raises(InputError, match="activations to lift"):
+        kernels.quantize_lift(x[:, :32], columns, torch.int8)
+    with pytest.raises(InputError, match="columns contiguous"):
+        kernels.quantize_lift(torch.randn(64, 4, device=device).T, columns, torch.int8)
+    with pytest.raises(InputError, match="activations to lift"):
+        kernels.silu_mul_quantize_lift(x, columns, torch.int8)
+    with pytest.raises(InputError, match="type to lift to"):
+        kernels.quantize_lift(x, columns, torch.bfloat16)
+    with pytest.raises(InputError, match="weight of RMSNorm"):
+        kernels.rms_norm_quantize_lift(x, x[0, :32], 1e-6, columns, torch.int8)
+    with pytest.raises(InputError, match="residual"):
+        kernels.rms_norm_quantize_lift(x, x[0], 1e-6, columns, torch.int8, residual=x[:2])
+    with pytest.raises(InputError, match="even number"):
+        Columns.of(packed, 3)
+    with pytest.raises(InputError, match="even number"):
+        Columns.identity(63)
+    with pytest.raises(InputError, match="slab"):
+        Slabs(12)
+    with pytest.raises(InputError, match="slabs"):
+        kernels.quantize_lift(x, columns, torch.int8, slabs=Slabs(8))
+    # Together these segments fill whole slabs, but the second starts inside one.
+    partial = on(device, packed_weight("4:6@50%", 60), 64)
+    assert (partial.dense_columns, partial.slid_columns) == (64, 64)
+    with pytest.raises(InputError, match="segment in slabs"):
+        kernels.quantize_lift(torch.randn(1, 60, device=device), partial, torch.int8, slabs=Slabs(8))
+
+
+def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
+    with pytest.raises(UnsupportedError, match="sm_89"):
+        kernels.quantize_lift(
+            torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn
+        )
+
+
+def test_a_norm_needs_a_row_that_is_held(device: str, small_tiles: None) -> None:
+    x = torch.randn(1, 1100, device=device)
+    with pytest.raises(UnsupportedError, match="registers"):
+        kernels.rms_norm_quantize_lift(x, x[0], 1e-6, on(device, packed_weight("6:8", 1100)), torch.int8)
