@@ -52,7 +52,7 @@ def fp8_pair(low: Array, high: Array) -> Array:
         clamped = torch.from_numpy(np.ascontiguousarray(value)).clamp(-448.0, 448.0)
         return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.int64)
 
-    return (byte(low) | byte(high) << 8).astype(np.uint16).view(np.int16)
+    return (byte(low) | byte(high) << 8).astype(np.int32)
 
 
 def exclusive_or(x: Array, y: Array) -> Array:
@@ -62,7 +62,7 @@ def exclusive_or(x: Array, y: Array) -> Array:
 
 INSTRUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
     "cvt.pack.sat.s8.s32.b32 $0, hi, lo, 0": int8_pair,
-    "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1": fp8_pair,
+    "cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1": fp8_pair,
     "xor.b32 $0, $1, $2": exclusive_or,
 }
 """What identifies a piece of inline PTX -> what it computes."""
