@@ -84,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     inspect.add_argument("path", type=Path, metavar="PATH")
 
+    tune = add("tune", _tune, "Search for cuSPARSELt's fastest algorithms at a model's shapes, once for each GPU.")
+    tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
+    tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
+    tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
+    tune.add_argument("--tokens", type=int, nargs="+", default=[256, 2048, 16384], help="(default: %(default)s)")
+
     bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
     bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all"))
     bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
@@ -156,6 +162,14 @@ def _inspect(options: argparse.Namespace) -> int:
     inspection = inspect_checkpoint(options.path)
     print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())
     return 0 if inspection.ok else 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from slidesparse.bench.tune import describe, tune_models
+
+    records = tune_models(options.models, options.pattern, options.dtype, options.tokens)
+    print(json.dumps([asdict(record) for record in records], indent=2) if options.json else describe(records))
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

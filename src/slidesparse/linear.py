@@ -36,6 +36,7 @@ class SlideLinear(nn.Module):
     """
 
     column_map: torch.Tensor
+    groups: torch.Tensor | None
     weight_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
@@ -64,6 +65,9 @@ class SlideLinear(nn.Module):
         for name, tensor in zip(self._operand_names, operand, strict=True):
             self.register_buffer(name, tensor)
         self.register_buffer("column_map", choice.backend.layout.column_map(packed), persistent=False)
+        columns = choice.backend.layout.columns(packed)
+        self._order = [] if columns is None else columns.order
+        self.register_buffer("groups", None if columns is None else columns.groups, persistent=False)
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
@@ -114,11 +118,13 @@ class SlideLinear(nn.Module):
         if self.weight_dtype in QUANTISED:
             if x.dtype not in ACTIVATION_TYPES:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
-            lifted, scale = ops.quantize_lift(tokens, self.column_map, self.weight_dtype, self.backend)
+            lifted, scale = ops.quantize_lift(
+                tokens, self.column_map, self.weight_dtype, self.backend, self.groups, self._order
+            )
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         else:
-            lifted = ops.lift(tokens, self.column_map, self.backend)
+            lifted = ops.lift(tokens, self.column_map, self.backend, self.groups, self._order)
         y = ops.gemm(
             lifted, scale, self.operand, self.weight_scale, self.bias, self.out_features, x.dtype, self.backend
         )

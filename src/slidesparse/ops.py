@@ -6,6 +6,9 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,8 +16,11 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import with_rows
 from slidesparse.gemm.select import get_backend
+from slidesparse.kernels.columns import Columns
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
+
+KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
@@ -41,27 +47,79 @@ def _for_backend(lifted: torch.Tensor, backend: str) -> torch.Tensor:
     return with_rows(lifted, get_backend(backend).layout.rows(tokens))[:tokens]
 
 
+@lru_cache(maxsize=4096)
+def _columns(order: tuple[int, ...]) -> Columns:
+    return Columns(*order)  # type: ignore[arg-type] # mypy does not count them
+
+
+def _kernel_columns(x: torch.Tensor, groups: torch.Tensor | None, order: list[int]) -> Columns | None:
+    """What the Triton kernels need, or None where the torch definition must do: on a CPU, or without Triton."""
+    if not x.is_cuda or not order or x.dtype not in KERNEL_INPUTS or not _has_triton(x.device):
+        return None
+    columns = _columns(tuple(order))
+    return columns if groups is None else replace(columns, groups=groups)
+
+
+@lru_cache(maxsize=64)
+def _has_triton(device: torch.device) -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _quantize_lift(
-    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: list[int] | tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_finite(x)
+    columns = _kernel_columns(x, groups, list(order))
+    if columns is not None and (dtype == torch.int8 or torch.cuda.get_device_capability(x.device) >= (8, 9)):
+        from slidesparse.kernels import quantize_lift
+
+        rows = get_backend(backend).layout.rows(x.shape[0])
+        values, scale = quantize_lift.quantize_lift(x, columns, dtype, rows=rows)
+        return values, scale
     values, scale = quantize_rows(x, dtype)
     return _for_backend(gather(values, column_map), backend), scale
 
 
 def _quantize_lift_fake(
-    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, backend: str = "reference"
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: list[int] | tuple[int, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, column_map.shape[0], dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
 
 
-def _lift(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
+def _lift(
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: list[int] | tuple[int, ...] = (),
+) -> torch.Tensor:
     _check_finite(x)
+    columns = _kernel_columns(x, groups, list(order))
+    if columns is not None:
+        from slidesparse.kernels import quantize_lift
+
+        return quantize_lift.lift(x, columns, rows=get_backend(backend).layout.rows(x.shape[0]))
     return _for_backend(gather(x, column_map), backend)
 
 
-def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, backend: str = "reference") -> torch.Tensor:
+def _lift_fake(
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: list[int] | tuple[int, ...] = (),
+) -> torch.Tensor:
     return x.new_empty(x.shape[0], column_map.shape[0])
 
 
@@ -93,11 +151,17 @@ def _gemm_fake(
 
 _define(
     "quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference') -> (Tensor, Tensor)",
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    " -> (Tensor, Tensor)",
     _quantize_lift,
     _quantize_lift_fake,
 )
-_define("lift", "(Tensor x, Tensor column_map, str backend='reference') -> Tensor", _lift, _lift_fake)
+_define(
+    "lift",
+    "(Tensor x, Tensor column_map, str backend='reference', Tensor? groups=None, int[] order=[]) -> Tensor",
+    _lift,
+    _lift_fake,
+)
 _define(
     "gemm",
     "(Tensor x, Tensor? scale_x, Tensor[] operand, Tensor? scale_w, Tensor? bias, SymInt out_features,"
@@ -107,12 +171,13 @@ _define(
 )
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
-"""(x [M, K], column_map int64 [K'], dtype, backend) -> quantised and lifted activations [M, K'], scale float32 [M, 1].
+"""(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The memory behind the activations has the rows that the layout of ``backend`` asks for."""
+The memory behind the values has the rows that the layout of ``backend`` asks for. ``order`` and ``groups`` are the
+fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU needs one kernel, else torch's definition runs."""
 
 lift = torch.ops.slidesparse.lift
-"""(x [M, K], column_map int64 [K'], backend) -> lifted activations [M, K'], in memory as for ``quantize_lift``."""
+"""(x [M, K], column_map int64 [K'], backend, groups, order) -> lifted activations [M, K'], as ``quantize_lift``."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""

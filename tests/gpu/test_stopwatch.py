@@ -35,7 +35,7 @@ def test_a_graph_where_possible_and_events_where_the_call_waits(stopwatch: CudaS
     made = stopwatch.prepare([lambda: x + 1] * 3, True, accept)
     assert (made.method, made.copies) == ("graph", 3)
     assert made.launch()() > 0
-    waits = stopwatch.prepare([lambda: torch.full((1,), float(x.sum()), device="cuda")], True, accept)
+    waits = stopwatch.prepare([lambda: torch.full((1,), x.sum().item(), device="cuda")], True, accept)
     assert waits.method == "events"
     assert waits.launch()() > 0
     again = stopwatch.prepare([lambda: x + 1], True, accept)  # a capture that failed leaves nothing broken behind

@@ -15,7 +15,8 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Session, Subject, compare, ends, relative_error
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import activations
-from slidesparse.packed import pack
+from slidesparse.kernels.columns import Columns
+from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
@@ -35,7 +36,7 @@ def measure(session: Session, case: Case) -> list[Record]:
             QUANTIZE,
             "slidesparse",
             "",
-            partial(_quantize_lift, dtype),
+            partial(_quantize_lift, dtype, Columns.identity(case.in_features).order),
             (x, columns),
             moved,
             _check(x, columns, dtype),
@@ -48,23 +49,25 @@ def measure(session: Session, case: Case) -> list[Record]:
     for variant in session.patterns(case):
         if variant == CONTROL:
             continue  # nobody lifts for it: its columns do not repeat
-        lifted = column_map(Pattern.parse(variant), case.in_features, session.device)
+        packed = any_weight(Pattern.parse(variant), case.in_features, session.device)
+        lifted = packed.column_map(MULTIPLE)
         moved = x.nbytes + case.tokens * (len(lifted) + 4)
-        run = partial(_quantize_lift, dtype)
+        run = partial(_quantize_lift, dtype, Columns.of(packed, MULTIPLE).order)
         subjects.append(
             Subject(f"lift {variant}", "slidesparse", "", run, (x, lifted), moved, _check(x, lifted, dtype))
         )
     return compare(session, case, subjects)
 
 
-def column_map(pattern: Pattern, columns: int, device: torch.device) -> torch.Tensor:
-    """The column map of any weight of this pattern and width, int64 [K']."""
-    packed = pack(torch.zeros(1, columns, dtype=torch.int8, device=device), pattern)
-    return packed.column_map(MULTIPLE)
+def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:
+    """A weight of this (uniform) pattern and width: all have one column order."""
+    return pack(torch.zeros(1, columns, dtype=torch.int8, device=device), pattern)
 
 
-def _quantize_lift(dtype: torch.dtype, x: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale = ops.quantize_lift(x, columns, dtype)
+def _quantize_lift(
+    dtype: torch.dtype, order: list[int], x: torch.Tensor, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scale = ops.quantize_lift(x, columns, dtype, order=order)
     return values, scale
 
 

@@ -18,6 +18,7 @@ from slidesparse.bench.operands import activations, float_type, packed_weight, p
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
+from slidesparse.kernels.columns import Columns
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
@@ -100,7 +101,10 @@ def _dense_linear(
 ) -> torch.Tensor:
     if dtype not in QUANTISED:
         return kernel.run(x, weight, None, None)
-    values, scale = vllm_quantize(x, dtype) if quantiser == "vllm" else ops.quantize_lift(x, columns, dtype)
+    if quantiser == "vllm":
+        values, scale = vllm_quantize(x, dtype)
+    else:
+        values, scale = ops.quantize_lift(x, columns, dtype, order=Columns.identity(x.shape[1]).order)
     return kernel.run(values, weight, scale, scale_w)
 
 

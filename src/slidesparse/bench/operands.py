@@ -75,9 +75,11 @@ def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
 
 def lifted(x: torch.Tensor, packed: PackedWeight, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations [M, K] as a backend wants them, with their scale [M, 1] if they are quantised."""
+    columns, column_map = layout.columns(packed), layout.column_map(packed)
+    order = {} if columns is None else {"groups": columns.groups, "order": columns.order}
     if packed.dtype not in QUANTISED:
-        return ops.lift(x, layout.column_map(packed)), None
-    values, scale = ops.quantize_lift(x, layout.column_map(packed), packed.dtype)
+        return ops.lift(x, column_map, **order), None
+    values, scale = ops.quantize_lift(x, column_map, packed.dtype, **order)
     return values, scale
 
 

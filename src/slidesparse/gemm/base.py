@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from slidesparse.kernels.columns import Columns
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 
@@ -61,6 +62,13 @@ class Layout:
     lifted: bool = True
     multiple: int = 1
     rows: Callable[[int], int] = exact_rows
+
+    def columns(self, packed: PackedWeight) -> Columns | None:
+        """The same order in the few numbers that the Triton kernels take; None where they cannot write it."""
+        if self.lifted:
+            return Columns.of(packed, self.multiple)
+        even = self.multiple % 2 == 0 or (self.multiple == 1 and packed.shape[1] % 2 == 0)
+        return Columns.identity(packed.shape[1], self.multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
         """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""

@@ -234,7 +234,8 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> Plan:
     """The plan of a shape, with the algorithm that a search found for it, or the library's default."""
-    return Plan(shape, nearest(load_table(table_path()), shape.key, shape.rows))
+    record = nearest(load_table(table_path()), shape.key, shape.rows)
+    return Plan(shape, None if record is None else record.best)
 
 
 _CAPTURED: set[Plan] = set()
@@ -346,6 +347,20 @@ class CuSparseLt:
         if "dense" in matrices:
             operand += [matrices["dense"], torch.ones((), device=packed.device)]
         return tuple(operand)
+
+    def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
+        """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
+        groups = problem.pattern.groups(problem.in_features)
+        columns = problem.pattern.following(groups) * problem.pattern.slid_group
+        padded = [size + -size % MULTIPLE for size in (problem.out_features, columns)]
+        device = torch.cuda.current_device() if problem.device.index is None else problem.device.index
+        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
+        shape = Shape(device, *padded, padded[1], token_bucket(tokens), problem.dtype, accumulator)
+        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        if record is None:
+            return []
+        first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
+        return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def matmul(
         self,

@@ -42,6 +42,9 @@ class Algorithm:
     split_k: int = 1
     split_k_mode: int = 0
 
+    def __str__(self) -> str:
+        return f"id {self.id}, split_k {self.split_k}, mode {self.split_k_mode}"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -109,14 +112,14 @@ def table_path() -> Path:
     return Path(cache) / "slidesparse" / "cusparselt-tune.json"
 
 
-def nearest(table: Table, key: Key, rows: int) -> Algorithm | None:
-    """The algorithm of the record nearest in rows, within :data:`REACH`; None for the library's default."""
+def nearest(table: Table, key: Key, rows: int) -> Record | None:
+    """The record of this key that is nearest in rows, within :data:`REACH`, or None."""
 
     def distance(record: Record) -> float:
         return abs(math.log2(record.rows / rows))
 
     known = [record for record in table if record.key == key and distance(record) <= math.log2(REACH)]
-    return min(known, key=distance).best if known else None
+    return min(known, key=distance) if known else None
 
 
 # -- the file ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Which backend runs a problem.
 
 The rule, in full: an explicit choice is taken or refused with its reason. ``auto`` takes the first accelerated backend
-that can run the problem; where none can, the dense weight runs (``fallback="dense"``), or the reference on the packed
-one (``fallback="none"``). A choice carries its reason; ``slidesparse info`` prints what each backend answers.
+that can run the problem and is known to be faster than dense there; where there is none, the dense weight runs
+(``fallback="dense"``), or the first backend that can run the packed weight alone (``fallback="none"``). A choice carries
+its reason; ``slidesparse info`` prints what each backend answers. None has a measured table yet: see UNPROVEN.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
+
+UNPROVEN = "can run, but is not known to be faster than dense here; ask for it by name"
+"""Until a measured table says where a backend wins, ``auto`` does not claim that it does."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,11 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         if reason is not None:
             raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
         return Choice(chosen, "asked for")
-    refusals = []
-    for name in BACKENDS:
-        candidate = get_backend(name)
-        if not candidate.accelerated:
-            continue
-        reason = candidate.why_not(problem)
-        if reason is None:
-            return Choice(candidate, "the first accelerated backend that can run it")
-        refusals.append(f"{name}: {reason}")
-    why = "; ".join(refusals) or "this version has no accelerated backend"
-    return Choice(get_backend("dense" if fallback == "dense" else "reference"), why)
+    answers = {name: get_backend(name).why_not(problem) for name in BACKENDS if get_backend(name).accelerated}
+    able = [name for name, why_not in answers.items() if why_not is None]
+    if fallback == "none":
+        if able:
+            return Choice(get_backend(able[0]), "the first that can run the packed weight alone")
+        return Choice(get_backend("reference"), "; ".join(f"{name}: {why_not}" for name, why_not in answers.items()))
+    reasons = [f"{name}: {why_not or UNPROVEN}" for name, why_not in answers.items()]
+    return Choice(get_backend("dense"), "; ".join(reasons))

@@ -84,6 +84,19 @@ class Columns:
         return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
 
     @property
+    def order(self) -> list[int]:
+        """All fields but ``groups``, in order: what an operator can take as an argument."""
+        return [
+            self.columns,
+            self.group,
+            self.k_offset,
+            self.dense_groups,
+            self.slid_groups,
+            self.dense_columns,
+            self.slid_columns,
+        ]
+
+    @property
     def width(self) -> int:
         """Packed columns K'."""
         return self.dense_columns + self.slid_columns
