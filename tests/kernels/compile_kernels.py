@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slidesparse.kernels.columns import Columns, Slabs
-from slidesparse.kernels.launch import FP8_ARCH, Launch, configure
+from slidesparse.kernels.launch import FP8_ARCH, configure
 from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan, quantize_lift_kernel
 from slidesparse.packed import pack
@@ -84,19 +84,18 @@ def order(pattern: str, columns: int, multiple: int) -> Columns:
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Pattern, K, source, target, first, slabs, launch (None: the rule's)."""
+    """Pattern, K, source, target, first, slabs."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
-    cases = [(p, 4096, BF16, t, "none", None, None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
-    cases += [("6:8", 8192, BF16, t, "silu_mul", None, None) for t in types]
-    cases += [("6:8", 4096, BF16, types[-1], first, None, None) for first in ("rms_norm", "add_rms_norm")]
-    cases += [("6:8", 4096, source, types[-1], "none", None, None) for source in (FP16, FP32)]
-    cases += [("6:8", 4096, source, source, "none", None, None) for source in (BF16, FP32)]
-    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True), None) for p in ("6:8", "4:6@50%")]
-    cases += [("6:8", 18944, BF16, types[-1], "none", None, Launch(256, 8, held=False))]
-    for pattern, columns, source, target, first, slabs, launch in cases:
+    cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
+    cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
+    cases += [("6:8", 4096, BF16, types[-1], first, None) for first in ("rms_norm", "add_rms_norm")]
+    cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
+    cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
+    cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
+    for pattern, columns, source, target, first, slabs in cases:
         packed = order(pattern, columns, 128)
-        launch = launch or configure(arch, 4096, packed, source.itemsize, True, first)
-        plan = make_plan(packed, source, target, first, slabs, True, launch)
+        launch = configure(arch, 4096, packed, source.itemsize, first)
+        plan = make_plan(packed, source, target, first, slabs, launch)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"
         arguments = {
@@ -104,7 +103,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "residual": pointer if added else (None,),
             "weight": pointer if "norm" in first else (None,),
             "group_ids": (None,) if packed.groups is None else "*i32",
-            "out": f"*i{8 * plan.pair_bytes}",
+            "out": pointer if plan.quant == "none" else "*i8",
             "scales": "*fp32",
             "tokens": "i32",
             "x_stride": "i32",

@@ -35,37 +35,23 @@ def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.longdouble) * y.astype(np.longdouble) + z.astype(np.longdouble)).astype(np.float32)
 
 
-def int8_pair(low: Array, high: Array) -> Array:
-    """cvt.rni.s32.f32 (to nearest even, NaN to 0, saturating), then cvt.pack.sat.s8.s32.b32 d, high, low, 0."""
-
-    def byte(value: Array) -> Array:
-        rounded = np.rint(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=1e9, neginf=-1e9))
-        return np.clip(rounded, -128, 127).astype(np.int64) & 0xFF
-
-    return (byte(low) | byte(high) << 8).astype(np.int32)
+def to_int8(value: Array) -> Array:
+    """cvt.rni.s32.f32 (to nearest even, NaN to 0, saturating), then cvt.pack.sat.s8.s32.b32."""
+    rounded = np.rint(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=1e9, neginf=-1e9))
+    return np.clip(rounded, -128, 127).astype(np.int8)
 
 
-def fp8_pair(low: Array, high: Array) -> Array:
-    """cvt.rn.satfinite.e4m3x2.f32 d, high, low: to nearest even, magnitudes above 448 to 448."""
-
-    def byte(value: Array) -> Array:
-        clamped = torch.from_numpy(np.ascontiguousarray(value)).clamp(-448.0, 448.0)
-        return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.int64)
-
-    return (byte(low) | byte(high) << 8).astype(np.int32)
+def to_fp8(value: Array) -> Array:
+    """cvt.rn.satfinite.e4m3x2.f32: to nearest even, magnitudes above 448 to 448."""
+    clamped = torch.from_numpy(np.ascontiguousarray(value)).clamp(-448.0, 448.0)
+    return clamped.to(torch.float8_e4m3fn).view(torch.int8).numpy()
 
 
-def exclusive_or(x: Array, y: Array) -> Array:
-    """xor.b32, on two 16-bit values at a time."""
-    return (x.view(np.uint16) ^ y.view(np.uint16)).view(x.dtype)
-
-
-INSTRUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "cvt.pack.sat.s8.s32.b32 $0, hi, lo, 0": int8_pair,
-    "cvt.rn.satfinite.e4m3x2.f32 pair, $2, $1": fp8_pair,
-    "xor.b32 $0, $1, $2": exclusive_or,
+INSTRUCTIONS: dict[str, Callable[[Array], Array]] = {
+    "cvt.pack.sat.s8.s32.b32 $0, b, a, c": to_int8,
+    "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1": to_fp8,
 }
-"""What identifies a piece of inline PTX -> what it computes."""
+"""What identifies a piece of inline PTX -> what it computes, of each element on its own."""
 
 
 def complete() -> None:

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels import launch
 from slidesparse.kernels.columns import Columns
 from slidesparse.kernels.launch import Entry, Launch, configure, load_table
-from slidesparse.packed import pack
 
-ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "tile": 128, "num_warps": 4, "held": True}
+ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "read": 1024, "write": 2048, "num_warps": 4}
 
 
 def table(path: Path, content: object) -> Path:
@@ -30,37 +28,28 @@ def test_the_table_that_ships_can_be_read() -> None:
 def test_the_rule_gives_a_launch_for_any_size(columns: int) -> None:
     order = Columns.identity(columns)
     for tokens in (1, 4096):
-        for first in ("none", "rms_norm"):
-            chosen = configure(0, tokens, order, 2, True, first)
-            assert 32 * chosen.num_warps == chosen.tile
-            words = -(-order.units // chosen.tile) * launch.UNIT_GROUPS * order.group * 2 // 4
-            assert chosen.held == (words <= (launch.NORM_WORDS if "norm" in first else launch.HELD_WORDS))
+        chosen = configure(0, tokens, order, 2, "none")
+        assert chosen.read == 8 * 32 * chosen.num_warps
+        assert chosen.num_warps == 1 or chosen.read <= columns
 
 
-def test_narrow_loads_are_not_unrolled_without_end() -> None:
-    order = Columns.of(pack(torch.zeros(1, 8192, dtype=torch.int8), "4:6"))
-    assert -(-order.units // configure(0, 4096, order, 2, True, "none").tile) == 3
-    assert -(-order.units // configure(0, 4096, order, 2, False, "none").tile) == 1
-
-
-def test_few_tokens_get_more_lanes_each_and_many_leave_fewer_idle() -> None:
-    order = Columns.of(pack(torch.zeros(1, 8192, dtype=torch.int8), "4:6"))
-    assert order.units == 342
-    assert configure(0, 1, order, 2, True, "none") == Launch(512, 16)
-    assert configure(0, 4096, order, 2, True, "none") == Launch(128, 4)
+def test_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
+    warps = {columns: configure(0, 4096, Columns.identity(columns), 2, "none").num_warps for columns in (3584, 8192)}
+    assert warps == {3584: 4, 8192: 8}
+    assert configure(0, 4096, Columns.identity(18944), 2, "none").num_warps == 16
+    assert configure(0, 4096, Columns.identity(4096), 2, "silu_mul").num_warps == 8
+    assert configure(0, 1, Columns.identity(3584), 2, "none").num_warps == 8
 
 
 def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {**ENTRY, "min_tokens": 1024, "tile": 512}
+    more = {**ENTRY, "min_tokens": 1024, "write": 4096}
     monkeypatch.setattr(launch, "TABLE", table(tmp_path / "t.json", {"version": 1, "sm_90": [more, ENTRY]}))
     order = Columns.identity(8192)
-    assert configure.__wrapped__(90, 64, order, 2, True, "none") == Launch(128, 4)
-    assert configure.__wrapped__(90, 4096, order, 2, True, "none") == Launch(512, 4)
-    assert configure.__wrapped__(90, 63, order, 2, True, "none") == configure(80, 63, order, 2, True, "none")
-    assert configure.__wrapped__(90, 4096, order, 2, True, "rms_norm") == configure(
-        80, 4096, order, 2, True, "rms_norm"
-    )
-    assert load_table(launch.TABLE)[90][1] == Entry("none", 8192, 4, 64, Launch(128, 4))
+    assert configure.__wrapped__(90, 64, order, 2, "none") == Launch(1024, 2048, 4)
+    assert configure.__wrapped__(90, 4096, order, 2, "none") == Launch(1024, 4096, 4)
+    assert configure.__wrapped__(90, 63, order, 2, "none") == configure(80, 63, order, 2, "none")
+    assert configure.__wrapped__(90, 4096, order, 2, "rms_norm") == configure(80, 4096, order, 2, "rms_norm")
+    assert load_table(launch.TABLE)[90][1] == Entry("none", 8192, 4, 64, Launch(1024, 2048, 4))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +61,9 @@ def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.Mo
         {"version": 1, "hopper": []},
         {"version": 1, "sm_90": {}},
         {"version": 1, "sm_90": [{**ENTRY, "stages": 2}]},
-        {"version": 1, "sm_90": [{**ENTRY, "tile": "128"}]},
-        {"version": 1, "sm_90": [{**ENTRY, "held": 1}]},
-        {"version": 1, "sm_90": [{**ENTRY, "tile": True}]},
-        {"version": 1, "sm_90": [{**ENTRY, "tile": 96}]},
+        {"version": 1, "sm_90": [{**ENTRY, "read": "128"}]},
+        {"version": 1, "sm_90": [{**ENTRY, "write": True}]},
+        {"version": 1, "sm_90": [{**ENTRY, "write": 96}]},
         {"version": 1, "sm_90": [{**ENTRY, "num_warps": 64}]},
     ],
 )

@@ -68,15 +68,12 @@ def rows(columns: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 32 units take several tiles and are read twice."""
-    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1, held=False))
-
-
-@pytest.fixture
-def held_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of more than 32 units take several tiles and stay in registers."""
-    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(tile=32, num_warps=1))
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rows of more than 64 columns take several steps to read, and those of more than 128 to write."""
+    kernels._variant.cache_clear()
+    monkeypatch.setattr(kernels, "configure", lambda *_: Launch(read=64, write=128, num_warps=1))
+    yield
+    kernels._variant.cache_clear()
 
 
 # -- the column order ----------------------------------------------------------------------------------------------
@@ -103,24 +100,21 @@ def test_every_order_matches_the_column_map(
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_rows_that_are_read_twice(device: str, small_tiles: None, pattern: str, dtype: torch.dtype) -> None:
-    packed = packed_weight(pattern, 1700)
-    x = torch.randn(2, 1700, dtype=torch.bfloat16, device=device)
-    columns = on(device, packed, 32)
-    assert columns.units > 32
-    assert_same(kernels.quantize_lift(x, columns, dtype), expected(x, packed, dtype, 32))
+def test_rows_of_several_steps(device: str, small_steps: None, pattern: str, dtype: torch.dtype) -> None:
+    packed = packed_weight(pattern, 500)
+    x = torch.randn(2, 500, dtype=torch.bfloat16, device=device)
+    assert_same(kernels.quantize_lift(x, on(device, packed, 32), dtype), expected(x, packed, dtype, 32))
 
 
-@pytest.mark.parametrize(("pattern", "source"), [("6:8", torch.bfloat16), ("4:6@50%", torch.float32)])
-def test_rows_held_in_several_tiles(device: str, held_tiles: None, pattern: str, source: torch.dtype) -> None:
-    packed = packed_weight(pattern, 1700)
-    x = (torch.randint(-40, 41, (1, 1700)) / 8).to(device, source)
-    weight = torch.randn(1700).to(device, source)
-    columns = on(device, packed, 32)
-    assert columns.units > 32
-    assert_same(kernels.quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8, 32))
-    wanted = expected(rms_norm(x, weight, 1e-6), packed, torch.int8, 32)
-    assert_same(kernels.rms_norm_quantize_lift(x, weight, 1e-6, columns, torch.int8), wanted)
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) -> None:
+    packed = packed_weight(pattern, 500)
+    x, residual = (torch.randint(-40, 41, (2, 2, 500)) / 8).to(device, torch.bfloat16).unbind(0)
+    weight = torch.randn(500).to(device, torch.bfloat16)
+    total = x + residual
+    got = kernels.rms_norm_quantize_lift(x, weight, 1e-6, on(device, packed, 32), torch.int8, residual=residual)
+    assert_same(got, expected(rms_norm(total, weight, 1e-6), packed, torch.int8, 32))
+    assert same_bits(residual, total)
 
 
 @pytest.mark.parametrize("multiple", [1, 32])
@@ -190,6 +184,19 @@ def test_any_number_of_tokens(device: str, tokens: int) -> None:
     packed = packed_weight("2:4", 20)
     x = torch.randn(tokens, 20, dtype=torch.bfloat16, device=device)
     assert_same(kernels.quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
+
+
+@pytest.mark.parametrize("rows", [None, 2, 8])
+def test_rows_past_the_tokens_are_there_to_be_read(device: str, rows: int | None) -> None:
+    packed = packed_weight("6:8", 64)
+    x = torch.randn(3, 64, dtype=torch.bfloat16, device=device)
+    got = kernels.quantize_lift(x, on(device, packed), torch.int8, rows=rows)
+    assert_same(got, expected(x, packed, torch.int8))
+    assert got.values.is_contiguous()
+    assert got.values.untyped_storage().nbytes() == max(3, rows or 0) * 96
+    assert got.scale.untyped_storage().nbytes() == max(3, rows or 0) * 4
+    with pytest.raises(InputError, match="rows and slabs"):
+        kernels.lift(x, on(device, packed), slabs=Slabs(8), rows=8)
 
 
 @pytest.mark.parametrize(("stride", "start"), [(96, 0), (96, 3), (81, 0), (80, 8)])
@@ -287,7 +294,7 @@ def test_silu_mul_first(device: str, dtype: torch.dtype, source: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_silu_of_ordinary_values(device: str, small_tiles: None, dtype: torch.dtype) -> None:
+def test_silu_of_ordinary_values(device: str, small_steps: None, dtype: torch.dtype) -> None:
     packed = packed_weight("6:8", 1100)
     x = torch.randn(2, 2200, dtype=torch.bfloat16, device=device)
     gate, up = x.to(torch.float32).chunk(2, -1)
@@ -337,14 +344,9 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels._variant.cache_clear()
     monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
     with pytest.raises(UnsupportedError, match="sm_89"):
         kernels.quantize_lift(
             torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn
         )
-
-
-def test_a_norm_needs_a_row_that_is_held(device: str, small_tiles: None) -> None:
-    x = torch.randn(1, 1100, device=device)
-    with pytest.raises(UnsupportedError, match="registers"):
-        kernels.rms_norm_quantize_lift(x, x[0], 1e-6, on(device, packed_weight("6:8", 1100)), torch.int8)

@@ -13,17 +13,9 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.packed import PackedWeight
-from slidesparse.pattern import STRIDE, WINDOW
 
 SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory, and what one TMA box row holds."""
-
-
-VECTOR_BYTES = 16
-"""What one lane loads or stores at once, at best."""
-
-UNIT_GROUPS = 4
-"""Groups of a *unit*, the work of one lane: the fewest whose lifted columns fill 16-byte vectors for every pattern."""
 
 
 @dataclass(frozen=True)
@@ -100,25 +92,6 @@ class Columns:
     def width(self) -> int:
         """Packed columns K'."""
         return self.dense_columns + self.slid_columns
-
-    @property
-    def units(self) -> int:
-        """Units that cover the longer segment, padding included."""
-        dense, slid = UNIT_GROUPS * self.group, UNIT_GROUPS * WINDOW * (self.group // STRIDE - 1)
-        return max(-(-self.dense_columns // dense), -(-self.slid_columns // slid))
-
-    def vector(self, itemsize: int, aligned: bool) -> int:
-        """Input columns that one load takes: 16 bytes, less where neither rows nor groups are aligned to that.
-
-        Args:
-            itemsize: Bytes of an input value.
-            aligned: Rows of the input start at multiples of 16 bytes.
-        """
-        vector = VECTOR_BYTES // itemsize if aligned else 1
-        limits = [self.k_offset, self.columns, *([] if self.groups is None else [self.group])]
-        while any(limit % vector for limit in limits):
-            vector //= 2
-        return vector
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
 
-The rule follows from the work of one lane (a *unit*, see :mod:`slidesparse.kernels.quantize_lift`). What was measured
+The rule follows from the passes of a program over its row (see :mod:`slidesparse.kernels.quantize_lift`): all passes
+but the first should find it in L1, so the rows that a multiprocessor treats at once must fit there. What was measured
 to be faster than the rule is data, in ``launch.json`` beside this file::
 
     {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
-                              "tile": 256, "num_warps": 8, "held": true}]}
+                              "read": 2048, "write": 4096, "num_warps": 8}]}
 
 The entry of the largest ``min_tokens`` that the problem reaches counts.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.columns import UNIT_GROUPS, Columns
+from slidesparse.kernels.columns import Columns
 
 TABLE = Path(__file__).with_name("launch.json")
 VERSION = 1
@@ -28,18 +29,19 @@ VERSION = 1
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
 
-TILES = (32, 64, 128, 256, 512)
-"""Units that a program may hold at once, one a lane: up to 16 warps."""
-HELD_WORDS = 80
-"""32-bit registers of a lane that may hold its share of a row between the reduction and the quantisation."""
-NORM_WORDS = 160
-"""The same for a norm, which must hold its row: reading it a third time would cost more than spilling some of it."""
-HELD_LOADS = 40
-"""Loads of a lane that fill a held row; Triton's compile time grows with their square."""
-USUAL = 256
-"""The largest tile by choice (several programs on a multiprocessor overlap), and that of a row too long to hold."""
+WARPS = (1, 2, 4, 8, 16)
+"""Warps that a program may have."""
+RESIDENT_WARPS = 64
+"""Warps that a multiprocessor holds at most: how many programs of so many warps run on it at once."""
+L1_BYTES = 192 * 1024
+"""What a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of the
+speed of 8."""
 FEW_TOKENS = 512
-"""Up to so many rows, latency counts more than idle lanes: one row gets all the lanes it can use."""
+"""Up to so many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
+LOAD_BYTES = 16
+"""What a lane loads at once while it reads a row."""
+WRITE_COLUMNS = 16
+"""Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,25 @@ class Launch:
     """How one launch is cut.
 
     Attributes:
-        tile: Units that a program holds at once, a power of two.
+        read: Input columns of a step while a row is read, a power of two.
+        write: Packed columns of a step while it is written, a power of two.
         num_warps: Warps of a program, a power of two.
-        held: The row, all its tiles, stays in registers; else it is read twice.
     """
 
-    tile: int
+    read: int
+    write: int
     num_warps: int
-    held: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, limit in (("tile", self.tile, 1 << 16), ("num_warps", self.num_warps, 32)):
+        limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
+        for name, limit in limits.items():
+            value = getattr(self, name)
             if type(value) is not int or not 0 < value <= limit or value & (value - 1):
                 raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
 
 
 @lru_cache(maxsize=4096)
-def configure(arch: int, tokens: int, columns: Columns, itemsize: int, aligned: bool, first: str) -> Launch:
+def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
     """The launch of a quantise-and-lift kernel.
 
     Args:
@@ -71,31 +75,19 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, aligned: 
         tokens: Rows M.
         columns: The packed column order.
         itemsize: Bytes of an input value.
-        aligned: Rows of the input start at multiples of 16 bytes.
         first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
 
-    >>> configure(80, 4096, Columns.identity(8192), 2, True, "none")
-    Launch(tile=256, num_warps=8, held=True)
+    >>> configure(80, 4096, Columns.identity(8192), 2, "none")
+    Launch(read=2048, write=4096, num_warps=8)
     """
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
     if measured:
         return max(measured, key=lambda entry: entry.min_tokens).launch
-    segments = (columns.dense_columns > 0) + (columns.slid_columns > 0)
-    values = UNIT_GROUPS * columns.group * segments
-    if "norm" in first:
-        most = NORM_WORDS // (values * itemsize // 4)
-    else:
-        loads = values // columns.vector(itemsize, aligned)
-        most = min(HELD_WORDS // (values * itemsize // 4), HELD_LOADS // loads)
-    tiles = {tile: -(-columns.units // tile) for tile in TILES}
-    fitting = [tile for tile in TILES if tiles[tile] <= most]
-    if not fitting:
-        return Launch(USUAL, USUAL // 32, held=False)
-    if tokens <= FEW_TOKENS:
-        tile = min(fitting, key=lambda tile: (tiles[tile], tile))
-    else:
-        tile = min(fitting, key=lambda tile: (tiles[tile] * tile, tile > USUAL, -tile))
-    return Launch(tile, tile // 32)
+    row_bytes = columns.columns * itemsize * (2 if first == "silu_mul" else 1)
+    useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
+    cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]
+    warps = min(cached) if cached and tokens > FEW_TOKENS else max(useful)
+    return Launch(32 * warps * LOAD_BYTES // itemsize, 32 * warps * WRITE_COLUMNS, warps)
 
 
 @lru_cache
@@ -145,8 +137,8 @@ def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
 
 
 def _entry(path: Path, entry: object) -> Entry:
-    kinds = {"first": str, "columns": int, "group": int, "min_tokens": int, "tile": int, "num_warps": int, "held": bool}
+    kinds = {"first": str, **dict.fromkeys(("columns", "group", "min_tokens", "read", "write", "num_warps"), int)}
     if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
         raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
-    launch = Launch(entry["tile"], entry["num_warps"], entry["held"])
+    launch = Launch(entry["read"], entry["write"], entry["num_warps"])
     return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)
