@@ -12,6 +12,7 @@ from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
+from slidesparse.gemm.select import UNPROVEN
 from slidesparse.slide import gather
 
 PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
@@ -110,10 +111,13 @@ def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.Mo
     assert choose(PROBLEM, fallback="none").backend.name == "reference"
 
 
-def test_auto_takes_the_first_accelerated_backend_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    _know_only(monkeypatch, reference=Reference, fast=_Fast)
+def test_auto_claims_no_speed_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
     able = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cpu"))
-    assert choose(able).backend.name == "fast"
+    assert choose(able).backend.name == "dense"
+    assert choose(able).reason == f"fast: {UNPROVEN}"
+    assert choose(able, "fast").backend.name == "fast"
+    assert choose(able, fallback="none").backend.name == "fast"
     choice = choose(PROBLEM, fallback="none")
     assert choice.backend.name == "reference"
     assert choice.reason == "fast: it needs a K of 32 at least"

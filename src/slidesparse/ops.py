@@ -174,7 +174,7 @@ quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
 
 The memory behind the values has the rows that the layout of ``backend`` asks for. ``order`` and ``groups`` are the
-fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU needs one kernel, else torch's definition runs."""
+fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch its definition."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, groups, order) -> lifted activations [M, K'], as ``quantize_lift``."""

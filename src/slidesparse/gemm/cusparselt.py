@@ -352,10 +352,10 @@ class CuSparseLt:
         """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
         groups = problem.pattern.groups(problem.in_features)
         columns = problem.pattern.following(groups) * problem.pattern.slid_group
-        padded = [size + -size % MULTIPLE for size in (problem.out_features, columns)]
+        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
         device = torch.cuda.current_device() if problem.device.index is None else problem.device.index
         accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        shape = Shape(device, *padded, padded[1], token_bucket(tokens), problem.dtype, accumulator)
+        shape = Shape(device, out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
         record = nearest(load_table(table_path()), shape.key, shape.rows)
         if record is None:
             return []

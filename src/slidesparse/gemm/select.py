@@ -2,8 +2,8 @@
 
 The rule, in full: an explicit choice is taken or refused with its reason. ``auto`` takes the first accelerated backend
 that can run the problem and is known to be faster than dense there; where there is none, the dense weight runs
-(``fallback="dense"``), or the first backend that can run the packed weight alone (``fallback="none"``). A choice carries
-its reason; ``slidesparse info`` prints what each backend answers. None has a measured table yet: see UNPROVEN.
+(``fallback="dense"``), or the first backend that can run the packed weight alone (``fallback="none"``). A choice has a
+reason; ``slidesparse info`` prints what each backend answers. None has a measured table yet: see UNPROVEN.
 """
 
 from __future__ import annotations
