@@ -218,6 +218,7 @@ class CudaStopwatch:
                 raise
             except RuntimeError:
                 self.wait()  # raises again when the device itself is broken
+                self._pool = torch.cuda.graph_pool_handle()  # the old one stays marked as being captured into
             else:
                 graph.replay()
                 poison(result)
