@@ -14,11 +14,9 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import triton
-import triton.language as tl
 
 from slidesparse.kernels import pack as packing
 from slidesparse.kernels import quantize_lift as kernels
@@ -86,10 +84,14 @@ def inputs(case: Case, tokens: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Run the kernel with the launch of the case."""
-    columns = packed_order(case)
+def use(case: Case) -> None:
+    """From here on, calls have the launch of this case."""
     kernels.configure = configure if case.launch is None else (lambda *_: case.launch)
+    kernels._variant.cache_clear()
+
+
+def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    columns = packed_order(case)
     if case.dtype == BF16:
         return (kernels.lift(made["x"], columns, slabs=case.slabs),)
     if case.first == "silu_mul":
@@ -108,22 +110,11 @@ def moved(case: Case, tokens: int) -> int:
 
 
 def launch_of(case: Case, tokens: int) -> Launch:
-    arch = device_arch(torch.device("cuda"))
-    return case.launch or configure(arch, tokens, packed_order(case), 2, True, case.first)
+    return case.launch or configure(device_arch(torch.device("cuda")), tokens, packed_order(case), 2, case.first)
 
 
-def launches(case: Case) -> list[Launch]:
-    """What is worth trying: every tile that a lane's registers can hold, and two that read the row twice."""
-    columns = packed_order(case)
-    segments = (columns.dense_columns > 0) + (columns.slid_columns > 0)
-    found = []
-    for tile in (64, 128, 256, 512, 1024):
-        tiles = -(-columns.units // tile)
-        if tiles * 2 * columns.group * segments <= 100 and tile < 2 * max(columns.units, 64):
-            found.append(Launch(tile, min(16, tile // 32)))
-    if "norm" not in case.first and columns.units > 256:
-        found += [Launch(128, 4, held=False), Launch(256, 8, held=False)]
-    return found
+LAUNCHES = [Launch(256 * warps, 4 * words, warps) for warps in (4, 8, 16) for words in (512, 1024, 2048)]
+"""What is worth trying: loads of 16 bytes a lane, and between 1 and 16 words (four packed columns) a lane."""
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -163,6 +154,7 @@ def unslab(values: torch.Tensor, slabs: Slabs, tokens: int) -> torch.Tensor:
 def check(case: Case) -> str:
     """Equal to the twin; ``exact``, or the share of values that differ where the twin sums in another order."""
     torch.manual_seed(0)
+    use(case)
     tokens = 65
     made = inputs(case, tokens)
     copies = {name: tensor.clone() for name, tensor in made.items()}
@@ -207,6 +199,7 @@ def cold_time(run: Callable[[int], object], sets: int) -> float:
 def time_case(case: Case, tokens: int) -> float:
     sets = min(64, max(2, -(-COLD_BYTES // moved(case, tokens))))
     made = [inputs(case, tokens) for _ in range(sets)]
+    use(case)
     return cold_time(lambda i: call(case, made[i]), sets)
 
 
@@ -221,10 +214,10 @@ def copy_time(n_bytes: int) -> float:
 def report(case: Case, tokens: int, only: float | None = None) -> float:
     seconds = time_case(case, tokens)
     n_bytes = moved(case, tokens)
-    share = copy_time(n_bytes // 2**20 * 2**20) / seconds
+    share = copy_time(n_bytes // 2**20 * 2**20 or n_bytes) / seconds
     launch = launch_of(case, tokens)
     chosen = " *" if case.launch is None else ""
-    cut = f"{launch.tile}/{launch.num_warps}{'' if launch.held else ' twice'}{chosen}"
+    cut = f"{launch.write // 4}/{launch.num_warps}{chosen}"
     ratio = "" if only is None else f"{seconds / only:6.2f}"
     print(
         f"{case.label:22s} {tokens:6d} {case.columns:6d} {cut:14s} {seconds * 1e6:9.1f} us"
@@ -232,86 +225,6 @@ def report(case: Case, tokens: int, only: float | None = None) -> float:
         flush=True,
     )
     return seconds
-
-
-# -- the other design: one word of four columns a lane, gathered from L1 ---------------------------------------------
-
-
-@triton.jit
-def gather_kernel(
-    x, out, scales, K: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr, READ: tl.constexpr, WRITE: tl.constexpr
-):
-    """Uniform patterns, bf16 to int8, K even; ``x`` as int32 pairs. Quantises a column once for every window."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * (K // 2)
-    largest = tl.full((READ,), 0.0, tl.float32)
-    for start in range(0, K // 2, READ):
-        at = start + tl.arange(0, READ)
-        pair = tl.load(x + at, mask=at < K // 2, other=0)
-        low = tl.abs((pair << 16).to(tl.float32, bitcast=True))
-        high = tl.abs((pair & -65536).to(tl.float32, bitcast=True))
-        largest = tl.maximum(largest, tl.maximum(low, high))
-    absmax = tl.max(largest)
-    inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(127.0, absmax))
-    for start in range(0, WORDS, WRITE):
-        at = start + tl.arange(0, WRITE)
-        first = at // (HALF - 1) * HALF + at % (HALF - 1)
-        here = at < WORDS
-        a = tl.load(x + first, mask=here & (first < K // 2), other=0)
-        b = tl.load(x + first + 1, mask=here & (first + 1 < K // 2), other=0)
-        word = tl.inline_asm_elementwise(
-            "{ .reg .s32 p, q, r, s; cvt.rni.s32.f32 p, $1; cvt.rni.s32.f32 q, $2; cvt.rni.s32.f32 r, $3;"
-            " cvt.rni.s32.f32 s, $4; cvt.pack.sat.s8.s32.b32 r, s, r, 0; cvt.pack.sat.s8.s32.b32 $0, q, p, r; }",
-            "=r,f,f,f,f",
-            [
-                (a << 16).to(tl.float32, bitcast=True) * inverse,
-                (a & -65536).to(tl.float32, bitcast=True) * inverse,
-                (b << 16).to(tl.float32, bitcast=True) * inverse,
-                (b & -65536).to(tl.float32, bitcast=True) * inverse,
-            ],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        tl.store(out + row * WORDS + at, word, mask=here)
-    tl.store(scales + row, tl.div_rn(absmax, 127.0))
-
-
-def report_gather(pattern: str, columns: int, tokens: int) -> None:
-    packed = order(pattern, columns, 4)
-    for read, write, warps in ((1024, 512, 4), (2048, 1024, 8)):
-
-        def run(x: torch.Tensor, read: int = read, write: int = write, warps: int = warps) -> tuple[torch.Tensor, ...]:
-            out = torch.empty(len(x), packed.width, dtype=INT8, device="cuda")
-            scale = torch.empty(len(x), 1, device="cuda")
-            gather_kernel[(len(x),)](
-                x.view(torch.int32),
-                out.view(torch.int32),
-                scale,
-                columns,
-                packed.group // 2,
-                packed.width // 4,
-                read,
-                write,
-                num_warps=warps,
-            )
-            return out, scale
-
-        small = torch.randn(33, columns, dtype=BF16, device="cuda")
-        values, scale = quantize_rows(small, INT8)
-        column_map = weight(pattern, columns).column_map(4).cuda()
-        got = run(small)
-        assert torch.equal(got[0], gather(values, column_map)), "gather kernel: values"
-        assert torch.equal(got[1], scale), "gather kernel: scales"
-        n_bytes = tokens * (2 * columns + packed.width + 4)
-        sets = min(64, max(2, -(-COLD_BYTES // n_bytes)))
-        xs = [torch.randn(tokens, columns, dtype=BF16, device="cuda") for _ in range(sets)]
-        seconds = cold_time(lambda i, xs=xs, run=run: run(xs[i]), sets)
-        share = copy_time(n_bytes // 2**20 * 2**20) / seconds
-        print(
-            f"{pattern} int8 (gather)     {tokens:6d} {columns:6d} {f'{write}/{warps}':14s} {seconds * 1e6:9.1f} us"
-            f" {n_bytes / seconds / 1e9:7.0f} GB/s {share:6.0%}"
-        )
 
 
 def report_pack() -> None:
@@ -339,6 +252,7 @@ def report_pack() -> None:
 def report_host() -> None:
     case = Case("6:8", 4096)
     made = inputs(case, 16)
+    use(case)
     call(case, made)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -352,9 +266,11 @@ def report_host() -> None:
 
 
 def compile_one(case: Case) -> str | None:
-    """Fill Triton's cache from another process; 16 tokens specialise like any multiple of 16."""
+    """Fill Triton's cache from another process."""
     try:
-        call(case, inputs(case, 16))
+        use(case)
+        for tokens in (16, 1024):  # few tokens and many have launches of their own
+            call(case, inputs(case, tokens))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{case}: {error!r}"
@@ -366,54 +282,37 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     quick = parser.parse_args().quick
 
-    widths = (3584, 18944) if quick else (2048, 3584, 8192, 18944)
-    plain = [Case(p, k) for k in widths for p in ("identity", "4:6", "6:8")]
-    swept = {case: launches(case) for case in plain}
-    others = [Case(p, k, FP8) for k in widths for p in ("identity", "4:6", "6:8")]
-    others += [Case("6:8", k, INT8, first) for k in (3584, 8192) for first in ("rms_norm", "add_rms_norm")]
-    others += [Case(p, k) for k in (3584, 18944) for p in ("4:6@50%",)]
-    others += [Case("6:8", 8192, INT8, slabs=Slabs(64, swizzle=True)), Case("6:8", 8192, BF16), Case("14:16", 8192)]
-    silu = [Case("6:8", 18944, dtype, "silu_mul") for dtype in (INT8, FP8)]
-    swept |= {case: launches(case) for case in silu}
-    swept |= {case: launches(case) for case in others if "@" in case.pattern}
-    with_launch = [
-        Case(c.pattern, c.columns, c.dtype, c.first, c.slabs, launch) for c, tried in swept.items() for launch in tried
-    ]
-    everything = [*plain, *others, *silu, *with_launch]
+    widths = (3584, 8192, 18944) if quick else (2048, 3584, 4096, 8192, 14336, 18944)
+    plain = [Case(p, k, dtype) for k in widths for dtype in (INT8, FP8) for p in ("identity", "4:6", "6:8")]
+    fused = [Case("6:8", k, INT8, first) for k in (3584, 8192) for first in ("rms_norm", "add_rms_norm")]
+    fused += [Case("6:8", 18944, dtype, "silu_mul") for dtype in (INT8, FP8)]
+    others = [Case("4:6@50%", k) for k in (3584, 18944)] + [Case("14:16", 8192), Case("6:8", 8192, BF16)]
+    others += [Case("6:8", 8192, slabs=Slabs(64, swizzle=True))]
+    cases = [*plain, *fused, *others]
+    swept = [Case("6:8", k) for k in widths] + [fused[-2]]
+    swept += [] if quick else [c for c in cases if c not in swept]
+    tried = [replace(case, launch=launch) for case in swept for launch in LAUNCHES]
 
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(14, multiprocessing.cpu_count())) as pool:
-        failed = [line for line in pool.imap_unordered(compile_one, everything, chunksize=2) if line]
-    print(*failed, f"compiled {len(everything)} variants in {time.perf_counter() - begin:.0f} s", sep="\n")
+        failed = [line for line in pool.imap_unordered(compile_one, [*cases, *tried], chunksize=4) if line]
+    print(*failed, f"compiled {len(cases + tried)} cases in {time.perf_counter() - begin:.0f} s", sep="\n", flush=True)
 
-    for case in (*plain, *others, *silu):
-        print(f"check {case.label:22s} K={case.columns:6d} {check(case)}")
-    for case in with_launch:
+    for case in cases:
+        print(f"check {case.label:22s} K={case.columns:6d} {check(case)}", flush=True)
+    for case in tried:
         check(case)
 
-    print(f"\n{'kernel':22s} {'M':>6s} {'K':>6s} {'tile/warps':14s} {'time':>12s} {'':>12s} {'copy':>6s} quantise=1")
-    for tokens in (4096, 16384) if quick else (1024, 4096, 16384):
-        for columns in widths:
-            only = None
-            for case in [c for c in plain if c.columns == columns]:
-                seconds = report(case, tokens, only)
-                only = only or seconds
-                if tokens > 1024:
-                    for launch in swept[case]:
-                        report(Case(case.pattern, columns, launch=launch), tokens, only)
-            only = None
-            for case in [c for c in others if c.columns == columns and c.dtype == FP8]:
-                seconds = report(case, tokens, only)
-                only = only or seconds
-        for case in [c for c in others if c.dtype != FP8] + silu:
+    print(f"\n{'kernel':22s} {'M':>6s} {'K':>6s} {'words/warps':14s} {'time':>12s} {'':>12s} {'copy':>6s} quantise=1")
+    for tokens in (1, 4096, 16384) if quick else (1, 16, 256, 1024, 4096, 16384):
+        only = None
+        for case in cases:
+            seconds = report(case, tokens, None if case.pattern == "identity" else only if case in plain else None)
+            only = seconds if case.pattern == "identity" else only
+    for tokens in (16384,) if quick else (1, 4096, 16384):
+        for case in tried:
             report(case, tokens)
-            if tokens == 16384:
-                for launch in swept.get(case, []):
-                    report(Case(case.pattern, case.columns, case.dtype, case.first, launch=launch), tokens)
-        if tokens > 1024:
-            report_gather("6:8", 8192, tokens)
-            report_gather("4:6", 3584, tokens)
     report_pack()
     report_host()
 

@@ -25,7 +25,8 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.launch import FP8_ARCH, configure
 from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
-from slidesparse.kernels.quantize_lift import make_plan, quantize_lift_kernel
+from slidesparse.kernels.quantize_lift import make_plan
+from slidesparse.kernels.row_kernel import quantize_lift_kernel
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.support import INT_VIEW

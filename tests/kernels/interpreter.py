@@ -47,9 +47,15 @@ def to_fp8(value: Array) -> Array:
     return clamped.to(torch.float8_e4m3fn).view(torch.int8).numpy()
 
 
+def sigmoid(value: Array) -> Array:
+    """mul, ex2.approx, add, rcp.approx: each within an ulp or two of the nearest number."""
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-value))
+
+
 INSTRUCTIONS: dict[str, Callable[[Array], Array]] = {
     "cvt.pack.sat.s8.s32.b32 $0, b, a, c": to_int8,
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1": to_fp8,
+    "rcp.approx.ftz.f32 $0, e": sigmoid,
 }
 """What identifies a piece of inline PTX -> what it computes, of each element on its own."""
 

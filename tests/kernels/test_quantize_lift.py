@@ -209,6 +209,15 @@ def test_rows_may_lie_anywhere(device: str, stride: int, start: int) -> None:
     assert_same(kernels.quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
 
 
+def test_one_variant_serves_all_rows(device: str) -> None:
+    # On a GPU the second call launches what the first compiled; unaligned rows must not get it, nor make it unfit.
+    packed = packed_weight("6:8", 64)
+    columns = on(device, packed)
+    for tokens, stride, start in [(5, 64, 0), (1, 64, 0), (40, 80, 16), (5, 72, 0), (5, 96, 3), (7, 64, 0)]:
+        x = torch.randn(tokens, stride, dtype=torch.bfloat16, device=device)[:, start : start + 64]
+        assert_same(kernels.quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8))
+
+
 def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     """The definition of the slab layout: bytes [M, K'] -> [tiles, K' / 128, rows, 128]."""
     padded = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % slabs.rows))

@@ -1,6 +1,6 @@
 """How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
 
-The rule follows from the passes of a program over its row (see :mod:`slidesparse.kernels.quantize_lift`): all passes
+The rule follows from the passes of a program over its row (see :mod:`slidesparse.kernels.row_kernel`): all passes
 but the first should find it in L1, so the rows that a multiprocessor treats at once must fit there. What was measured
 to be faster than the rule is data, in ``launch.json`` beside this file::
 

@@ -1,0 +1,279 @@
+"""The kernel that quantises and lifts: one program treats one row of activations, in passes over it.
+
+One pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The first
+reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.kernels.launch` sees to it). The last pass
+walks along the *output*: a packed column is computed from the input column that it copies, so a column that two windows
+share is read and quantised twice, and nothing has to be moved between lanes::
+
+    6:8     in    |0 1 2 3 4 5 6 7|                 loads of 4 bytes (16-bit types): a window starts at an even column
+            out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes beside each other
+
+The code says which column goes where, element by element. How wide an access is follows from what the compiler proves
+about these indices, so that odd sizes and unaligned rows need no code of their own: they are slower, not different.
+
+Bytes moved a row: K inputs in, K' bytes and one float32 out. Every byte of the output, padding included, is written
+once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from slidesparse.kernels.columns import SLAB_BYTES
+from slidesparse.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
+
+_INT8_MAX = tl.constexpr(INT8_MAX)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+_SLAB_BYTES = tl.constexpr(SLAB_BYTES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is compiled for, besides the types and alignments of its arguments.
+
+    Attributes:
+        columns: Input columns K.
+        half: N, half the columns of a group.
+        k_offset: Position inside its group at which input column 0 stands.
+        dense_groups: Groups of the dense segment.
+        slid_groups: Groups of the slid segment.
+        dense_columns: Length of the dense segment, padding included.
+        slid_columns: Length of the slid segment, padding included.
+        gathered: The groups stand in an order of their own.
+        first: What happens to a row before it is quantised: ``none``, ``rms_norm``, ``add_rms_norm`` or ``silu_mul``.
+        quant: ``none``, ``int8`` or ``fp8``.
+        itemsize: Bytes of an output column.
+        slab_rows: Tokens of a slab; 0 for row-major output.
+        swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
+        read: Input columns of a step of the passes that read.
+        write: Output columns of a step of the pass that writes.
+    """
+
+    columns: int
+    half: int
+    k_offset: int
+    dense_groups: int
+    slid_groups: int
+    dense_columns: int
+    slid_columns: int
+    gathered: bool
+    first: str
+    quant: str
+    itemsize: int
+    slab_rows: int
+    swizzle: bool
+    read: int
+    write: int
+
+
+@triton.jit
+def _source(group_ids, start, SLID: tl.constexpr, P: tl.constexpr):
+    """Input columns of a step's positions in a segment [WRITE]; outside 0 .. K-1 where there is none."""
+    # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
+    SPAN: tl.constexpr = 4 if SLID else 2
+    SPANS: tl.constexpr = P.half - 1 if SLID else P.half
+    span = start // SPAN + tl.arange(0, P.write // SPAN)
+    group = span // SPANS
+    if P.gathered:
+        FIRST: tl.constexpr = P.dense_groups if SLID else 0
+        COUNT: tl.constexpr = P.slid_groups if SLID else P.dense_groups
+        group = tl.load(group_ids + FIRST + group, mask=group < COUNT, other=-1)
+    first = (group * P.half + span % SPANS) * 2 - P.k_offset
+    column = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
+    # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
+    PAIR: tl.constexpr = 2 - P.k_offset % 2
+    return tl.max_contiguous(tl.multiple_of(column, PAIR), PAIR)
+
+
+@triton.jit
+def _inside(column, live, P: tl.constexpr):
+    """Which of these columns exist."""
+    inside = column < P.columns
+    if P.gathered or P.k_offset > 0:
+        inside = inside & (column >= 0)
+    if P.slab_rows > 0:
+        inside = inside & live
+    return inside
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) to some 2^-22: five instructions, where Triton's exp and division take twice as many.
+
+    They are evaluated once more for every packed column. Below 2^-126 the result is 0.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"  # the constant is -log2(e)
+        " add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
+    """What is quantised, in the row's type and with the roundings of vLLM's kernels; 0 where there is no column."""
+    if P.first == "add_rms_norm":
+        value = tl.load(residual + column, mask=inside, other=0.0)
+    else:
+        value = tl.load(x + column, mask=inside, other=0.0)
+    if P.first == "silu_mul":
+        up = tl.load(x + P.columns + column, mask=inside, other=0.0)
+        gate = value.to(tl.float32)
+        silu = (gate * _sigmoid(gate)).to(value.dtype)
+        value = (silu.to(tl.float32) * up.to(tl.float32)).to(value.dtype)
+    if P.first == "rms_norm" or P.first == "add_rms_norm":
+        gain = tl.load(weight + column, mask=inside, other=0.0)
+        normed = (value.to(tl.float32) * rstd).to(value.dtype)
+        value = (normed.to(tl.float32) * gain.to(tl.float32)).to(value.dtype)
+    return value
+
+
+@triton.jit
+def _rstd(x, residual, live, eps, P: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of a row; adds the row to its residual first where there is one."""
+    squares = tl.full((P.read,), 0.0, tl.float32)
+    for start in range(0, P.columns, P.read):
+        column = start + tl.arange(0, P.read)
+        inside = (column < P.columns) & live
+        value = tl.load(x + column, mask=inside, other=0.0)
+        if P.first == "add_rms_norm":
+            old = tl.load(residual + column, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + old.to(tl.float32)).to(value.dtype)
+            tl.store(residual + column, value, mask=inside)
+        squares += value.to(tl.float32) * value.to(tl.float32)
+    if P.first == "add_rms_norm":
+        tl.debug_barrier()  # other lanes than those that wrote the residual read it from here on
+    mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def _absmax(x, residual, weight, live, rstd, P: tl.constexpr):
+    """The largest magnitude of a row, NaN if there is one: a scalar."""
+    largest = tl.full((P.read,), 0.0, tl.float32)
+    for start in range(0, P.columns, P.read):
+        column = start + tl.arange(0, P.read)
+        value = _value(x, residual, weight, column, (column < P.columns) & live, rstd, P)
+        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(absmax, P: tl.constexpr):
+    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
+    if P.quant == "int8":
+        scale = tl.div_rn(absmax, _INT8_MAX)
+        inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
+    else:
+        scale = tl.maximum(tl.div_rn(absmax, _FP8_MAX), _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.div_rn(1.0, scale)
+    return scale, inverse
+
+
+@triton.jit
+def _quantise(value, scale, inverse, P: tl.constexpr):
+    """Round to 8 bits, four columns into a 32-bit register at a time."""
+    wide = value.to(tl.float32)
+    quotient = wide * inverse
+    if P.quant == "int8":
+        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+        result = tl.inline_asm_elementwise(
+            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
+            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
+            "=r,f,f,f,f",
+            [quotient],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        # wide / scale: with the inverse at hand one correction gives the IEEE quotient. Checked for all 2^23
+        # significands of the scale at every boundary between two e4m3 numbers. The signs are arranged so that -0
+        # stays -0 (Triton's unary minus is 0 - x, which would lose it).
+        quotient = tl.fma(tl.fma(quotient, scale, wide * -1.0), -inverse, quotient)
+        # The result is a 32-bit register: with 16-bit ones ptxas 13.0 wrote wrong bytes where a pair is stored twice.
+        result = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [quotient],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return result
+
+
+@triton.jit
+def _place(position, row, P: tl.constexpr):
+    """Where packed columns stand, from the row's own start on."""
+    if P.slab_rows == 0:
+        place = position
+    else:
+        SLAB: tl.constexpr = _SLAB_BYTES // P.itemsize
+        CHUNK: tl.constexpr = 16 // P.itemsize
+        chunk = position % SLAB // CHUNK
+        if P.swizzle:
+            chunk = chunk ^ (row % 8).to(tl.int32)
+        place = position // SLAB * (SLAB * P.slab_rows) + chunk * CHUNK + position % CHUNK
+        place = tl.max_contiguous(tl.multiple_of(place, CHUNK), CHUNK)  # which the exclusive or hides
+    return place
+
+
+@triton.jit
+def _row_start(row, P: tl.constexpr):
+    """Offset of a row in the output, 64 bits wide."""
+    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
+    if P.slab_rows == 0:
+        start = row * WIDTH
+    else:
+        start = row // P.slab_rows * (P.slab_rows * WIDTH) + row % P.slab_rows * (_SLAB_BYTES // P.itemsize)
+    return start
+
+
+@triton.jit
+def _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+    """Quantise, lift and write one segment of a row."""
+    START: tl.constexpr = P.dense_columns if SLID else 0
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    for start in range(0, LENGTH, P.write):
+        position = start + tl.arange(0, P.write)
+        column = _source(group_ids, start, SLID, P)
+        value = _value(x, residual, weight, column, _inside(column, live, P), rstd, P)
+        if P.quant != "none":
+            value = _quantise(value, scale, inverse, P)
+        tl.store(out + _place(START + position, row, P), value, mask=position < LENGTH)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def quantize_lift_kernel(
+    x, residual, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+):
+    """One row a program; see the top of this file."""
+    row = tl.program_id(0).to(tl.int64)
+    live = row < tokens
+    x += row * x_stride
+    if P.first == "add_rms_norm":
+        residual += row * residual_stride
+    out += _row_start(row, P)
+    rstd = 1.0
+    scale = 1.0
+    inverse = 1.0
+    if P.first == "rms_norm" or P.first == "add_rms_norm":
+        rstd = _rstd(x, residual, live, eps, P)
+    if P.quant != "none":
+        scale, inverse = _scale(_absmax(x, residual, weight, live, rstd, P), P)
+        tl.store(scales + row, scale, mask=live)
+    if P.dense_columns > 0:
+        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, False, P)
+    if P.slid_columns > 0:
+        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, True, P)
