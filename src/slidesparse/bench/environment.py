@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +58,12 @@ def clocks() -> Clocks:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout."""
+    """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout.
+
+    Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` says which commit it is of.
+    """
+    if told := os.environ.get("SLIDESPARSE_COMMIT"):
+        return told
     git = ["git", "-C", str(Path(__file__).parent)]
     if _output([*git, "ls-files", "--error-unmatch", __file__]) is None:
         return None  # no checkout, or an installation inside somebody else's
