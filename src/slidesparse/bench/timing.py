@@ -217,8 +217,8 @@ class CudaStopwatch:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
+                # The pool stays marked as being captured into, so the rest of this comparison is timed by events too.
                 self.wait()  # raises again when the device itself is broken
-                self._pool = torch.cuda.graph_pool_handle()  # the old one stays marked as being captured into
             else:
                 graph.replay()
                 poison(result)

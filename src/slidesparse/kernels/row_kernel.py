@@ -200,10 +200,14 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
         # significands of the scale at every boundary between two e4m3 numbers. The signs are arranged so that -0
         # stays -0 (Triton's unary minus is 0 - x, which would lose it).
         quotient = tl.fma(tl.fma(quotient, scale, wide * -1.0), -inverse, quotient)
-        # The result is a 32-bit register: with 16-bit ones ptxas 13.0 wrote wrong bytes where a pair is stored twice.
+        # Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves
+        # convert a pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it
+        # merges the halves inside F2FP). So the high half converts its pair in the other order, and a byte permutation
+        # puts it right: nothing is left to share. test_every_pattern_on_the_gpu would notice.
         result = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+            "{ .reg .b16 low, high; .reg .b32 l, h; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $3, $4; cvt.u32.u16 l, low; cvt.u32.u16 h, high;"
+            " prmt.b32 $0, l, h, 0x4510; }",
             "=r,f,f,f,f",
             [quotient],
             dtype=tl.int8,
