@@ -192,7 +192,7 @@ def _search(shape: Shape) -> Record:
         if len(graphs) > FINALISTS:  # a graph keeps its workspace, which split K makes large: let the slowest go
             del graphs[max(graphs, key=lambda name: times[name])]
 
-    finalists = sorted(times, key=lambda algorithm: times[algorithm])[:FINALISTS]
+    finalists = sorted(graphs, key=lambda algorithm: times[algorithm])
     rounds = [
         [_time_us(graph, launches) for graph in (default_graph, *(graphs[algorithm] for algorithm in finalists))]
         for _ in range(ROUNDS)
