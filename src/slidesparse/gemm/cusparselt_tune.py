@@ -77,6 +77,8 @@ def tune(
                 f"not enough GPU memory to tune {out} x {columns} at {rows} tokens",
                 remedy="tune fewer tokens, or free the GPU",
             ) from error
+        finally:
+            torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
 
 
 def tune_shapes(
