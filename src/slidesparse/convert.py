@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
@@ -83,10 +83,9 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
         try:
             return model(**{name: torch.zeros_like(value, device=device) for name, value in inputs.items()})
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
             raise InputError(
                 f"cannot run {type(model).__name__} to see which linears read the same input",
-                got=f"{type(error).__name__}: {reason}",
+                got=first_line(error),
                 remedy="use a uniform pattern, or pass run=",
             ) from error
 

@@ -26,7 +26,7 @@ from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar
-from slidesparse.prune.mask import magnitude_cost, prune_masks
+from slidesparse.prune import Linears, Magnitude
 from slidesparse.quant import QuantName, parse_dtype
 from slidesparse.support import is_nonzero
 from slidesparse.targets import find_targets, input_sets
@@ -126,9 +126,9 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
     """Prune the treated linears by magnitude, in place; those that read one input choose their groups together."""
     linears = find_targets(model, IGNORE).linears
     for names in input_sets(model, linears, lambda: embed(model, batches[:1])):
-        weights = [linears[name].weight.data for name in names]
-        for weight, mask in zip(weights, prune_masks([magnitude_cost(w) for w in weights], pattern), strict=True):
-            weight.masked_fill_(~mask, 0)
+        weights = {name: linears[name].weight.detach() for name in names}
+        for name, pruned in Magnitude().prune(Linears(weights, pattern)).items():
+            linears[name].weight.data.copy_(pruned)
     return model
 
 

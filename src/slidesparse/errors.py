@@ -6,6 +6,12 @@ A message answers four questions in one line: what is wrong, what was got, what 
 from __future__ import annotations
 
 
+def first_line(error: Exception) -> str:
+    """Kind and first line of another library's error, for a message of ours, which has one line."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
+
+
 class SlideSparseError(Exception):
     """Base of every error that slidesparse raises on purpose.
 

@@ -5,7 +5,7 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -52,17 +52,20 @@ def _columns(order: tuple[int, ...]) -> Columns:
     return Columns(*order)  # type: ignore[arg-type] # mypy does not count them
 
 
-def _kernel_columns(x: torch.Tensor, groups: torch.Tensor | None, order: list[int]) -> Columns | None:
-    """What the Triton kernels need, or None where the torch definition must do: on a CPU, or without Triton."""
-    if not x.is_cuda or not order or x.dtype not in KERNEL_INPUTS or not _has_triton(x.device):
+def _kernel_columns(
+    x: torch.Tensor, groups: torch.Tensor | None, order: Sequence[int], dtype: torch.dtype
+) -> Columns | None:
+    """What the Triton kernels need to write ``dtype``, or None where the torch definition must do."""
+    if not x.is_cuda or not order or x.dtype not in KERNEL_INPUTS or not _kernels_run(x.device, dtype):
         return None
     columns = _columns(tuple(order))
     return columns if groups is None else replace(columns, groups=groups)
 
 
 @lru_cache(maxsize=64)
-def _has_triton(device: torch.device) -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    needed = (8, 9) if dtype == torch.float8_e4m3fn else (8, 0)
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= needed
 
 
 def _quantize_lift(
@@ -71,11 +74,11 @@ def _quantize_lift(
     dtype: torch.dtype,
     backend: str = "reference",
     groups: torch.Tensor | None = None,
-    order: list[int] | tuple[int, ...] = (),
+    order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_finite(x)
-    columns = _kernel_columns(x, groups, list(order))
-    if columns is not None and (dtype == torch.int8 or torch.cuda.get_device_capability(x.device) >= (8, 9)):
+    columns = _kernel_columns(x, groups, order, dtype)
+    if columns is not None:
         from slidesparse.kernels import quantize_lift
 
         rows = get_backend(backend).layout.rows(x.shape[0])
@@ -91,7 +94,7 @@ def _quantize_lift_fake(
     dtype: torch.dtype,
     backend: str = "reference",
     groups: torch.Tensor | None = None,
-    order: list[int] | tuple[int, ...] = (),
+    order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, column_map.shape[0], dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
@@ -102,10 +105,10 @@ def _lift(
     column_map: torch.Tensor,
     backend: str = "reference",
     groups: torch.Tensor | None = None,
-    order: list[int] | tuple[int, ...] = (),
+    order: Sequence[int] = (),
 ) -> torch.Tensor:
     _check_finite(x)
-    columns = _kernel_columns(x, groups, list(order))
+    columns = _kernel_columns(x, groups, order, x.dtype)
     if columns is not None:
         from slidesparse.kernels import quantize_lift
 
@@ -118,7 +121,7 @@ def _lift_fake(
     column_map: torch.Tensor,
     backend: str = "reference",
     groups: torch.Tensor | None = None,
-    order: list[int] | tuple[int, ...] = (),
+    order: Sequence[int] = (),
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], column_map.shape[0])
 

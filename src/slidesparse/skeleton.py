@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slidesparse.checkpoint import Checkpoint
-from slidesparse.errors import CheckpointError, UnsupportedError
+from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.marker import Marker
 
 
@@ -119,8 +119,7 @@ def _explained(what: str) -> Iterator[None]:
     except UnsupportedError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise CheckpointError(what, got=f"{type(error).__name__}: {reason}") from error
+        raise CheckpointError(what, got=first_line(error)) from error
 
 
 def _empty_parameters() -> Any:
