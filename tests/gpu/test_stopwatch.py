@@ -76,12 +76,12 @@ def test_a_small_run_measures_everything(tmp_path: Path) -> None:
         squares=(512,),
         kernel_columns=(2560,),
         samples_s=0.001,
-        budget_s=120.0,
+        budget_s=1200.0,  # a guess from the first, slow case of a fresh machine must not leave any out
     )
     summary = runner.run(problems.BENCHMARKS, profile, runner.cuda_session(profile), tmp_path / "r.jsonl")
     records = read_records([tmp_path / "r.jsonl"])
     assert not summary.wrong
-    assert len(summary.left_out) <= 4  # the first call of a fresh machine may eat the time of one benchmark
+    assert not summary.left_out
     dense = [r for r in records if r.variant == "dense" and r.timing is not None]
     assert {r.case for r in dense} == {r.case for r in records if r.case.benchmark in ("gemm", "linear")}
     assert all(r.machine.driver and r.clocks_after.sm_mhz for r in records)
