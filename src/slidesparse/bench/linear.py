@@ -85,6 +85,7 @@ def _dense_subjects(session: Session, case: Case) -> list[Subject]:
             n_bytes=_bytes(case, packed, x),
             check=error_against(x, packed, True),
             ideal_speedup=1.0,
+            searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
         )
         for kernel in kernels(packed.dtype, float_type(case.dtype), scaled=True)
         for quantiser in (quantisers if packed.dtype in QUANTISED else ["no"])
