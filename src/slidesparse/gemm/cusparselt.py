@@ -63,6 +63,10 @@ def token_bucket(tokens: int) -> int:
 # -- the library's objects -----------------------------------------------------------------------------------------
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 @lru_cache(maxsize=64)
 def _handle(device: int) -> api.Structure:
     """The library's context on a device, for the life of the process."""
@@ -307,6 +311,7 @@ class CuSparseLt:
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
             version = api.load().version
+            _handle(_index(problem.device))  # the library's own word on this GPU and its driver
         except UnsupportedError as error:
             return str(error)
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
@@ -357,7 +362,7 @@ class CuSparseLt:
         groups = problem.pattern.groups(problem.in_features)
         columns = problem.pattern.following(groups) * problem.pattern.slid_group
         out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
-        device = torch.cuda.current_device() if problem.device.index is None else problem.device.index
+        device = _index(problem.device)
         accumulator = self._accumulators.get(problem.dtype, problem.dtype)
         shape = Shape(device, out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
         record = nearest(load_table(table_path()), shape.key, shape.rows)
