@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,12 +26,11 @@ SLABS = Slabs(64, swizzle=True)
 
 
 @pytest.fixture(autouse=True)
-def _backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that want rows past the tokens, and slabs."""
     layouts = {"padded": Layout(multiple=32, rows=lambda tokens: tokens + 5), "tiled": Layout(slabs=SLABS)}
     for name, layout in layouts.items():
         monkeypatch.setitem(select.BACKENDS, name, type(name, (Reference,), {"name": name, "layout": layout}))
-    yield
 
 
 def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -> tuple[tuple, tuple, Callable]:
