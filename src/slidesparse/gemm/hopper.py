@@ -19,7 +19,7 @@ from slidesparse.kernels.columns import Slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 
-SLABS = Slabs(rows=32, swizzle=True)
+SLABS = Slabs(rows=192, swizzle=True)
 
 
 class Hopper:

@@ -38,7 +38,7 @@ class Tile:
     """The geometry of a variant of the kernel.
 
     Attributes:
-        tokens: Tokens of a tile, the N of its instructions: a multiple of 32.
+        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 32 divides.
         warpgroups: Consumer warpgroups, one below the other in the tile.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.

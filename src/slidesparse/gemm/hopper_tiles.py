@@ -10,10 +10,9 @@ GROUP = 16
 """Row tiles that neighbouring blocks cycle through."""
 
 TILES = {
-    Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): 988,
-    Tile(tokens=160, warpgroups=2, row_blocks=2, stages=4): 840,
-    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): 702,
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=7): 500,
+    Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): 960,
+    Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): 600,
+    Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): 450,
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10): 400,
     Tile(tokens=32, warpgroups=2, row_blocks=1, stages=12): 350,
 }

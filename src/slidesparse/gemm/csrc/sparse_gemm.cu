@@ -10,7 +10,7 @@
 //     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
 //     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
 //
-// Every operand lies in memory as shared memory wants it (gemm/hopper_layout.py), so a step is a few 1-D bulk copies and
+// Every operand lies in memory as shared memory wants it (gemm/hopper_layout.py), so a step is two 1-D bulk copies and
 // there are no tensor maps. A ring of STAGES steps joins producer and consumers: `full` is completed by the copies, `empty`
 // by one lane of each consumer warp. One wgmma group is always in flight: the step before the last one issued is complete.
 //
@@ -70,7 +70,8 @@ typedef u16 out_t;
 constexpr int ROWS = 64;                    // channels of a row block: the M of wgmma
 constexpr int SLAB = 128;                   // bytes of an X row in a slab
 constexpr int HALF = 64;                    // bytes of a weight row in a step
-constexpr int X_BLOCK = 32;                 // tokens that are contiguous in memory, slab by slab
+constexpr int X_TILE = 192;                 // tokens that are contiguous in memory, slab by slab
+constexpr int W_TILE = 4;                   // row blocks that are contiguous in memory, step by step
 constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
@@ -80,16 +81,18 @@ constexpr int STAGE_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
 constexpr int CHUNKS = CHANNELS / 8;                     // 16-byte chunks of its part of a Y row
 constexpr int PIECE = TOKENS % 64 == 0 ? 64 : 32;        // tokens that a warpgroup transposes at a time
-constexpr int PIECE_BYTES = PIECE * CHANNELS * 2;
+constexpr int ROW_BYTES = CHANNELS * 2;
+constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a tile
+constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 
-static_assert(TOKENS % X_BLOCK == 0, "tiles are whole blocks of X");
+static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
 static_assert(X_BYTES % 1024 == 0 && SPARSE_BYTES % 512 == 0, "swizzles repeat every 1024 and 512 bytes");
 
 struct Problem {
-    const u8* x;          // [token blocks][slabs][X_BLOCK][SLAB], 128-byte swizzle
-    const u8* dense;      // [row blocks][2 * dense slabs][64][HALF], 64-byte swizzle
-    const u8* sparse;     // [row blocks][sparse slabs]{[64][HALF] values, 64-byte swizzle; metadata}
+    const u8* x;          // [token tiles][slabs][X_TILE][SLAB], 128-byte swizzle
+    const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
+    const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
     const float* scale_x; // [tokens] or null
     const float* scale_w; // [channels] or null
     const void* bias;     // [channels] of bias_type
@@ -166,40 +169,37 @@ struct Tiles {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
+// Row block `block` of a step, where the steps of a W_TILE of row blocks follow each other.
+__device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
+    return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
+}
+
 __device__ __forceinline__ void produce(const Problem& p, const Ring& ring) {
     const Tiles tiles(p);
-    const int slabs = p.dense_slabs + p.sparse_slabs, all_blocks = ceil_div(p.channels, ROWS);
-    const int all_x_blocks = ceil_div(p.tokens, X_BLOCK);
+    const int slabs = p.dense_slabs + p.sparse_slabs;
     Place place;
     for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
-        const int block = row_tile * TILE_BLOCKS, blocks = min(TILE_BLOCKS, all_blocks - block);
-        const int x_block = token_tile * (TOKENS / X_BLOCK), x_blocks = min(TOKENS / X_BLOCK, all_x_blocks - x_block);
-        const u8* x = p.x + (i64)x_block * slabs * (X_BLOCK * SLAB);
+        const int block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const u8* x = p.x + (i64)(token / X_TILE) * slabs * (X_TILE * SLAB) + token % X_TILE * SLAB;
         auto copy_x = [&](int slab) {
-            for (int b = 0; b < x_blocks; b++)
-                copy(ring.stage(place) + b * (X_BLOCK * SLAB), x + ((i64)b * slabs + slab) * (X_BLOCK * SLAB),
-                     X_BLOCK * SLAB, ring.full_of(place));
+            copy(ring.stage(place), x + (i64)slab * (X_TILE * SLAB), X_BYTES, ring.full_of(place));
         };
-        auto copy_weights = [&](const u8* weights, int steps, int step, u32 bytes) {
-            for (int b = 0; b < blocks; b++)
-                copy(ring.stage(place) + X_BYTES + b * SPARSE_BYTES, weights + ((i64)(block + b) * steps + step) * bytes,
-                     bytes, ring.full_of(place));
-        };
-        const u32 x_bytes = x_blocks * (X_BLOCK * SLAB);
         for (int step = 0; step < 2 * p.dense_slabs; step++, place.next()) {
             const bool first_half = step % 2 == 0;
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + blocks * VALUE_BYTES);
+            barrier_expect(ring.full_of(place), (first_half ? X_BYTES : 0) + TILE_BLOCKS * VALUE_BYTES);
             if (first_half) copy_x(step / 2);
-            copy_weights(p.dense, 2 * p.dense_slabs, step, VALUE_BYTES);
+            copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
+                 TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
         }
         for (int step = 0; step < p.sparse_slabs; step++, place.next()) {
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), x_bytes + blocks * SPARSE_BYTES);
+            barrier_expect(ring.full_of(place), STAGE_BYTES);
             copy_x(p.dense_slabs + step);
-            copy_weights(p.sparse, p.sparse_slabs, step, SPARSE_BYTES);
+            copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
+                 TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
         }
     }
 }
@@ -245,8 +245,8 @@ struct Consumer {
     const int warpgroup, lane_zero;
     Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
 
-    __device__ __forceinline__ u32 weights(u32 stage, int block) const {
-        return stage + X_BYTES + (warpgroup * ROW_BLOCKS + block) * SPARSE_BYTES;
+    __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
+        return stage + X_BYTES + warpgroup * ROW_BLOCKS * block_bytes;
     }
 
     __device__ __forceinline__ void release() {
@@ -257,20 +257,20 @@ struct Consumer {
     // One 2:4 step. `meta` must not be written again before the group after this one has been waited for.
     __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
         barrier_wait(ring.full_of(place), place.phase);
-        const u32 stage = ring.stage(place);
+        const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
-            for (int w = 0; w < META_WORDS; w++)
-                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][w])
-                             : "r"(weights(stage, j) + VALUE_BYTES + w * 512 + (threadIdx.x % 128) * 4));
+            for (int i = 0; i < META_WORDS; i++)
+                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][i])
+                             : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
         mma_fence();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
-            mma_sparse<0>(d[j], describe(weights(stage, j), HALF), describe(stage, SLAB), meta[j][0], accumulate);
+            mma_sparse<0>(d[j], describe(w + j * SPARSE_BYTES, HALF), describe(x, SLAB), meta[j][0], accumulate);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
-            mma_sparse<META_WORDS == 1>(d[j], describe(weights(stage, j) + 32, HALF), describe(stage + 64, SLAB),
+            mma_sparse<META_WORDS == 1>(d[j], describe(w + j * SPARSE_BYTES + 32, HALF), describe(x + 64, SLAB),
                                         meta[j][META_WORDS - 1], 1);
         mma_commit();
         place.next();
@@ -280,14 +280,14 @@ struct Consumer {
     // Half a slab of dense weights against the bytes at `x` of every X row.
     __device__ __forceinline__ void dense_step(acc_t (*d)[TOKENS / 2], u32 x, int accumulate) {
         barrier_wait(ring.full_of(place), place.phase);
-        const u32 stage = ring.stage(place);
+        const u32 w = weights(ring.stage(place), VALUE_BYTES);
         mma_fence();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
-            mma_dense(d[j], describe(weights(stage, j), HALF), describe(x, SLAB), accumulate);
+            mma_dense(d[j], describe(w + j * VALUE_BYTES, HALF), describe(x, SLAB), accumulate);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
-            mma_dense(d[j], describe(weights(stage, j) + 32, HALF), describe(x + 32, SLAB), 1);
+            mma_dense(d[j], describe(w + j * VALUE_BYTES + 32, HALF), describe(x + 32, SLAB), 1);
         mma_commit();
         place.next();
         mma_wait<1>();
@@ -352,41 +352,43 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
 struct Epilogue {
     const Problem& p;
-    const u32 factors, piece;  // shared memory of this warpgroup
-    const int warpgroup, thread, warp, lane;
+    float* const factors;  // [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
+    u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
+    const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     int first_channel, first_token;
+    float token_scale[(TOKENS + 127) / 128], channel_scale, channel_bias;
 
-    __device__ __forceinline__ Epilogue(const Problem& p, u32 factors, u32 piece, int warpgroup)
-        : p(p), factors(factors), piece(piece), warpgroup(warpgroup), thread(threadIdx.x % 128), warp(thread / 32),
-          lane(thread % 32) {}
+    __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
+        : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
 
-    __device__ __forceinline__ void put(int index, float value) const {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(factors + index * 4), "f"(value) : "memory");
-    }
-
-    __device__ __forceinline__ float get(int index) const {
-        float value;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(factors + index * 4));
-        return value;
-    }
-
-    // Fetch the scales and the bias of a tile, before its multiplication: nothing waits for them afterwards.
-    __device__ __forceinline__ void start(int row_tile, int token_tile) {
+    // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
+    __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
         first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
         first_token = token_tile * TOKENS;
-        for (int i = thread; i < TOKENS; i += 128)
-            put(i, p.scale_x ? p.scale_x[min(first_token + i, p.tokens - 1)] : 1.f);
-        for (int i = thread; i < CHANNELS; i += 128) {
-            const int channel = min(first_channel + i, p.channels - 1);
-            put(TOKENS + i, p.scale_w ? p.scale_w[channel] : 1.f);
-            put(TOKENS + CHANNELS + i, bias_of(p, channel));
+        const int channel = min(first_channel + thread, p.channels - 1);
+        channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
+        channel_bias = bias_of(p, channel);
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 127) / 128; i++)
+            token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
+    }
+
+    // Give it to the other threads of the warpgroup.
+    __device__ __forceinline__ void share() const {
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 127) / 128; i++)
+            if (thread + i * 128 < TOKENS) factors[thread + i * 128] = token_scale[i];
+        if (thread < CHANNELS) {
+            factors[TOKENS + thread] = channel_scale;
+            factors[TOKENS + CHANNELS + thread] = channel_bias;
         }
+        warpgroup_sync(warpgroup);
     }
 
     struct Channel { float scale, bias; };
     __device__ __forceinline__ Channel channel(int j, int h) const {
-        const int i = TOKENS + j * ROWS + warp * 16 + h * 8 + lane / 4;
-        return {get(i), get(CHANNELS + i)};
+        const float* own = factors + TOKENS + j * ROWS + warp * 16 + h * 8 + lane / 4;
+        return {own[0], own[CHANNELS]};
     }
 
     // vLLM's order of operations: token scale times (channel scale times accumulator), plus bias.
@@ -396,7 +398,7 @@ struct Epilogue {
 
 #if defined(OUT_F32)
     __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
-        warpgroup_sync(warpgroup);
+        share();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
@@ -407,7 +409,7 @@ struct Epilogue {
                 for (int i = 0; i < TOKENS / 4; i++) {
                     const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, token = first_token + column;
                     if (token < p.tokens && row < p.channels)
-                        p.y[(i64)token * p.channels + row] = finish(d[j][i / 2 * 4 + h * 2 + i % 2], get(column), c);
+                        p.y[(i64)token * p.channels + row] = finish(d[j][i / 2 * 4 + h * 2 + i % 2], factors[column], c);
                 }
             }
         warpgroup_sync(warpgroup);  // all have read the factors
@@ -415,14 +417,15 @@ struct Epilogue {
 #else
     // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
     // Rows are CHUNKS chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
-    __device__ __forceinline__ u32 chunk_address(int row, int chunk) const {
-        return piece + row * (CHANNELS * 2) + ((chunk ^ (row % 8)) * 16);
+    __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
+        return row * ROW_BYTES + (chunk ^ row % 8) * 16;
     }
 
     __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
+        share();
 #pragma unroll
         for (int start = 0; start < TOKENS; start += PIECE) {
-            warpgroup_sync(warpgroup);  // the factors are there, the piece before has been read
+            if (start > 0) warpgroup_sync(warpgroup);  // the piece before has been read
 #pragma unroll
             for (int j = 0; j < ROW_BLOCKS; j++) {
                 const Channel c[2] = {channel(j, 0), channel(j, 1)};
@@ -439,39 +442,36 @@ struct Epilogue {
         u32 m[4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float s[2];
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(s[0]), "=f"(s[1])
-                         : "r"(factors + ((q + i) * 8 + lane % 4 * 2) * 4));
+            const float2 s = *(const float2*)(factors + (q + i) * 8 + lane % 4 * 2);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const acc_t* pair = d + (q + i) * 4 + h * 2;
-                m[i * 2 + h] = round_pair(finish(pair[0], s[0], c[h]), finish(pair[1], s[1], c[h]));
+                m[i * 2 + h] = round_pair(finish(pair[0], s.x, c[h]), finish(pair[1], s.y, c[h]));
             }
         }
-        const int row = first_row + lane / 16 * 8 + lane % 8, chunk = j * (ROWS / 8) + warp * 2 + lane / 8 % 2;
+        // first_row is a multiple of 16, so the swizzle is that of the lane's own row.
+        const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * (ROWS / 8) + warp * 2 + lane / 8 % 2);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         chunk_address(row, chunk)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+                         own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
     }
 
     // CHUNKS lanes a row, so that a warp writes whole lines.
     __device__ __forceinline__ void store_rows(int start) const {
-        const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8;
-        const bool whole = p.channels % 8 == 0;  // then rows of Y, and with them all chunks, are aligned
-#pragma unroll 4
-        for (int row = thread / CHUNKS; row < PIECE; row += 128 / CHUNKS) {
-            const int token = first_token + start + row;
-            if (token >= p.tokens || channel >= p.channels) continue;
-            union { u16 value[8]; uint4 all; } c;
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(c.all.x), "=r"(c.all.y), "=r"(c.all.z), "=r"(c.all.w)
-                         : "r"(chunk_address(row, chunk)));
-            u16* y = p.y + (i64)token * p.channels + channel;
-            if (whole) {
-                *(uint4*)y = c.all;
-            } else {
+        constexpr int STEP = 128 / CHUNKS;  // rows a pass: a multiple of 8, so a thread's swizzle stays
+        const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
+        const int rows = min(PIECE, p.tokens - first_token - start), channels = min(8, p.channels - channel);
+        const u8* from = piece + chunk_offset(first, chunk);
+        out_t* to = p.y + (i64)(first_token + start + first) * p.channels + channel;
+        const i64 stride = (i64)STEP * p.channels;
+        if (rows == PIECE && channels == 8 && p.channels % 8 == 0) {
 #pragma unroll
-                for (int i = 0; i < 8; i++)
-                    if (channel + i < p.channels) y[i] = c.value[i];
-            }
+            for (int i = 0; i < PIECE / STEP; i++)
+                *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
+        } else {
+#pragma unroll 1
+            for (int row = first; row < rows; row += STEP, from += STEP * ROW_BYTES, to += stride)
+#pragma unroll 1
+                for (int i = 0; i < channels; i++) to[i] = ((const u16*)from)[i];
         }
     }
 #endif
@@ -481,10 +481,10 @@ struct Epilogue {
 
 extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sparse_gemm(const __grid_constant__ Problem p) {
     extern __shared__ u8 raw[];
-    const u32 base = (shared_address(raw) + 1023) & ~1023u;
-    const u32 pieces = base + STAGES * STAGE_BYTES, factors = pieces + WARPGROUPS * PIECE_BYTES;
-    const u32 barriers = factors + WARPGROUPS * FACTOR_BYTES;
-    const Ring ring{base, barriers, barriers + STAGES * 8};
+    u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+    u8* const results = base + STAGES * STAGE_BYTES;
+    const u32 barriers = shared_address(results + WARPGROUPS * RESULT_BYTES);
+    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(ring.full + s * 8, 1);
@@ -501,12 +501,12 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sparse_g
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const Tiles tiles(p);
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
-        Epilogue epilogue(p, factors + warpgroup * FACTOR_BYTES, pieces + warpgroup * PIECE_BYTES, warpgroup);
+        Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
         for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
-            epilogue.start(row_tile, token_tile);
+            epilogue.fetch(row_tile, token_tile);
             consumer.multiply(p, d);
             epilogue.store(d);
         }
