@@ -20,7 +20,7 @@ LAYERS = [
     {"cache", "decode", "device"},
     {"pattern", "records"},
     {"support"},
-    {"quant", "slide"},
+    {"elementwise", "quant", "slide"},
     {"packed", "prune"},
     {"kernels"},
     {"gemm"},
