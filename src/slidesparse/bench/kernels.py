@@ -1,4 +1,4 @@
-"""``bench kernels``: quantise and lift against quantise only, against a copy; alone and behind what can be fused with it.
+"""``bench kernels``: quantise and lift, alone and behind what can be fused with it, against quantise only and a copy.
 
 The paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation, nothing lifted.
 """
