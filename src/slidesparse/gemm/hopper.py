@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, Operand, Problem, slab_view
+from slidesparse.gemm.base import Layout, Operand, Problem, release, slab_view
 from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
 from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, load
 from slidesparse.gemm.hopper_layout import dense_steps, sparse_steps
@@ -43,6 +43,10 @@ class Hopper:
         except UnsupportedError as error:
             return str(error)
         return None
+
+    def library(self) -> str:
+        """NVRTC, which compiles the kernel here; the kernel itself comes with the table of measured times."""
+        return release("NVRTC", ".".join(map(str, nvrtc_version())))
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`."""
