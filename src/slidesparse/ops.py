@@ -324,7 +324,6 @@ _define(
     _gemm,
     _gemm_fake,
 )
-
 _define(
     "linear",
     "(Tensor x, Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch)"
@@ -361,5 +360,5 @@ gemm = torch.ops.slidesparse.gemm
 linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], out, dtype of the weight, switch) -> [M, out] in the type of x.
 
-The three above in one, by the form of the weight that ``switch`` (:class:`slidesparse.gemm.switch.Switch`, as text)
-says for M tokens; ``tensors`` are those of all forms, one after another."""
+``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
+(:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""
