@@ -2,8 +2,8 @@
 
     y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
 
-in float32, every operation rounded by itself: the torch definition is :func:`slidesparse.gemm.reference.apply_scales`,
-and the results agree bit for bit. A GEMM that runs as two (the dense and the 2:4 segment of a partial pattern) has two
+in float32, with one fused multiply-add where there are both ``scale_x`` and a bias: the torch definition is
+:func:`slidesparse.gemm.reference.apply_scales`, and on a GPU the results agree bit for bit. A GEMM that runs as two (the dense and the 2:4 segment of a partial pattern) has two
 accumulators, which are added first: exactly, when they are int32. Padded rows and columns of the accumulators are
 never read.
 
@@ -48,8 +48,9 @@ def scale_kernel(
         if scale_w is not None:
             value = of_column * value
         if scale_x is not None:
-            value = tl.load(scale_x + row, mask=row < tokens) * value
-        if bias is not None:
+            of_token = tl.load(scale_x + row, mask=row < tokens)
+            value = of_token * value if bias is None else tl.fma(value, tl.broadcast_to(of_token, value.shape), added)
+        elif bias is not None:
             value = value + added
         tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
 
@@ -101,7 +102,6 @@ def scale_rows(
             ROWS,
             COLUMNS,
             num_warps=NUM_WARPS,
-            # a * b + c must round twice, as torch's two operations do and as vLLM's epilogue is specified.
-            enable_fp_fusion=False,
+            enable_fp_fusion=False,  # what rounds once is written so
         )
     return y
