@@ -164,11 +164,14 @@ def _arguments(op: str) -> tuple[object, ...]:
         return x, column_map
     if op == "quantize_lift":
         return x, column_map, torch.int8
+    if op == "linear":
+        weight = ([packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.int8, "reference")
+        return x.view(1, 5, K), packed.column_map(), *weight
     xq, scale_x = ops.quantize_lift(x, packed.column_map(), torch.int8)
     return xq, scale_x, [packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.bfloat16, "reference"
 
 
-@pytest.mark.parametrize("op", ["quantize_lift", "lift", "gemm"])
+@pytest.mark.parametrize("op", ["quantize_lift", "lift", "gemm", "linear"])
 def test_operators_keep_their_contract(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, _arguments(op))
 

@@ -113,22 +113,25 @@ class SlideLinear(nn.Module):
         """Multiply: x [..., in] -> [..., out]."""
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
-        tokens = x.reshape(-1, self.in_features)
-        scale: torch.Tensor | None = None
         if self.weight_dtype in QUANTISED:
             if x.dtype not in ACTIVATION_TYPES:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
-            lifted, scale = ops.quantize_lift(
-                tokens, self.column_map, self.weight_dtype, self.backend, self.groups, self._order
-            )
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
-        else:
-            lifted = ops.lift(tokens, self.column_map, self.backend, self.groups, self._order)
-        y = ops.gemm(
-            lifted, scale, self.operand, self.weight_scale, self.bias, self.out_features, x.dtype, self.backend
+        # Not by attribute: Module looks for parameters and modules of that name first, half a microsecond each.
+        buffers = self._buffers
+        out: torch.Tensor = ops.linear(
+            x,
+            buffers["column_map"],
+            [buffers[name] for name in self._operand_names],
+            buffers["weight_scale"],
+            buffers["bias"],
+            self.out_features,
+            self.weight_dtype,
+            self.backend,
+            buffers["groups"],
+            self._order,
         )
-        out: torch.Tensor = y.reshape(*x.shape[:-1], self.out_features)
         return out
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:

@@ -7,7 +7,8 @@ partial pattern moves whole groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -78,6 +79,16 @@ class Columns:
         if width % 2:
             raise InputError("columns to quantise", got=columns, needed="an even number, or an even multiple")
         return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
+
+    @property
+    def gathered(self) -> bool:
+        """The groups stand in an order of their own, which ``groups`` names."""
+        return self.dense_groups > 0 and self.slid_groups > 0
+
+    @cached_property
+    def without_groups(self) -> Columns:
+        """The same numbers without the tensor: something to remember calls by."""
+        return self if self.groups is None else replace(self, groups=None)
 
     @property
     def order(self) -> list[int]:

@@ -13,11 +13,14 @@ Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A p
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
 
 ROWS = 4
 COLUMNS = 1024
@@ -25,7 +28,7 @@ COLUMNS = 1024
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def scale_kernel(
     acc, more, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -86,22 +89,31 @@ def scale_rows(
         raise InputError(
             "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
         )
+    index = acc.get_device()
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
     y = torch.empty(tokens, out_features, dtype=out_dtype, device=acc.device)
-    if y.numel():
-        scale_kernel[(-(-tokens // ROWS) * -(-out_features // COLUMNS),)](
-            acc,
-            more,
-            scale_x,
-            scale_w,
-            bias,
-            y,
-            tokens,
-            out_features,
-            acc.stride(0),
-            ROWS,
-            COLUMNS,
-            num_warps=NUM_WARPS,
-            # a * b + c must round twice, as torch's two operations do and as vLLM's epilogue is specified.
-            enable_fp_fusion=False,
-        )
+    if not y.numel():
+        return y
+    tensors, numbers = (acc, more, scale_x, scale_w, bias, y), (tokens, out_features, acc.stride(0))
+    types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    launcher = _launcher(types, acc.device)
+    programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    bits = out_features | numbers[2]
+    for address in addresses:
+        bits |= address or 0
+    aligned = bits % ALIGNMENT == 0 and numbers[2] <= LARGEST
+    if aligned and launcher.ready:
+        launcher.launch(programs, current_stream(index), *addresses, *numbers)
+    else:
+        launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
     return y
+
+
+@lru_cache(maxsize=256)
+def _launcher(types: tuple[torch.dtype | None, ...], device: torch.device) -> Launcher:
+    """One for the types of all tensors, on one device."""
+    # a * b + c must round twice, as torch's two operations do and as vLLM's epilogue is specified.
+    return Launcher(scale_kernel, (ROWS, COLUMNS), num_warps=NUM_WARPS, enable_fp_fusion=False)
