@@ -11,7 +11,8 @@ from slidesparse import ops
 from slidesparse.errors import InputError
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight

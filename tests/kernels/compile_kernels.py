@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, configure
-from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, count_kernel, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.packed import pack
@@ -134,6 +134,16 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "P": (plan,),
         }
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
+        arguments = {
+            "weight": pointer,
+            "fullest": "*i32",
+            "faults": "*i32",
+            "rows": "i32",
+            "row_stride": "i32",
+            "P": (plan,),
+            "ROWS": (COUNTED_ROWS,),
+        }
+        yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
 
 
 if __name__ == "__main__":
