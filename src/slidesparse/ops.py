@@ -16,6 +16,7 @@ from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Layout, with_rows
 from slidesparse.gemm.select import get_backend
+from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
 from slidesparse.kernels.plan import First
 from slidesparse.quant import quantize_rows
@@ -208,7 +209,7 @@ def _silu_mul_quantize_lift(
     return _lifted("silu_mul", x, column_map, dtype, backend, groups, order)[:2]
 
 
-# -- multiply, alone and with what stands before it ----------------------------------------------------------------
+# -- multiply ------------------------------------------------------------------------------------------------------
 
 
 def _gemm(
@@ -239,32 +240,30 @@ def _gemm_fake(
 
 def _linear(
     x: torch.Tensor,
-    column_map: torch.Tensor,
-    operand: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
     dtype: torch.dtype,
-    backend: str,
-    groups: torch.Tensor | None = None,
-    order: Sequence[int] = (),
+    switch: str,
 ) -> torch.Tensor:
-    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    lifted, scale_x, _ = _lifted("none", tokens, column_map, dtype, backend, groups, order)
-    y = _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, backend)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
+    form, start = parse_switch(switch).pick(x.shape[0])
+    column_map, moved, *operand = tensors[start : start + form.tensors]
+    groups = moved if len(moved) else None
+    lifted, scale_x, _ = _lifted("none", x, column_map, dtype, form.backend, groups, form.order)
+    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend)
 
 
 def _linear_fake(
     x: torch.Tensor,
-    column_map: torch.Tensor,
-    operand: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
-    *_: Any,
+    dtype: torch.dtype,
+    switch: str,
 ) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+    return x.new_empty(x.shape[0], out_features)
 
 
 _define(
@@ -311,8 +310,8 @@ _define(
 
 _define(
     "linear",
-    "(Tensor x, Tensor column_map, Tensor[] operand, Tensor? scale_w, Tensor? bias, SymInt out_features,"
-    " ScalarType dtype, str backend, Tensor? groups=None, int[] order=[]) -> Tensor",
+    "(Tensor x, Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch)"
+    " -> Tensor",
     _linear,
     _linear_fake,
 )
@@ -343,5 +342,7 @@ gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""
 
 linear = torch.ops.slidesparse.linear
-"""(x [..., K], column_map, operand, scale_w, bias, out, dtype of the weight, backend, groups, order) -> y [..., out] in
-x's type: ``quantize_lift`` (``lift``, when the weight has x's type) and ``gemm``, for one dispatch of host time."""
+"""(x [M, K], tensors, scale_w [out], bias [out], out, dtype of the weight, switch) -> [M, out] in the type of x.
+
+``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
+(:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""
