@@ -57,7 +57,7 @@ def weight(pattern: str, dtype: torch.dtype) -> PackedWeight:
 def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:
     packed, layout = weight(pattern, dtype), get_backend(backend).layout
     columns, column_map = layout.columns(packed), layout.column_map(packed)
-    where = (column_map, dtype, backend, columns.groups, columns.order)
+    where = (column_map, dtype, backend, columns.pairs, columns.order)
     x, residual = torch.randn(2, TOKENS, COLUMNS, dtype=BF16, device="cuda").unbind(0)
     gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
     label = f"{pattern} {backend}"
@@ -76,7 +76,7 @@ def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tupl
         return
     columns, column_map = chosen.layout.columns(packed), chosen.layout.column_map(packed)
     x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
-    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.groups, columns.order)
+    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.pairs, columns.order)
     operand = list(chosen.prepare(packed))
     rest = (packed.scale, None, OUT, BF16, backend)
     layer = SlideLinear(packed, backend=backend)

@@ -40,7 +40,7 @@ class WeightForm(nn.Module):
     """
 
     column_map: torch.Tensor
-    groups: torch.Tensor
+    pairs: torch.Tensor
 
     def __init__(self, packed: PackedWeight, backend: str) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class WeightForm(nn.Module):
         columns = chosen.layout.columns(packed)
         self._order = () if columns is None else tuple(columns.order)
         self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
-        moved = None if columns is None else columns.groups
+        moved = None if columns is None else columns.pairs
         nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
-        self.register_buffer("groups", nothing if moved is None else moved, persistent=False)
+        self.register_buffer("pairs", nothing if moved is None else moved, persistent=False)
         operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):

@@ -68,7 +68,7 @@ def _lifted(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str,
-    groups: torch.Tensor | None,
+    pairs: torch.Tensor | None,
     order: Sequence[int],
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -83,7 +83,7 @@ def _lifted(
             _columns(tuple(order)),
             dtype,
             first,
-            groups=groups,
+            pairs=pairs,
             weight=weight,
             residual=None if residual is None else _dense_rows(residual),
             eps=eps,
@@ -126,10 +126,10 @@ def _quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("none", x, column_map, dtype, backend, groups, order)[:2]
+    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 def _quantize_lift_fake(
@@ -143,10 +143,10 @@ def _lift(
     x: torch.Tensor,
     column_map: torch.Tensor,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    return _lifted("none", x, column_map, x.dtype, backend, groups, order)[0]
+    return _lifted("none", x, column_map, x.dtype, backend, pairs, order)[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -160,10 +160,10 @@ def _rms_norm_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("rms_norm", x, column_map, dtype, backend, groups, order, weight, eps=eps)[:2]
+    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, weight, eps=eps)[:2]
 
 
 def _rms_norm_quantize_lift_fake(
@@ -180,10 +180,10 @@ def _add_rms_norm_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return _lifted("add_rms_norm", x, column_map, dtype, backend, groups, order, weight, residual, eps)
+    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, weight, residual, eps)
 
 
 def _add_rms_norm_quantize_lift_fake(
@@ -203,10 +203,10 @@ def _silu_mul_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("silu_mul", x, column_map, dtype, backend, groups, order)[:2]
+    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
@@ -249,8 +249,8 @@ def _linear(
 ) -> torch.Tensor:
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
-    groups = moved if len(moved) else None
-    lifted, scale_x, _ = _lifted("none", x, column_map, dtype, form.backend, groups, form.order)
+    pairs = moved if len(moved) else None
+    lifted, scale_x, _ = _lifted("none", x, column_map, dtype, form.backend, pairs, form.order)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend)
 
 
@@ -268,34 +268,34 @@ def _linear_fake(
 
 _define(
     "quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
     " -> (Tensor, Tensor)",
     _quantize_lift,
     _quantize_lift_fake,
 )
 _define(
     "lift",
-    "(Tensor x, Tensor column_map, str backend='reference', Tensor? groups=None, int[] order=[]) -> Tensor",
+    "(Tensor x, Tensor column_map, str backend='reference', Tensor? pairs=None, int[] order=[]) -> Tensor",
     _lift,
     _lift_fake,
 )
 _define(
     "rms_norm_quantize_lift",
     "(Tensor x, Tensor weight, float eps, Tensor column_map, ScalarType dtype, str backend='reference',"
-    " Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor)",
+    " Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor)",
     _rms_norm_quantize_lift,
     _rms_norm_quantize_lift_fake,
 )
 _define(
     "add_rms_norm_quantize_lift",
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor column_map, ScalarType dtype,"
-    " str backend='reference', Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
+    " str backend='reference', Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_quantize_lift,
     _add_rms_norm_quantize_lift_fake,
 )
 _define(
     "silu_mul_quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
     " -> (Tensor, Tensor)",
     _silu_mul_quantize_lift,
     _quantize_lift_fake,
@@ -317,25 +317,25 @@ _define(
 )
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
-"""(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
+"""(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
 
 The bytes of the values stand as the layout of ``backend`` asks (:class:`slidesparse.gemm.base.Layout`). ``order`` and
-``groups`` are the fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch
+``pairs`` are the fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch
 its definition."""
 
 lift = torch.ops.slidesparse.lift
-"""(x [M, K], column_map int64 [K'], backend, groups, order) -> lifted activations [M, K'], as ``quantize_lift``."""
+"""(x [M, K], column_map int64 [K'], backend, pairs, order) -> lifted activations [M, K'], as ``quantize_lift``."""
 
 rms_norm_quantize_lift = torch.ops.slidesparse.rms_norm_quantize_lift
-"""(x [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]:
+"""(x [M, K], weight [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]:
 :func:`slidesparse.elementwise.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
 
 add_rms_norm_quantize_lift = torch.ops.slidesparse.add_rms_norm_quantize_lift
-"""(x [M, K], residual [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'],
+"""(x [M, K], residual [M, K], weight [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'],
 scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.elementwise.add_rms_norm`."""
 
 silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
-"""(x [M, 2K] gate then up, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]: the same with
+"""(x [M, 2K] gate then up, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]: the same with
 :func:`slidesparse.elementwise.silu_mul`."""
 
 gemm = torch.ops.slidesparse.gemm

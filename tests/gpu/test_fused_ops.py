@@ -48,7 +48,7 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
         "silu_mul": (torch.cat([x, residual], 1),),
     }[first]
     run = getattr(ops, f"{first}_quantize_lift")
-    return given, (layout.column_map(packed), (backend, order.groups, order.order)), run
+    return given, (layout.column_map(packed), (backend, order.pairs, order.order)), run
 
 
 @pytest.mark.parametrize("backend", ["reference", "padded", "tiled"])
@@ -156,7 +156,14 @@ def test_another_device_than_the_current_one() -> None:
         pytest.skip("needs two GPUs")
     given, (column_map, where), run = problem("silu_mul", "6:8", 64, 512, "padded")
     wanted = run(*given, column_map, torch.int8, *where)
-    backend, groups, order = where
+    backend, pairs, order = where
     for _ in range(2):  # compiled there, then remembered
-        got = run(given[0].to("cuda:1"), column_map.to("cuda:1"), torch.int8, backend, groups, order)
+        got = run(
+            given[0].to("cuda:1"),
+            column_map.to("cuda:1"),
+            torch.int8,
+            backend,
+            None if pairs is None else pairs.to("cuda:1"),
+            order,
+        )
         assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(got, wanted, strict=True))

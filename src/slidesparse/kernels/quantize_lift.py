@@ -47,7 +47,7 @@ def quantize_lift(
     target: torch.dtype,
     first: First = "none",
     *,
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -63,7 +63,7 @@ def quantize_lift(
         columns: The packed column order.
         target: torch.int8, torch.float8_e4m3fn, or x's type: lift alone, bit for bit.
         first: A function of :mod:`slidesparse.elementwise`.
-        groups: Stands for ``columns.groups`` where ``columns`` is without them.
+        pairs: Stands for ``columns.pairs`` where ``columns`` is without them.
         weight: [K] in x's type, the gain of the norm.
         residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
         eps: Of the norm.
@@ -75,8 +75,8 @@ def quantize_lift(
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
     _check(x, columns, first, weight, residual)
-    call = _call(columns.without_groups, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
-    return call(x, columns.groups if groups is None else groups, weight, residual, eps)
+    call = _call(columns.without_pairs, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
+    return call(x, columns.pairs if pairs is None else pairs, weight, residual, eps)
 
 
 def _check(
@@ -144,7 +144,7 @@ class Call:
             )
         launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
         self.plan = make_plan(columns, source, target, first, slabs, launch)
-        self.launcher = _launcher(self.plan, launch.num_warps, source, device)
+        self.launcher = _launcher(self.plan, launch, source, device)
         self.width, self.target, self.tokens, self.device = columns.width, target, tokens, device
         if slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
@@ -155,7 +155,7 @@ class Call:
     def __call__(
         self,
         x: torch.Tensor,
-        groups: torch.Tensor | None,
+        pairs: torch.Tensor | None,
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
         eps: float,
@@ -166,13 +166,13 @@ class Call:
         scale = torch.empty(tokens, 1, dtype=torch.float32, device=device) if self.plan.quant != "none" else None
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
         if self.programs and width:
-            self._launch(x, groups, weight, residual, total, values, scale, eps)
+            self._launch(x, pairs, weight, residual, total, values, scale, eps)
         return Lifted(values if self.padded == tokens else values[:tokens], scale, total)
 
     def _launch(
         self,
         x: torch.Tensor,
-        groups: torch.Tensor | None,
+        pairs: torch.Tensor | None,
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
         total: torch.Tensor | None,
@@ -183,25 +183,25 @@ class Call:
         index = x.get_device()
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self._launch(x, groups, weight, residual, total, values, scale, eps)
+                self._launch(x, pairs, weight, residual, total, values, scale, eps)
             return
         x_at, x_stride = x.data_ptr(), x.stride(0)
-        group_at = None if groups is None else groups.data_ptr()
+        pairs_at = None if pairs is None else pairs.data_ptr()
         weight_at = None if weight is None else weight.data_ptr()
         residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         total_at = None if total is None else total.data_ptr()
         scale_at = None if scale is None else scale.data_ptr()
         # What torch has just allocated is aligned.
-        bits = x_at | x_stride | (group_at or 0) | (weight_at or 0) | (residual_at or 0) | residual_stride
+        bits = x_at | x_stride | (pairs_at or 0) | (weight_at or 0) | (residual_at or 0) | residual_stride
         aligned = bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
         if aligned and self.launcher.ready:
-            addresses = (x_at, residual_at, total_at, weight_at, group_at, values.data_ptr(), scale_at)
+            addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values.data_ptr(), scale_at)
             stream = current_stream(index)
             self.launcher.launch(self.programs, stream, *addresses, self.tokens, x_stride, residual_stride, eps)
             return
         if self.plan.quant != "none":
             values = values.view(torch.int16 if self.plan.held else torch.int8)
-        tensors = (x, residual, total, weight, groups, values, scale)
+        tensors = (x, residual, total, weight, pairs, values, scale)
         arguments = (*tensors, self.tokens, x_stride, residual_stride, float(eps))
         self.launcher.compile_and_launch(self.programs, arguments, aligned)
 
@@ -211,9 +211,10 @@ _call = lru_cache(maxsize=1 << 16)(Call)
 
 
 @lru_cache(maxsize=4096)
-def _launcher(plan: Plan, num_warps: int, source: torch.dtype, device: torch.device) -> Launcher:
+def _launcher(plan: Plan, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
     """One for all numbers of tokens; ``source`` and ``device`` because a compiled kernel belongs to them."""
-    return Launcher(held_kernel if plan.held else walking_kernel, (plan,), num_warps=num_warps)
+    kernel, most = held_kernel if plan.held else walking_kernel, launch.registers or None
+    return Launcher(kernel, (plan,), num_warps=launch.num_warps, maxnreg=most)
 
 
 def make_plan(
