@@ -22,11 +22,11 @@ import torch
 from slidesparse.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.errors import CheckpointError
 from slidesparse.marker import KEY, Marker
-from slidesparse.packed import PackedWeight, Segment, pack
+from slidesparse.packed import PackedWeight, Segment
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.skeleton import skeleton
-from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
 VERSION = "1"
@@ -129,9 +129,7 @@ class PackedFile:
 
 
 def _pack(checkpoint: Checkpoint, marker: Marker, name: str, prefix: str) -> PackedWeight:
-    weight = checkpoint.tensor(f"{prefix}.weight")
-    pattern = marker.pattern_of(name)
-    return pack(weight, pattern, groups=check_pattern(weight, pattern, name=name), name=name)
+    return pack(checkpoint.tensor(f"{prefix}.weight"), marker.pattern_of(name), name=name)
 
 
 def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
