@@ -146,6 +146,11 @@ def test_the_full_profile_covers_the_paper() -> None:
 def test_choices_are_checked() -> None:
     quick = PROFILES["quick"]
     assert runner.adapt(quick) == quick
+    chosen = runner.adapt(quick, patterns=["4:6@50%"], tokens=[64, 64, 7])
+    assert (chosen.model_patterns, chosen.tokens) == (("4:6@50%",), (64, 7))
+    for wrong in ({"patterns": ["5:8"]}, {"tokens": [0]}):
+        with pytest.raises(InputError):
+            runner.adapt(quick, **wrong)  # type: ignore[arg-type]
     adapted = runner.adapt(quick, ["fp16"], ["BitNet-2B"], 5.0)
     assert (adapted.dtypes, adapted.models, adapted.budget_s) == (("fp16",), ("BitNet-2B",), 5.0)
     for arguments in ((["int4"],), (None, ["GPT"]), (None, None, 0.0), (None, None, float("nan"))):
@@ -312,7 +317,8 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert measured["linear"] == {"dense", "2:4", "6:8", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
-    assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8"} if quantised else set())
+    fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
+    assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8", *fused} if quantised else set())
     exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
     assert all(r.error == 0 for r in exact)
     assert all(r.timing and (r.timing.host_us == 3.0) == (r.case.benchmark == "linear") for r in records)

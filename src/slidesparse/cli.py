@@ -107,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
+    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6@50%%, ... (default: the profile's)")
+    bench.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
+    )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -198,7 +202,14 @@ def _tune(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from slidesparse.bench import problems, runner
 
-    profile = runner.adapt(problems.PROFILES[options.profile], options.dtype, options.models, options.budget_s)
+    profile = runner.adapt(
+        problems.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+    )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())

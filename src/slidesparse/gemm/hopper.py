@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, Operand, Problem, release, slab_view
+from slidesparse.gemm.base import Layout, Operand, Problem, slab_view
 from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
 from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, load
 from slidesparse.gemm.hopper_layout import dense_steps, sparse_steps
@@ -20,6 +20,9 @@ from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 
 SLABS = Slabs(rows=192, swizzle=True)
+
+REVISION = "hopper-1"
+"""Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
 
 
 class Hopper:
@@ -45,8 +48,8 @@ class Hopper:
         return None
 
     def library(self) -> str:
-        """NVRTC, which compiles the kernel here; the kernel itself comes with the table of measured times."""
-        return release("NVRTC", ".".join(map(str, nvrtc_version())))
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return f"slidesparse {REVISION}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`."""

@@ -30,6 +30,10 @@ ABOUT_KERNELS = """\
 compares bytes a second, each counted once as read and once as written, with a device-to-device copy in the same
 comparison."""
 
+ABOUT_FUSED = """\
+`over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
+rate of the copy of the same comparison."""
+
 ABOUT_LIBRARY = """\
 A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
 same comparison; each problem is in `library.csv`."""
@@ -44,6 +48,7 @@ SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
     ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
+    ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
     ("Backends and their libraries", ABOUT_LIBRARY, tables.library_summary_tables),
     ("Packing", "", tables.pack_tables),
