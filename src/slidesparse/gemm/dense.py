@@ -38,8 +38,8 @@ FEWEST_ROWS = 32
 
 
 TORCH_ROWS = 256
-"""On Hopper, from so many tokens on torch's row-wise FP8 kernel is the faster one: by 3 to 8 % at 256 tokens and by 3 to
-13 % at 16384 on an H200, where vLLM's is up to twice as fast at 64 (results/h200)."""
+"""On Hopper, from so many tokens on torch's row-wise FP8 kernel is the faster one: on an H200 by 3 to 8 % at 256 tokens
+and by 3 to 13 % at 16384, where vLLM's is up to twice as fast at 64 (results/h200)."""
 
 
 def dense_rows(tokens: int) -> int:
