@@ -491,6 +491,7 @@ def test_without_a_gpu_there_is_one_clear_line(
     [
         (["--dtype", "int4"], "unknown dtype; got 'int4'; needed int8, fp8, bf16, fp16"),
         (["--models", "GPT-2"], "unknown model; got 'GPT-2'"),
+        (["--backends", "dense", "cutlass"], "unknown backend; got 'cutlass'"),
         (["--budget-s", "-1"], "budget; got -1.0"),
     ],
 )
