@@ -314,7 +314,7 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert {r.case for r in records} == cases
     measured = {name: {r.variant for r in records if r.case.benchmark == name} for name in problems.BENCHMARKS}
     assert measured["gemm"] == {"dense", "2:4", "6:8", "inf"}
-    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 6:8"}
+    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
     fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
