@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
     prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
+    prune.add_argument("--calibration", metavar="FILE", help="text for wanda and sparsegpt: UTF-8, or .jsonl with text")
+    prune.add_argument("--samples", type=int, default=128, help="calibration windows (%(default)s)")
+    prune.add_argument("--length", type=int, help="tokens of a window (default: 2048, or what the model can read)")
+    prune.add_argument("--seed", type=int, default=0, help="which windows of the text are taken (%(default)s)")
+    prune.add_argument(
+        "--device", help="where calibration runs the layers: cpu or cuda (default: cuda when there is one)"
+    )
     prune.add_argument(
         "--recipe",
         default="absmax",
@@ -112,24 +119,31 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _device(options: argparse.Namespace) -> str:
     import torch
 
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _demo(options: argparse.Namespace) -> int:
     from slidesparse.demo import run_demo
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    report = run_demo(options.plot, device=device)
+    report = run_demo(options.plot, device=_device(options))
     print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
     return 0 if report.exact else 1
 
 
 def _prune(options: argparse.Namespace) -> int:
+    from slidesparse.calibration import Calibration
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
+    calibration = None
+    if options.calibration is not None:
+        calibration = Calibration(options.calibration, options.samples, options.length, options.seed)
     summary = prune_checkpoint(
         options.source,
         options.destination,
@@ -137,11 +151,13 @@ def _prune(options: argparse.Namespace) -> int:
             pattern=options.pattern,
             dtype=options.dtype,
             method=options.method,
+            calibration=calibration,
             recipe=options.recipe,
             ignore=tuple(options.ignore),
             layers=layers,
             lm_head=options.lm_head,
         ),
+        device=_device(options),
     )
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
     return 0
