@@ -64,7 +64,8 @@ def add_tokenizer(path: Path) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     made.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(path)
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
 
 
 def write_text(path: Path, words: int = 800) -> Path:
