@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import time
 from datetime import datetime, timezone
 from fractions import Fraction
@@ -60,6 +61,15 @@ class Log:
         print(f"{key}: {shown}", flush=True)
 
 
+def commit() -> str:
+    """Of a copied tree, which has no git: the environment says it."""
+    told = os.environ.get("SLIDESPARSE_COMMIT")
+    if told:
+        return told
+    asked = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
+
+
 def machine(device: torch.device) -> dict[str, str]:
     import transformers
 
@@ -77,7 +87,7 @@ class Experiment:
             options.out,
             model=options.size,
             seed=options.seed,
-            commit=os.environ.get("SLIDESPARSE_COMMIT", "unknown"),
+            commit=commit(),
             machine=machine(self.device),
         )
         self.data = Data(options.data, self.device, options.limit)
@@ -254,7 +264,7 @@ def main() -> None:
     parser.add_argument("--recovery-methods", nargs="+", default=tuple(reversed(METHODS)))
     parser.add_argument("--plan-method", default="none", help="method that sensitivities are measured with, or none")
     parser.add_argument("--weights", type=Path, help="where the trained weights are kept")
-    parser.add_argument("--limit", type=int, help="characters of text, to try the script")
+    parser.add_argument("--limit", type=int, help="tokens of text, to try the script")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     everything(Experiment(options))
