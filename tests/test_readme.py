@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
 from slidesparse.pattern import Pattern
@@ -34,6 +34,17 @@ def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert main(line.split()[1:]) == 0
     (load,) = (text for text in blocks("python") if "ss.load" in text)
     exec(load, {})
+
+
+def test_plan_prune_and_eval_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
+    add_tokenizer(tmp_path / "Qwen2.5-7B")
+    write_text(tmp_path / "text.txt")
+    write_text(tmp_path / "held-out.txt", words=30)
+    (commands,) = (text for text in blocks("bash") if text.startswith("slidesparse plan"))
+    for line in commands.splitlines():
+        assert main(line.split()[1:]) == 0
 
 
 def test_python_block_runs() -> None:
