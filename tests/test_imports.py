@@ -17,9 +17,10 @@ ROOT = Path(slidesparse.__file__).parent
 
 LAYERS = [
     {"errors"},
+    {"cache", "decode", "device"},
     {"pattern", "records"},
     {"support"},
-    {"quant", "slide"},
+    {"elementwise", "quant", "slide"},
     {"packed", "prune"},
     {"kernels"},
     {"gemm"},

@@ -21,7 +21,7 @@ from torch import nn
 
 from slidesparse.convert import sparsify_
 from slidesparse.demo_report import DemoReport, DemoRow, need
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.device import usable_device
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.pattern import DENSE, Pattern
@@ -151,7 +151,7 @@ def run_demo(
         InputError: When an argument is no good.
     """
     started = time.perf_counter()
-    where = _check_device(device)
+    where = usable_device(device)
     if output is not None:
         _plotter().check_path(output)
     asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
@@ -179,18 +179,6 @@ def _plotter() -> Any:
     return importlib.import_module("slidesparse.demo_plot")
 
 
-def _check_device(device: str) -> torch.device:
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda") from error
-    if where.type not in ("cpu", "cuda"):
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device here", got=device, remedy="use device='cpu'")
-    return where
-
-
 def compare(
     pruned: nn.Module, pattern: Pattern, dtype: QuantName, batches: Sequence[Batch], baseline: torch.Tensor
 ) -> DemoRow:
@@ -216,7 +204,7 @@ def compare(
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
     got = expected if pattern == DENSE else embed(slid, batches)
     layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
-    accelerated = any(get_backend(layer.backend).accelerated for layer in layers)
+    accelerated = any(get_backend(name).accelerated for layer in layers for name in layer.choice.backends)
     return DemoRow(
         pattern=str(pattern),
         dtype=dtype,
@@ -227,7 +215,9 @@ def compare(
         relative_bytes=n_bytes / weights,
         ideal_speedup=float(pattern.ideal_speedup),
         measured_speedup=_measure_speedup(dense, slid, batches) if accelerated else None,
-        why_not_measured=None if accelerated or pattern == DENSE else "; ".join(sorted({la.reason for la in layers})),
+        why_not_measured=None
+        if accelerated or pattern == DENSE
+        else "; ".join(sorted({la.choice.reason for la in layers})),
         exact=torch.equal(got, expected),
         max_difference=float((got - expected).abs().max()),
     )

@@ -1,20 +1,23 @@
 """Benchmark records: what one line of a results file says, written by ``bench`` and read by ``report``.
 
-A file is JSON lines, one :class:`Record` a line. All records of one *comparison* (one problem, its variants interleaved
-in one run) share ``started``; only those may be divided by one another. Reading is strict: an unknown, missing or
-mistyped field is an error that names the file, the line and the field, because a table must not rest on a guess.
+A file is JSON lines, one :class:`Record` a line, compressed where its name ends in ``.gz``. All records of one
+*comparison* (one problem, its variants interleaved in one run) share ``started``; only those may be divided by one
+another. Reading is strict: an unknown, missing or mistyped field is an error that names the file, the line and the
+field, because a table must not rest on a guess.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-import types
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import IO, cast
 
+from slidesparse.decode import decode
 from slidesparse.errors import InputError
 
 DENSE = "dense"
@@ -22,6 +25,8 @@ CONTROL = "inf"
 """The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 
 COPY, QUANTIZE = "copy", "quantize"
+ALONE, LIBRARY = "alone", "library"
+"""Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
 SQUARE = "square"
 ALL = "*"
 LAYERS = ("qkv", "o", "gate_up", "down")
@@ -192,37 +197,17 @@ class Record:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError("format of a benchmark record", got=repr(got), needed=str(FORMAT))
-        record: Record = _decode(cls, data, "record")
+        record: Record = decode(cls, data, "record")
         if (record.timing is None) == (record.why_not is None):
             raise InputError("a record needs either a time or a reason for having none", got=record.why_not)
         return record
 
 
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild ``value`` as ``kind``: a dataclass, ``tuple[X, ...]``, ``X | None`` or a plain type; no guesses."""
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        inner = next(option for option in get_args(kind) if option is not type(None))
-        return None if value is None else _decode(inner, value, where)
-    if origin is tuple:
-        _expect(isinstance(value, list), where, value, "a list")
-        return tuple(_decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        _expect(isinstance(value, dict), where, value, "an object")
-        hints = get_type_hints(kind)
-        unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys())
-        _expect(not unknown, f"fields of {where}", unknown, "no others than the schema's")
-        _expect(not missing, f"fields missing from {where}", missing, "all of the schema's")
-        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
-    # JSON has no integers of its own, so a float field takes 3; bool is an int in Python and nowhere else.
-    accepted = (int, float) if kind is float else (kind,)
-    _expect(isinstance(value, accepted) and isinstance(value, bool) == (kind is bool), where, value, kind.__name__)
-    return kind(value)
-
-
-def _expect(holds: bool, what: str, got: Any, needed: str) -> None:
-    if not holds:
-        raise InputError(what, got=repr(got), needed=needed)
+def open_records(path: Path, mode: str) -> IO[str]:
+    """Open a file of records as text: ``r`` to read it, ``x`` to make it."""
+    if path.suffix == ".gz":
+        return cast("IO[str]", gzip.open(path, f"{mode}t", encoding="utf-8"))
+    return path.open(mode, encoding="utf-8")
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
@@ -234,8 +219,9 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
     records = []
     for path in paths:
         try:
-            lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            with open_records(path, "r") as file:
+                lines = file.read().splitlines()
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}", got=error) from error
         for number, line in enumerate(lines, start=1):
             try:

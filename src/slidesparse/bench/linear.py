@@ -39,26 +39,32 @@ def measure(session: Session, case: Case) -> list[Record]:
     ]
     for label, variant, name in [*wanted, (f"{AUTO} {HEADLINE}", HEADLINE, AUTO)]:
         try:
-            subjects.append(_layer_subject(session, case, label, variant, name))
+            subjects.append(layer_subject(session, case, label, variant, name))
         except UnsupportedError as error:
             refusals.append(Refusal(label, name, str(error)))
     return compare(session, case, subjects, refusals, host=True)
 
 
-def _layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
+def layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
+    """A whole SlideLinear on a backend (or ``auto``).
+
+    Raises:
+        UnsupportedError: The backend cannot run it.
+    """
     packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
+    chosen = layer.choice.at(case.tokens)
     return Subject(
         variant=label,
         backend=name,
-        algorithm=layer.backend,
+        algorithm=chosen,
         run=_call,
         operands=(layer, x),
         n_bytes=_bytes(case, packed, x),
         check=error_against(x, packed, True),
         ideal_speedup=ideal_speedup(variant),
-        searched=partial(searched, layer.backend, problem_of(case, variant, session.device), case.tokens),
+        searched=partial(searched, chosen, problem_of(case, variant, session.device), case.tokens),
     )
 
 
@@ -84,6 +90,7 @@ def _dense_subjects(session: Session, case: Case) -> list[Subject]:
             n_bytes=_bytes(case, packed, x),
             check=error_against(x, packed, True),
             ideal_speedup=1.0,
+            searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
         )
         for kernel in kernels(packed.dtype, float_type(case.dtype), scaled=True)
         for quantiser in (quantisers if packed.dtype in QUANTISED else ["no"])

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
-from slidesparse.gemm.base import Layout, Operand, Problem, with_rows
+from slidesparse.gemm.base import Layout, Operand, Problem, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
@@ -61,6 +62,10 @@ def token_bucket(tokens: int) -> int:
 
 
 # -- the library's objects -----------------------------------------------------------------------------------------
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @lru_cache(maxsize=64)
@@ -271,6 +276,8 @@ def compress(matrix: torch.Tensor) -> torch.Tensor:
     return compressed
 
 
+Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
+
 # -- the backend ---------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +314,7 @@ class CuSparseLt:
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
             version = api.load().version
+            _handle(_index(problem.device))  # the library's own word on this GPU and its driver
         except UnsupportedError as error:
             return str(error)
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
@@ -323,6 +331,10 @@ class CuSparseLt:
         if problem.dtype not in QUANTISED or self.name != "cusparselt":
             return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
         return None
+
+    def library(self) -> str:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return release("cuSPARSELt", api.load().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The compressed 2:4 segment, uint8 [bytes]; with a dense segment also that, [out, its K'], and a float32 1.
@@ -350,17 +362,29 @@ class CuSparseLt:
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
-        groups = problem.pattern.groups(problem.in_features)
-        columns = problem.pattern.following(groups) * problem.pattern.slid_group
-        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
-        device = torch.cuda.current_device() if problem.device.index is None else problem.device.index
-        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        shape = Shape(device, out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
+        shape = self._shape(problem, tokens)
         record = nearest(load_table(table_path()), shape.key, shape.rows)
         if record is None:
             return []
         first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
+
+    def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
+        """The fastest algorithms of a search at this shape, each as :meth:`bare`; [] without one."""
+        shape = self._shape(problem, tokens)
+        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        timed = [
+            (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
+        ]
+        fastest = sorted(timed, key=lambda pair: pair[0])[:count]
+        return [(str(algorithm), partial(self._bare, Plan(shape, algorithm))) for _, algorithm in fastest]
+
+    def _shape(self, problem: Problem, tokens: int) -> Shape:
+        groups = problem.pattern.groups(problem.in_features)
+        columns = problem.pattern.following(groups) * problem.pattern.slid_group
+        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
+        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
+        return Shape(_index(problem.device), out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
 
     def matmul(
         self,
@@ -377,13 +401,12 @@ class CuSparseLt:
             return x.new_empty(0, out_features, dtype=out_dtype)
         device = x.get_device()
         if device == torch.cuda.current_device():
-            return self._matmul(device, x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         with torch.cuda.device(device):
-            return self._matmul(device, x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
 
     def _matmul(
         self,
-        device: int,
         x: torch.Tensor,
         scale_x: torch.Tensor | None,
         operand: Operand,
@@ -392,34 +415,57 @@ class CuSparseLt:
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        tokens, stride = x.shape
-        rows, out = token_bucket(tokens), out_features + -out_features % MULTIPLE
+        tokens = len(x)
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if accumulator == x.dtype and out_dtype != x.dtype:
             raise UnsupportedError(
                 "output of a 16-bit cuSPARSELt GEMM", got=out_dtype, needed=f"{x.dtype}, as the input"
             )
-        x = with_rows(x, rows)
-        pointer = x.data_ptr()
-        if pointer % ALIGNMENT:
-            x = x.clone()
-            pointer = x.data_ptr()
+        x = _aligned(with_rows(x, token_bucket(tokens)))
         dense = operand[1].shape[1] if len(operand) > 1 else 0
-        plan = plan_for(Shape(device, out, stride - dense, stride, rows, x.dtype, accumulator))
-        if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.add(plan)
-        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
         if accumulator == x.dtype:
-            if bias is not None:
-                acc[:, :out_features] = bias
-            plan.run(operand[0], pointer, acc, accumulate=bias is not None)
-            return acc[:tokens, :out_features].contiguous()
+            return self._product(x, 0, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
 
         from slidesparse.kernels.scale import scale_rows
 
-        plan.run(operand[0], pointer + dense * x.element_size(), acc)
+        acc = self._product(x, dense, operand[0], out_features)
         more = _dense_product(x[:, :dense], operand[1], operand[2]) if dense else None
         return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+
+    def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
+        """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
+        return self._bare(None, x, operand, out_features)
+
+    def _bare(self, plan: Plan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
+        with torch.cuda.device(x.get_device()):
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features, plan=plan)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        start: int,
+        weight: torch.Tensor,
+        out_features: int,
+        bias: torch.Tensor | None = None,
+        plan: Plan | None = None,
+    ) -> torch.Tensor:
+        """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
+        rows, stride = x.shape
+        out = out_features + -out_features % MULTIPLE
+        accumulator = self._accumulators.get(x.dtype, x.dtype)
+        if plan is None:
+            plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
+        if torch.cuda.is_current_stream_capturing():
+            _CAPTURED.add(plan)
+        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
+        if bias is not None:
+            acc[:, :out_features] = bias
+        plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)
+        return acc
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.records import COPY, DENSE, QUANTIZE, SQUARE, Record
+from slidesparse.records import ALONE, COPY, DENSE, LIBRARY, QUANTIZE, SQUARE, Record
 from slidesparse.report.numbers import Comparison, Point, median_us, points, ratio
 
 Cell = str | int | float | None
 OURS = "slidesparse"
+AIM = 0.02
+"""How far from its library's best algorithm a backend may be."""
 ITEM_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp16": 2}
 
 
@@ -154,6 +156,34 @@ def _kernel_row(one: Comparison, only: Record, lift: Record) -> tuple[Cell, ...]
     )
 
 
+FUSED_COLUMNS = ("behind", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
+
+
+def fused_tables(found: Sequence[Comparison]) -> list[Table]:
+    """Quantise and lift behind a norm or an activation, over the time that its bytes take at the rate of a copy."""
+    formats = {name: ".1f" for name in FUSED_COLUMNS if name.endswith("us")} | {"over its bytes": ".2f"}
+    rows: dict[str, list[tuple[Cell, ...]]] = {}
+    for one in sorted(found, key=lambda one: (one.case.in_features, one.case.tokens)):
+        copied = one.best(COPY)
+        for record in one.records:
+            first, lifts, pattern = record.variant.partition(" lift ")
+            if one.case.benchmark == "kernels" and copied is not None and lifts and record.timing is not None:
+                floor = record.n_bytes / _rate(copied)
+                cells = (median_us(copied), floor, median_us(record), median_us(record) / floor)
+                row = (first, pattern, one.case.in_features, one.case.tokens, *cells)
+                rows.setdefault(one.case.dtype, []).append(row)
+    return [
+        Table(
+            f"kernels_fused_{dtype}",
+            f"Quantise and lift, fused with what comes before, {dtype.upper()}",
+            FUSED_COLUMNS,
+            tuple(sorted(group, key=lambda row: str(row[0]))),
+            formats,
+        )
+        for dtype, group in rows.items()
+    ]
+
+
 def _rate(record: Record) -> float:
     return record.n_bytes / median_us(record)
 
@@ -193,6 +223,43 @@ def pack_tables(found: Sequence[Comparison]) -> list[Table]:
                 )
     columns = ("model", "layer", "dtype", "step", "backend", "us", "dense GB/s")
     return [Table("pack", "Packing", columns, tuple(rows), {"us": ".0f", "dense GB/s": ".0f"})] if rows else []
+
+
+def library_tables(found: Sequence[Comparison]) -> list[Table]:
+    """A backend's product alone over its library's best algorithm, and what scales add to it."""
+    rows = []
+    for one in found:
+        for name in sorted({r.variant for r in one.records if f" {ALONE} " in r.variant}):
+            backend, _, pattern = name.split(" ")
+            ours, best, scaled = one.best(name, backend), one.best(name, LIBRARY), one.best(pattern, backend)
+            if ours is None or best is None:
+                continue
+            case = one.case
+            over = median_us(ours) / median_us(best) - 1
+            added = None if scaled is None else median_us(scaled) / median_us(ours) - 1
+            shape = (case.dtype, case.model, case.layer, case.tokens)
+            rows.append((*shape, name, median_us(ours), best.algorithm, over, added, ours.noise))
+    columns = ("dtype", "model", "layer", "M", "product", "us", "library's best", "over it", "scales add", "noise")
+    formats = {"us": ".1f", "over it": "+.1%", "scales add": "+.0%", "noise": ".1%"}
+    title = "A backend's product alone over its library's best algorithm"
+    return [Table("library", title, columns, tuple(rows), formats)] if rows else []
+
+
+def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
+    """How many of those are within the aim."""
+    groups: dict[tuple[Cell, Cell], list[float]] = {}
+    for table in library_tables(found):
+        for row in table.rows:
+            over = row[table.columns.index("over it")]
+            assert isinstance(over, float)
+            groups.setdefault((row[4], row[0]), []).append(over)
+    rows = tuple(
+        (*key, len(over), sum(value <= AIM for value in over), sorted(over)[len(over) // 2], max(over))
+        for key, over in groups.items()
+    )
+    columns = ("product", "dtype", "problems", "within 2 %", "median", "worst")
+    formats = {"median": "+.1%", "worst": "+.1%"}
+    return [Table("library_summary", "The same, counted", columns, rows, formats)] if rows else []
 
 
 def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
