@@ -317,6 +317,14 @@ def test_models_that_cannot_be_walked() -> None:
         record(odd, find_stack(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
 
 
+def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = PruneOptions("6:8", "int8", "wanda", calibration(source.parent))
+    summary = prune_checkpoint(source, source.parent / "s", options, progress=True)
+    last = max(loss for names, loss in summary.losses.items() if "layers.1." in names)
+    assert f"wanda loss {last:.2e}" in capsys.readouterr().err
+    assert f"calibration loss: mean {sum(summary.losses.values()) / len(summary.losses):.2e}" in summary.describe()
+
+
 def test_the_command_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = source.parent
     command = ["prune", str(source), str(folder / "s"), "--pattern", "6:8", "--dtype", "fp8", "--method", "sparsegpt"]

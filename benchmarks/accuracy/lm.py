@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import VOCABULARY, encode
+from corpus import END, VOCABULARY
 from task import KINDS, problems
 from torch import nn
 
@@ -25,7 +24,7 @@ from slidesparse.perplexity import measure_perplexity
 CONTEXT = 512
 TASK_SHARE = 0.25
 TASK_LINES = 80_000  # of each kind
-EXAMS = 400  # of each kind, all different
+EXAMS = 500  # of each kind
 
 
 @dataclass(frozen=True)
@@ -75,28 +74,28 @@ class Data:
 
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.facts = json.loads((folder / "facts.json").read_text())
-        self.train = self._read(folder / "train.xz", limit).to(device)
-        self.held_out = self._read(folder / "held_out.xz", limit).to(device)
-        self.held_out_bytes = self.facts["held_out_bytes"]
+        texts = {
+            part: lzma.decompress((folder / f"{part}.xz").read_bytes()).decode()[:limit]
+            for part in ("train", "held_out")
+        }
+        self.train = self._encode(texts["train"].split(END)).to(device)
+        self.held_out = self._encode(texts["held_out"].split(END)).to(device)
+        self.held_out_bytes = len(texts["held_out"].encode())
         lines = TASK_LINES if limit is None else limit // 1000
         taken = [["".join(p) for p in itertools.islice(problems(kind, 0, False), lines)] for kind in KINDS]
         mixed = [line for group in zip(*taken, strict=True) for line in group]
         self.task = self._encode(["".join(mixed[i : i + 64]) for i in range(0, len(mixed), 64)]).to(device)
         self.exams = {kind: self._exam(kind, EXAMS if limit is None else 20, device) for kind in KINDS}
 
-    @staticmethod
-    def _read(path: Path, limit: int | None) -> torch.Tensor:
-        tokens = np.frombuffer(lzma.decompress(path.read_bytes()), dtype=np.uint16)[:limit]
-        return torch.from_numpy(tokens.astype(np.int32))
-
     def _encode(self, texts: list[str]) -> torch.Tensor:
-        return torch.from_numpy(encode(self.tokenizer, texts).astype(np.int32))
+        (end,) = self.tokenizer.encode(END).ids
+        ids = [[*encoding.ids, end] for encoding in self.tokenizer.encode_batch(texts)]
+        return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int32)
 
     def _exam(self, kind: str, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Problems as token numbers [count, length], and which of them are the answer; the rest is padding."""
         rows, answers = [], []
-        drawn = dict.fromkeys(itertools.islice(problems(kind, 1, True), 40 * count))  # some kinds have few problems
-        for question, answer in itertools.islice(drawn, count):
+        for question, answer in itertools.islice(problems(kind, 1, True), count):
             head, tail = self.tokenizer.encode(f"\n{question}").ids, self.tokenizer.encode(answer).ids
             rows.append(head + tail)
             answers.append([False] * len(head) + [True] * len(tail))

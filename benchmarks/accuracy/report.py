@@ -17,7 +17,9 @@ from matplotlib.figure import Figure
 
 from slidesparse.pattern import Pattern
 
-PATTERNS = ("14:16", "8:10", "6:8", "4:6@50%", "4:6", "2:4")
+PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
+"""In the order of their zeros."""
+
 METHODS = {
     "magnitude": ("magnitude", "#888888", "s"),
     "wanda": ("Wanda", "#0072b2", "o"),
@@ -46,14 +48,19 @@ def recovery_steps(runs: Runs) -> int:
 
 
 def values(runs: Runs, pattern: str, method: str, steps: int, measure: str) -> list[float]:
-    """One number a seed: perplexity over that of the dense model of the same seed and budget, or points of accuracy
-    above it."""
+    """One number a seed, against the dense model of the same seed and budget.
+
+    Perplexities as percent above it, shares as points above it, nats as thousandths above it.
+    """
     found = []
     for run in runs.values():
         record, dense = run.get(f"{pattern} {method} {steps}"), run[f"dense none {steps}"]
         if record is not None:
             one, other = record[measure], dense[measure]
-            found.append(100 * (one / other - 1) if measure == "perplexity" else 100 * (one - other))
+            if measure == "perplexity":
+                found.append(100 * (one / other - 1))
+            else:
+                found.append((1000 if measure == "calibration_nats" else 100) * (one - other))
     return found
 
 
@@ -90,7 +97,7 @@ def dense_table(everything: dict[str, Runs]) -> str:
                     f"{trained['tokens'] / 1e6:.0f} M",
                     f"{dense['perplexity']:.3f}",
                     f"{dense['bits_per_byte']:.3f}",
-                    f"{trained['corpus']['held_out_xz_bits_per_byte']:.3f}",
+                    f"{trained['corpus']['xz_bits_per_byte']:.3f}",
                     f"{100 * dense['exact_mean']:.1f} %",
                     f"{more['perplexity']:.3f}",
                     f"{100 * more['exact_mean']:.1f} %",
@@ -160,6 +167,20 @@ def plan_table(runs: Runs) -> str:
     return table(head, rows)
 
 
+def frontier_table(runs: Runs) -> str:
+    first = next(iter(runs.values()))
+    records = [r for r in first.values() if r.get("method") == "sparsegpt" and r.get("recovery_steps") == 0]
+    rows = []
+    for record in sorted(records, key=lambda r: Pattern.parse(r["pattern"]).ideal_speedup):
+        pattern = Pattern.parse(record["pattern"])
+        speeds = [f"{float(pattern.speedup(gain)):.3f}x" for gain in GAINS.values()]
+        found = [
+            cell(values(runs, str(pattern), "sparsegpt", 0, m), d) for m, d in (("perplexity", 2), ("exact_mean", 1))
+        ]
+        rows.append([str(pattern), f"{float(pattern.sparsity):.3f}", *speeds, *found])
+    return table(("pattern", "zeros", "speed at 2x", "speed at 1.6x", "perplexity, %", "exact, points"), rows)
+
+
 def encoder_table(records: list[Record]) -> str:
     patterns = list(dict.fromkeys(record["pattern"] for record in records))
     rows = []
@@ -190,83 +211,97 @@ def plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+MEASURES = {
+    "perplexity": "held-out perplexity over dense (%)",
+    "calibration_nats": "training-like text: loss over dense (0.001 nats)",
+    "exact_mean": "exact answers over dense (points)",
+}
+
+LIMITS = {"perplexity": (-5, 400), "calibration_nats": (-0.5, 2000)}
+
+
 def curve(everything: dict[str, Runs], path: Path) -> None:
-    """Perplexity and accuracy by pattern; one-shot solid, recovered dashed."""
-    figure = Figure(figsize=(11, 4.2 * len(everything)), layout="constrained")
-    grid = figure.subplots(len(everything), 2, squeeze=False)
-    for (model, runs), (left, right) in zip(everything.items(), grid, strict=True):
-        for axes, measure in ((left, "perplexity"), (right, "exact_mean")):
-            for offset, (method, (label, colour, marker)) in zip((-0.12, 0, 0.12), METHODS.items(), strict=True):
-                for steps, style, suffix in ((0, "-", "one shot"), (recovery_steps(runs), "--", "recovered")):
-                    points = [
-                        (i + offset, *spread(found))
-                        for i, pattern in enumerate(PATTERNS)
-                        if (found := values(runs, pattern, method, steps, measure))
-                    ]
-                    if points:
-                        x, y, deviation = zip(*points, strict=True)
-                        axes.errorbar(
-                            x,
-                            y,
-                            deviation,
-                            color=colour,
-                            marker=marker,
-                            markersize=5,
-                            linestyle=style,
-                            linewidth=1.2,
-                            capsize=3,
-                            markerfacecolor=colour if steps == 0 else "white",
-                            label=f"{label}, {suffix}",
-                        )
+    """Every measure by pattern; one shot filled, recovered hollow; lines join uniform patterns only."""
+    figure = Figure(figsize=(14, 4.4 * len(everything)), layout="constrained")
+    grid = figure.subplots(len(everything), len(MEASURES), squeeze=False)
+    for (model, runs), row in zip(everything.items(), grid, strict=True):
+        for axes, (measure, label) in zip(row, MEASURES.items(), strict=True):
+            for offset, method in zip((-0.15, 0, 0.15), METHODS, strict=True):
+                for steps in (0, recovery_steps(runs)):
+                    draw_method(axes, runs, method, steps, measure, offset)
             axes.set_xticks(range(len(PATTERNS)), PATTERNS)
             axes.axhline(0, color="#555555", linewidth=1)
+            if measure in LIMITS:
+                axes.set_yscale("symlog", linthresh=1)
+                axes.set_ylim(*LIMITS[measure])
+                axes.yaxis.set_major_formatter("{x:g}")
+            axes.set(ylabel=label, title=NAMES[model])
             plain(axes)
-        left.set_yscale("symlog", linthresh=1)
-        left.set_yticks([-1, 0, 1, 3, 10, 30, 100, 200], ["-1", "0", "1", "3", "10", "30", "100", "200"])
-        left.set(ylabel="held-out perplexity over dense (%)", title=NAMES[model])
-        right.set(ylabel="exact answers over dense (points)", title=NAMES[model])
-        right.legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=150)
+        row[-1].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=130)
+
+
+def draw_method(axes: Any, runs: Runs, method: str, steps: int, measure: str, offset: float) -> None:
+    label, colour, marker = METHODS[method]
+    style: dict[str, Any] = {
+        "color": colour,
+        "marker": marker,
+        "markersize": 5,
+        "markerfacecolor": "white" if steps else colour,
+        "linewidth": 1.2,
+        "capsize": 3,
+    }
+    found = {pattern: values(runs, pattern, method, steps, measure) for pattern in PATTERNS}
+    for uniform in (True, False):
+        points = [
+            (i + offset, *spread(found[pattern]))
+            for i, pattern in enumerate(PATTERNS)
+            if found[pattern] and Pattern.parse(pattern).is_uniform == uniform
+        ]
+        if points:
+            x, y, deviation = zip(*points, strict=True)
+            line = "none" if not uniform else "--" if steps else "-"
+            name = f"{label}, {'recovered' if steps else 'one shot'}" if uniform else None
+            axes.errorbar(x, y, deviation, linestyle=line, label=name, **style)
 
 
 def frontier(runs: Runs, path: Path) -> None:
     """What SparseGPT leaves, against the modelled speed of the matrix products."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    first = next(iter(runs.values()))
+    one_shot = [r for r in first.values() if r.get("method") == "sparsegpt" and r.get("recovery_steps") == 0]
     for axes, (name, gain) in zip(figure.subplots(1, 2, sharey=True), GAINS.items(), strict=True):
-        for kind, colour, marker in (("uniform", "#d55e00", "^"), ("share", "#0072b2", "o")):
-            points = []
-            for key, record in next(iter(runs.values())).items():
-                if record.get("method") == "sparsegpt" and record.get("recovery_steps") == 0:
-                    pattern = Pattern.parse(record["pattern"])
-                    found = values(runs, record["pattern"], "sparsegpt", 0, "perplexity")
-                    if pattern.is_uniform == (kind == "uniform") and key:
-                        points.append((float(pattern.speedup(gain)), *spread(found), record["pattern"]))
-            points.sort()
-            x, y, deviation, labels = zip(*points, strict=True)
-            label = "uniform pattern" if kind == "uniform" else "pattern on a share of the columns"
-            line = "-" if kind == "uniform" else "none"
+        for uniform, label, colour, marker in (
+            (True, "uniform pattern", "#d55e00", "^"),
+            (False, "pattern on a share of the columns", "#0072b2", "o"),
+        ):
+            patterns = [Pattern.parse(r["pattern"]) for r in one_shot]
+            points = sorted(
+                (float(p.speedup(gain)), *spread(values(runs, str(p), "sparsegpt", 0, "perplexity")), str(p))
+                for p in patterns
+                if p.is_uniform == uniform
+            )
+            x, y, deviation, names = zip(*points, strict=True)
+            line = "-" if uniform else "none"
             axes.errorbar(x, y, deviation, color=colour, marker=marker, linestyle=line, capsize=3, label=label)
-            for here in zip(x, y, labels, strict=True):
-                below = kind == "share"
+            # Shares lie above the uniform patterns where 2:4 is twice as fast, and below them on Hopper.
+            for at, height, text in zip(x, y, names, strict=True):
+                right = uniform == (gain == 2) and not text.startswith("2:4@")
                 axes.annotate(
-                    here[2],
-                    here[:2],
-                    xytext=(0, 8) if below else (4, -12),
+                    text,
+                    (at, height),
+                    xytext=(7, -9) if right else (-7, 3),
                     textcoords="offset points",
                     fontsize=8,
-                    ha="center" if below else "left",
+                    ha="left" if right else "right",
                     color=colour,
                 )
-        plans = [r for r in next(iter(runs.values())).values() if "rival" in r and r["mma_gain"] == float(gain)]
-        for number, plan in enumerate(plans):
-            found = [
-                100 * (run[plan["key"]]["perplexity"] / run["dense none 0"]["perplexity"] - 1) for run in runs.values()
-            ]
-            mean, deviation = spread(found)
+        for number, plan in enumerate(r for r in first.values() if r.get("mma_gain") == float(gain)):
+            dense = {seed: run["dense none 0"]["perplexity"] for seed, run in runs.items()}
+            found = [100 * (run[plan["key"]]["perplexity"] / dense[seed] - 1) for seed, run in runs.items()]
             axes.errorbar(
                 plan["speedup"],
-                mean,
-                deviation,
+                *spread(found),
                 color="black",
                 marker="*",
                 markersize=11,
@@ -278,11 +313,11 @@ def frontier(runs: Runs, path: Path) -> None:
         axes.set_yscale("symlog", linthresh=1)
         axes.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
         axes.set(title=name, xlabel="modelled speed of the matrix products over dense")
-        axes.margins(x=0.12)
+        axes.margins(x=0.2)
         axes.legend(frameon=False, fontsize=8, loc="upper left")
         plain(axes)
     figure.axes[0].set_ylabel("held-out perplexity over dense (%)")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)
 
 
 def encoder_plot(records: list[Record], path: Path) -> None:
@@ -311,31 +346,36 @@ def lines(path: Path) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def tables(folder: Path) -> str:
+    """All tables as Markdown."""
+    small, large = read(folder, "10m"), read(folder, "100m")
+    sections = {"The trained models (10m-*.jsonl, 100m-0.jsonl)": dense_table({"10m": small, "100m": large})}
+    titles = {
+        "perplexity": "held-out perplexity over dense, %",
+        "calibration_nats": "loss on training-like text over dense, thousandths of a nat",
+        "exact_mean": "exact answers over dense, points",
+    }
+    for name, runs, files in (("11 M", small, "10m-*.jsonl"), ("102 M", large, "100m-0.jsonl")):
+        for measure, title in titles.items():
+            digits = 2 if measure == "perplexity" else 1
+            sections[f"{name} parameters: {title} ({files})"] = pattern_table(runs, measure, digits)
+    sections["Calibration loss at 6:8 (10m-*.jsonl, 100m-0.jsonl)"] = loss_table({"10m": small, "100m": large})
+    sections["11 M parameters: the frontier, SparseGPT, one shot (10m-*.jsonl)"] = frontier_table(small)
+    sections["Plans against uniform patterns of the same modelled speed (10m-*.jsonl)"] = plan_table(small)
+    sections["The encoder (encoder.jsonl)"] = encoder_table(lines(folder / "encoder.jsonl"))
+    sections["A layer of 7B shape (layer-time.jsonl)"] = time_table(lines(folder / "layer-time.jsonl"))
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    return f"# Accuracy of pruned models\n\nDrawn by benchmarks/accuracy/report.py.\n\n{body}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="with the records; tables and plots go there too")
     folder: Path = parser.parse_args().folder
-    everything = {model: read(folder, model) for model in NAMES}
-    small, large = everything["10m"], everything["100m"]
-    encoder, times = lines(folder / "encoder.jsonl"), lines(folder / "layer-time.jsonl")
-    sections = {
-        "The trained models (10m-*.jsonl, 100m-0.jsonl)": dense_table(everything),
-        "11 M parameters: held-out perplexity over dense, % (10m-*.jsonl)": pattern_table(small, "perplexity", 2),
-        "11 M parameters: exact answers over dense, points (10m-*.jsonl)": pattern_table(small, "exact_mean", 1),
-        "102 M parameters: held-out perplexity over dense, % (100m-0.jsonl)": pattern_table(large, "perplexity", 2),
-        "102 M parameters: exact answers over dense, points (100m-0.jsonl)": pattern_table(large, "exact_mean", 1),
-        "Calibration loss at 6:8": loss_table(everything),
-        "Plans against uniform patterns of the same modelled speed (10m-*.jsonl)": plan_table(small),
-        "The encoder (encoder.jsonl)": encoder_table(encoder),
-        "A layer of 7B shape (layer-time.jsonl)": time_table(times),
-    }
-    text = "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.items())
-    (folder / "tables.md").write_text(
-        f"# Accuracy of pruned models, drawn by benchmarks/accuracy/report.py\n\n{text}\n"
-    )
-    curve(everything, folder / "curve.png")
-    frontier(small, folder / "frontier.png")
-    encoder_plot(encoder, folder / "encoder.png")
+    (folder / "tables.md").write_text(tables(folder))
+    curve({model: read(folder, model) for model in NAMES}, folder / "curve.png")
+    frontier(read(folder, "10m"), folder / "frontier.png")
+    encoder_plot(lines(folder / "encoder.jsonl"), folder / "encoder.png")
 
 
 if __name__ == "__main__":

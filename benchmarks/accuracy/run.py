@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--recovery-methods", nargs="+", default=tuple(reversed(METHODS)))
     parser.add_argument("--plan-method", default="none", help="method that sensitivities are measured with, or none")
     parser.add_argument("--weights", type=Path, help="where the trained weights are kept")
-    parser.add_argument("--limit", type=int, help="tokens of text, to try the script")
+    parser.add_argument("--limit", type=int, help="characters of text, to try the script")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     everything(Experiment(options))

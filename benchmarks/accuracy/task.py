@@ -1,7 +1,6 @@
 """A task with exact answers: arithmetic and operations on lists, one problem a line.
 
-Answers of arithmetic are written from the last digit to the first, the order in which carries go, so that a small model
-can learn them. Problems whose text hashes to a held-out value are never trained on.
+Problems whose text hashes to a held-out value are never trained on.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ def _spaced(values: list[int]) -> str:
 
 def _add(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randrange(1000), rng.randrange(1000)
-    return f"add {a} {b}", str(a + b)[::-1]
+    return f"add {a} {b}", str(a + b)
 
 
 def _subtract(rng: random.Random) -> tuple[str, str]:
     a, b = sorted((rng.randrange(1000), rng.randrange(1000)), reverse=True)
-    return f"sub {a} {b}", str(a - b)[::-1]
+    return f"sub {a} {b}", str(a - b)
 
 
 def _multiply(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randrange(1000), rng.randrange(10)
-    return f"mul {a} {b}", str(a * b)[::-1]
+    a, b = rng.randrange(100), rng.randrange(10)
+    return f"mul {a} {b}", str(a * b)
 
 
 def _sort(rng: random.Random) -> tuple[str, str]:
@@ -63,7 +62,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def problems(kind: str, seed: int, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Question and answer, without end: ``add 17 25 =`` and `` 24\\n``."""
+    """Question and answer, without end: ``add 17 25 =`` and `` 42\\n``."""
     rng = random.Random(f"{kind}-{seed}-{held_out}")
     while True:
         question, answer = KINDS[kind](rng)

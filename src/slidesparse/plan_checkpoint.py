@@ -30,7 +30,7 @@ from slidesparse.prune import get_pruner
 from slidesparse.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.targets import find_targets
 
-CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%")
+CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
 
 JUDGED = 4
 """Windows on which predictions are compared; the method does not see them."""
