@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from slidesparse.calibration import Calibration, encode, load_tokenizer, read_te
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.layerwise import find_stack, prune_layers, record
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
@@ -261,6 +262,22 @@ def test_unusable_text(source: Path) -> None:
 def test_documents_in_json_lines(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     assert read_text(tmp_path / "d.jsonl") == "one\n\ntwo"
+
+
+def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
+    found: Any = {}
+    module = ModuleType("datasets")
+    module.load_from_disk = lambda path: found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UnsupportedError, match="datasets is not installed"):
+        read_text(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = {"train": {"text": ["one", "two"]}, "test": {"text": ["three"]}}
+    assert read_text(tmp_path) == "one\n\ntwo"
+    found = {"test": {"text": ["three"]}}
+    with pytest.raises(InputError, match=r"is no data set with texts; got KeyError"):
+        read_text(tmp_path)
 
 
 def test_windows_are_taken_once_each() -> None:

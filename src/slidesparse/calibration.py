@@ -20,7 +20,8 @@ class Calibration:
     """Which text a method sees.
 
     Attributes:
-        file: UTF-8 text, or ``.jsonl`` with one object a line whose ``text`` is a document.
+        file: UTF-8 text; or ``.jsonl`` with one object a line whose ``text`` is a document; or a folder that
+            ``datasets`` wrote with ``save_to_disk``, whose column ``text`` is taken (split ``train`` if it has splits).
         samples: Windows of text.
         length: Tokens of a window; None: 2048, or as many as the model has positions when these are fewer.
         seed: Which windows are taken.
@@ -39,12 +40,20 @@ class Calibration:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file.
+    """The text of a file, or of a data set on disk: see :class:`Calibration`.
 
     Raises:
         InputError: When it cannot be read, is not text, or is empty.
+        UnsupportedError: When it is a data set and ``datasets`` is not installed.
     """
     path = Path(path)
+    text = "\n\n".join(_data_set(path)) if path.is_dir() else _file_text(path)
+    if not text.strip():
+        raise InputError(f"{path} holds no text")
+    return text
+
+
+def _file_text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -53,11 +62,25 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"{path} is not text", got=first_line(error), needed="UTF-8") from error
     if "\0" in text:
         raise InputError(f"{path} is not text", got="NUL characters", needed="UTF-8")
-    if path.suffix == ".jsonl":
-        text = "\n\n".join(_documents(path, text))
-    if not text.strip():
-        raise InputError(f"{path} holds no text")
-    return text
+    return "\n\n".join(_documents(path, text)) if path.suffix == ".jsonl" else text
+
+
+def _data_set(folder: Path) -> list[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{folder} is a folder, and datasets is not installed", remedy="pip install datasets, or use a text file"
+        ) from error
+    try:
+        loaded: Any = datasets.load_from_disk(str(folder))
+        return [str(text) for text in (loaded["train"] if isinstance(loaded, dict) else loaded)["text"]]
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{folder} is no data set with texts",
+            got=first_line(error),
+            needed="a folder that datasets' save_to_disk wrote, with a column text",
+        ) from error
 
 
 def _documents(path: Path, lines: str) -> list[str]:

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
     prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
-    _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, or .jsonl with text")
+    _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, .jsonl with text, or a data set on disk")
     prune.add_argument(
         "--device", help="where calibration runs the layers: cpu or cuda (default: cuda when there is one)"
     )
@@ -101,11 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
-    _add_calibration(plan, "text to measure on: UTF-8, or .jsonl with text", required=True)
+    _add_calibration(plan, "text to measure on: UTF-8, .jsonl with text, or a data set on disk", required=True)
 
     evaluate = add("eval", _eval, "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness.")
     evaluate.add_argument("path", type=Path, metavar="PATH", help="any local checkpoint, pruned or not")
-    evaluate.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, or .jsonl with text")
+    evaluate.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text, .jsonl with text, or a data set on disk"
+    )
     evaluate.add_argument(
         "--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)"
     )
