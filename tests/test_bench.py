@@ -314,7 +314,7 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert {r.case for r in records} == cases
     measured = {name: {r.variant for r in records if r.case.benchmark == name} for name in problems.BENCHMARKS}
     assert measured["gemm"] == {"dense", "2:4", "6:8", "inf"}
-    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 6:8"}
+    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
     fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
@@ -491,6 +491,7 @@ def test_without_a_gpu_there_is_one_clear_line(
     [
         (["--dtype", "int4"], "unknown dtype; got 'int4'; needed int8, fp8, bf16, fp16"),
         (["--models", "GPT-2"], "unknown model; got 'GPT-2'"),
+        (["--backends", "dense", "cutlass"], "unknown backend; got 'cutlass'"),
         (["--budget-s", "-1"], "budget; got -1.0"),
     ],
 )

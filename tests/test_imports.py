@@ -23,7 +23,7 @@ LAYERS = [
     {"elementwise", "quant", "slide"},
     {"packed", "prune"},
     {"kernels"},
-    {"gemm"},
+    {"gemm", "packing"},
     {"ops"},
     {"linear"},
     {"targets"},

@@ -150,6 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )
+    bench.add_argument(
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run)"
+    )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -310,6 +313,7 @@ def _bench(options: argparse.Namespace) -> int:
         options.budget_s,
         patterns=options.patterns,
         tokens=options.tokens,
+        backends=options.backends,
     )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)

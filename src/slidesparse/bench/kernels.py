@@ -18,7 +18,8 @@ from slidesparse.bench.operands import activations, gaussian
 from slidesparse.bench.problems import HEADLINE
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.kernels.columns import Columns
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
