@@ -27,6 +27,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.skeleton import skeleton
+from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
 VERSION = "1"
