@@ -31,6 +31,7 @@ LAYERS = [
     {"skeleton", "staging"},
     {"packed_file"},
     {"info", "inspection", "loading", "prune_checkpoint"},
+    {"integrations"},
     {"bench", "report"},
     {"demo_report"},
     {"demo_plot"},

@@ -109,8 +109,9 @@ class SlideLinear(nn.Module):
         """What the backend reads of the weight."""
         return [getattr(self, name) for name in self._operand_names]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply: x [..., in] -> [..., out]."""
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
+        bias = self.bias if bias is None else bias
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         tokens = x.reshape(-1, self.in_features)
@@ -125,9 +126,7 @@ class SlideLinear(nn.Module):
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         else:
             lifted = ops.lift(tokens, self.column_map, self.backend, self.groups, self._order)
-        y = ops.gemm(
-            lifted, scale, self.operand, self.weight_scale, self.bias, self.out_features, x.dtype, self.backend
-        )
+        y = ops.gemm(lifted, scale, self.operand, self.weight_scale, bias, self.out_features, x.dtype, self.backend)
         out: torch.Tensor = y.reshape(*x.shape[:-1], self.out_features)
         return out
 
