@@ -97,8 +97,10 @@ def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if case.first == "silu_mul":
         return kernels.silu_mul_quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
     if "norm" in case.first:
-        residual = made.get("residual")
-        return kernels.rms_norm_quantize_lift(made["x"], made["weight"], EPS, columns, case.dtype, residual=residual)
+        if "residual" in made:
+            residual = made["residual"]
+            return kernels.add_rms_norm_quantize_lift(made["x"], residual, made["weight"], EPS, columns, case.dtype)
+        return kernels.rms_norm_quantize_lift(made["x"], made["weight"], EPS, columns, case.dtype)
     return kernels.quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
 
 
@@ -164,7 +166,7 @@ def check(case: Case) -> str:
         got[0] = unslab(got[0], case.slabs, tokens)
     different = (as_bits(got[0]) != as_bits(wanted[0])).float().mean().item()
     if "residual" in made:
-        assert torch.equal(made["residual"], copies["residual"]), f"{case}: residual"
+        assert torch.equal(got.pop(), copies["residual"]), f"{case}: residual"
     if case.first == "none":
         assert different == 0.0, f"{case}: {different:.2%} of the values differ"
         assert len(got) == 1 or torch.equal(got[1], wanted[1]), f"{case}: scales"

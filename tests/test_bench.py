@@ -312,7 +312,8 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert measured["linear"] == {"dense", "2:4", "6:8", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
-    assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8"} if quantised else set())
+    fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
+    assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8", *fused} if quantised else set())
     exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
     assert all(r.error == 0 for r in exact)
     assert all(r.timing and (r.timing.host_us == 3.0) == (r.case.benchmark == "linear") for r in records)

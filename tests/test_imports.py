@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"pattern", "records"},
     {"support"},
-    {"quant", "slide"},
+    {"elementwise", "quant", "slide"},
     {"packed", "prune"},
     {"kernels"},
     {"gemm"},

@@ -51,6 +51,7 @@ def kernel_records() -> list[Record]:
         record(of, QUANTIZE, 5.0, backend="vllm", n_bytes=30_000),
         record(of, "lift 6:8", 10.0, backend="slidesparse", n_bytes=35_000),
         record(of, "lift 2:4", 9.0, backend="slidesparse", n_bytes=30_000),
+        record(of, "silu_mul lift 6:8", 18.0, backend="slidesparse", n_bytes=60_000),
     ]
 
 
@@ -122,6 +123,14 @@ def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: 
     assert float(row["more us"]) == 2.0
     assert float(row["of copy rate"]) == pytest.approx(3500 / 4000)
     assert "| +25% | 2.0 | 88% |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
+    (row,) = report(kernel_records(), tmp_path)["kernels_fused_int8"]
+    assert (row["behind"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
+    assert (float(row["bytes at copy rate us"]), float(row["us"]), float(row["over its bytes"])) == (15.0, 18.0, 1.2)
+    without_copy = [r for r in kernel_records() if r.variant != COPY]
+    assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")
 
 
 def test_layers_are_compared_with_their_gemm(tmp_path: Path) -> None:

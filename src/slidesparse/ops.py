@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import with_rows
+from slidesparse.gemm.base import Layout, with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.kernels.columns import Columns
 from slidesparse.quant import quantize_rows
@@ -42,9 +43,9 @@ def _check_finite(x: torch.Tensor) -> None:
         raise InputError("activations hold NaN or Inf", needed="finite activations")
 
 
-def _for_backend(lifted: torch.Tensor, backend: str) -> torch.Tensor:
-    tokens = lifted.shape[0]
-    return with_rows(lifted, get_backend(backend).layout.rows(tokens))[:tokens]
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with contiguous columns, as the kernels read it; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @lru_cache(maxsize=4096)
@@ -68,6 +69,33 @@ def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= needed
 
 
+# -- where the lifted bytes go -------------------------------------------------------------------------------------
+
+
+def _place(layout: Layout, tokens: int) -> dict[str, Any]:
+    """What the Triton kernels must know of a backend's layout besides the columns."""
+    return {"rows": layout.rows(tokens)} if layout.slabs is None else {"slabs": layout.slabs}
+
+
+def _as_rows(values: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What a kernel wrote, as the [M, K'] that all layouts are handed around as."""
+    if values.dim() == 2:
+        return values
+    tiles, slabs, rows, slab = values.shape
+    return values.view(tiles * rows, slabs * slab)[:tokens]
+
+
+def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Row-major activations [M, K'] in a backend's layout, through torch."""
+    tokens = lifted.shape[0]
+    if layout.slabs is not None:
+        return _as_rows(layout.slabs.arrange(lifted), tokens)
+    return with_rows(lifted, layout.rows(tokens))[:tokens]
+
+
+# -- quantise and lift, alone and behind what stands between two linears -------------------------------------------
+
+
 def _quantize_lift(
     x: torch.Tensor,
     column_map: torch.Tensor,
@@ -77,24 +105,18 @@ def _quantize_lift(
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_finite(x)
-    columns = _kernel_columns(x, groups, order, dtype)
+    layout, columns = get_backend(backend).layout, _kernel_columns(x, groups, order, dtype)
     if columns is not None:
         from slidesparse.kernels import quantize_lift
 
-        rows = get_backend(backend).layout.rows(x.shape[0])
-        values, scale = quantize_lift.quantize_lift(x, columns, dtype, rows=rows)
-        return values, scale
+        values, scale = quantize_lift.quantize_lift(_dense_rows(x), columns, dtype, **_place(layout, x.shape[0]))
+        return _as_rows(values, x.shape[0]), scale
     values, scale = quantize_rows(x, dtype)
-    return _for_backend(gather(values, column_map), backend), scale
+    return _for_backend(gather(values, column_map), layout), scale
 
 
 def _quantize_lift_fake(
-    x: torch.Tensor,
-    column_map: torch.Tensor,
-    dtype: torch.dtype,
-    backend: str = "reference",
-    groups: torch.Tensor | None = None,
-    order: Sequence[int] = (),
+    x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = x.shape[0]
     return x.new_empty(tokens, column_map.shape[0], dtype=dtype), x.new_empty(tokens, 1, dtype=torch.float32)
@@ -108,22 +130,98 @@ def _lift(
     order: Sequence[int] = (),
 ) -> torch.Tensor:
     _check_finite(x)
-    columns = _kernel_columns(x, groups, order, x.dtype)
+    layout, columns = get_backend(backend).layout, _kernel_columns(x, groups, order, x.dtype)
     if columns is not None:
         from slidesparse.kernels import quantize_lift
 
-        return quantize_lift.lift(x, columns, rows=get_backend(backend).layout.rows(x.shape[0]))
-    return _for_backend(gather(x, column_map), backend)
+        values = quantize_lift.lift(_dense_rows(x), columns, **_place(layout, x.shape[0]))
+        return _as_rows(values, x.shape[0])
+    return _for_backend(gather(x, column_map), layout)
 
 
-def _lift_fake(
+def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], column_map.shape[0])
+
+
+def _rms_norm_quantize_lift(
     x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
     column_map: torch.Tensor,
+    dtype: torch.dtype,
     backend: str = "reference",
     groups: torch.Tensor | None = None,
     order: Sequence[int] = (),
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], column_map.shape[0])
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = _kernel_columns(x, groups, order, dtype)
+    if columns is None:
+        return _quantize_lift(rms_norm(x, weight, eps), column_map, dtype, backend)
+    from slidesparse.kernels import quantize_lift
+
+    place = _place(get_backend(backend).layout, x.shape[0])
+    values, scale = quantize_lift.rms_norm_quantize_lift(_dense_rows(x), weight, eps, columns, dtype, **place)
+    return _as_rows(values, x.shape[0]), scale
+
+
+def _rms_norm_quantize_lift_fake(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, column_map: torch.Tensor, dtype: torch.dtype, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize_lift_fake(x, column_map, dtype)
+
+
+def _add_rms_norm_quantize_lift(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    columns = _kernel_columns(x, groups, order, dtype)
+    if columns is None:
+        normed, total = add_rms_norm(x, residual, weight, eps)
+        return *_quantize_lift(normed, column_map, dtype, backend), total
+    from slidesparse.kernels import quantize_lift
+
+    place, rows = _place(get_backend(backend).layout, x.shape[0]), (_dense_rows(x), _dense_rows(residual))
+    values, scale, total = quantize_lift.add_rms_norm_quantize_lift(*rows, weight, eps, columns, dtype, **place)
+    return _as_rows(values, x.shape[0]), scale, total
+
+
+def _add_rms_norm_quantize_lift_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_quantize_lift_fake(x, column_map, dtype), x.new_empty(x.shape)
+
+
+def _silu_mul_quantize_lift(
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str = "reference",
+    groups: torch.Tensor | None = None,
+    order: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = _kernel_columns(x, groups, order, dtype)
+    if columns is None:
+        return _quantize_lift(silu_mul(x), column_map, dtype, backend)
+    from slidesparse.kernels import quantize_lift
+
+    place = _place(get_backend(backend).layout, x.shape[0])
+    values, scale = quantize_lift.silu_mul_quantize_lift(_dense_rows(x), columns, dtype, **place)
+    return _as_rows(values, x.shape[0]), scale
+
+
+# -- multiply ------------------------------------------------------------------------------------------------------
 
 
 def _gemm(
@@ -166,6 +264,27 @@ _define(
     _lift_fake,
 )
 _define(
+    "rms_norm_quantize_lift",
+    "(Tensor x, Tensor weight, float eps, Tensor column_map, ScalarType dtype, str backend='reference',"
+    " Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor)",
+    _rms_norm_quantize_lift,
+    _rms_norm_quantize_lift_fake,
+)
+_define(
+    "add_rms_norm_quantize_lift",
+    "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor column_map, ScalarType dtype,"
+    " str backend='reference', Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
+    _add_rms_norm_quantize_lift,
+    _add_rms_norm_quantize_lift_fake,
+)
+_define(
+    "silu_mul_quantize_lift",
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    " -> (Tensor, Tensor)",
+    _silu_mul_quantize_lift,
+    _quantize_lift_fake,
+)
+_define(
     "gemm",
     "(Tensor x, Tensor? scale_x, Tensor[] operand, Tensor? scale_w, Tensor? bias, SymInt out_features,"
     " ScalarType out_dtype, str backend) -> Tensor",
@@ -176,11 +295,24 @@ _define(
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
 
-The memory behind the values has the rows that the layout of ``backend`` asks for. ``order`` and ``groups`` are the
-fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch its definition."""
+The bytes of the values stand as the layout of ``backend`` asks (:class:`slidesparse.gemm.base.Layout`). ``order`` and
+``groups`` are the fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch
+its definition."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, groups, order) -> lifted activations [M, K'], as ``quantize_lift``."""
+
+rms_norm_quantize_lift = torch.ops.slidesparse.rms_norm_quantize_lift
+"""(x [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]:
+:func:`slidesparse.elementwise.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
+
+add_rms_norm_quantize_lift = torch.ops.slidesparse.add_rms_norm_quantize_lift
+"""(x [M, K], residual [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'],
+scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.elementwise.add_rms_norm`."""
+
+silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
+"""(x [M, 2K] gate then up, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]: the same with
+:func:`slidesparse.elementwise.silu_mul`."""
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""

@@ -102,6 +102,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         arguments = {
             "x": pointer,
             "residual": pointer if added else (None,),
+            "total": pointer if added else (None,),
             "weight": pointer if "norm" in first else (None,),
             "group_ids": (None,) if packed.groups is None else "*i32",
             "out": pointer if plan.quant == "none" else "*i8",

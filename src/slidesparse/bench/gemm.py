@@ -96,7 +96,7 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
     x = activations(case, variant, session.device)
     weight = (variant, case.dtype, case.out_features, case.in_features, session.device)
     packed = packed_weight(*weight)
-    values, scale = lifted(x, packed, backend.layout)
+    values, scale = lifted(x, packed, backend.layout, name)
     out_dtype = float_type(case.dtype)
     bare = isinstance(backend, Bare) and not case.scaled
     return Subject(

@@ -1,4 +1,4 @@
-"""``bench kernels``: quantise and lift against quantise only, against a copy.
+"""``bench kernels``: quantise and lift, alone and behind what can be fused with it, against quantise only and a copy.
 
 The paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation, nothing lifted.
 """
@@ -14,7 +14,9 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.comparison import Session, Subject, compare, ends, relative_error
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
-from slidesparse.bench.operands import activations
+from slidesparse.bench.operands import activations, gaussian
+from slidesparse.bench.problems import HEADLINE
+from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.kernels.columns import Columns
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -24,6 +26,8 @@ from slidesparse.slide import gather
 
 MULTIPLE = 32
 """Columns of each segment are padded to a multiple of this, as sparse GEMMs ask."""
+
+EPS = 1e-6
 
 
 def measure(session: Session, case: Case) -> list[Record]:
@@ -56,7 +60,58 @@ def measure(session: Session, case: Case) -> list[Record]:
         subjects.append(
             Subject(f"lift {variant}", "slidesparse", "", run, (x, lifted), moved, _check(x, lifted, dtype))
         )
-    return compare(session, case, subjects)
+    return compare(session, case, subjects + _fused_subjects(session, case, x))
+
+
+def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subject]:
+    """Quantise and lift behind each of what it can be fused with, at one pattern."""
+    packed, dtype = any_weight(Pattern.parse(HEADLINE), case.in_features, session.device), parse_dtype(case.dtype)
+    lifted, order = packed.column_map(MULTIPLE), Columns.of(packed, MULTIPLE).order
+    more = partial(gaussian, dtype=x.dtype, device=session.device)
+    residual, weight = more(*x.shape, seed=2), more(case.in_features, seed=3)
+    written = case.tokens * (len(lifted) + 4)
+    inputs: dict[str, tuple[tuple[torch.Tensor, ...], int]] = {
+        "rms_norm": ((x, weight), x.nbytes),
+        "add_rms_norm": ((x, residual, weight), 3 * x.nbytes),
+        "silu_mul": ((torch.cat([x, residual], 1),), 2 * x.nbytes),
+    }
+    return [
+        Subject(
+            f"{first} lift {HEADLINE}",
+            "slidesparse",
+            "",
+            partial(_fused, first, dtype, order),
+            (*tensors, lifted),
+            moved + written,
+            partial(_fused_error, first, dtype, tensors, lifted),
+        )
+        for first, (tensors, moved) in inputs.items()
+    ]
+
+
+def _fused(first: str, dtype: torch.dtype, order: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    *given, lifted = tensors
+    arguments = given if first == "silu_mul" else [*given, EPS]
+    results: tuple[torch.Tensor, ...] = getattr(ops, f"{first}_quantize_lift")(*arguments, lifted, dtype, order=order)
+    return results
+
+
+def _fused_error(
+    first: str,
+    dtype: torch.dtype,
+    tensors: tuple[torch.Tensor, ...],
+    columns: torch.Tensor,
+    result: tuple[torch.Tensor, ...],
+) -> float:
+    if first == "silu_mul":
+        made: tuple[torch.Tensor, ...] = (silu_mul(ends(tensors[0])),)
+    elif first == "rms_norm":
+        made = (rms_norm(ends(tensors[0]), tensors[1], EPS),)
+    else:
+        made = add_rms_norm(ends(tensors[0]), ends(tensors[1]), tensors[2], EPS)
+    values, scale = quantize_rows(made[0], dtype)
+    wanted = (gather(values, columns), scale, *made[1:])
+    return max(relative_error(ends(got).float(), exact.float()) for got, exact in zip(result, wanted, strict=True))
 
 
 def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:

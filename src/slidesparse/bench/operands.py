@@ -73,13 +73,15 @@ def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
     return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device)
 
 
-def lifted(x: torch.Tensor, packed: PackedWeight, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Activations [M, K] as a backend wants them, with their scale [M, 1] if they are quantised."""
+def lifted(
+    x: torch.Tensor, packed: PackedWeight, layout: Layout, backend: str = "reference"
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Activations [M, K] as a backend of this layout wants them, with their scale [M, 1] if they are quantised."""
     columns, column_map = layout.columns(packed), layout.column_map(packed)
     order = {} if columns is None else {"groups": columns.groups, "order": columns.order}
     if packed.dtype not in QUANTISED:
-        return ops.lift(x, column_map, **order), None
-    values, scale = ops.quantize_lift(x, column_map, packed.dtype, **order)
+        return ops.lift(x, column_map, backend, **order), None
+    values, scale = ops.quantize_lift(x, column_map, packed.dtype, backend, **order)
     return values, scale
 
 

@@ -73,6 +73,6 @@ def _unpacks_to(weight: torch.Tensor, packed: PackedWeight) -> float:
 def _multiplies(packed: PackedWeight, name: str, case: Case, operand: Operand) -> float:
     backend, dtype = get_backend(name), float_type(case.dtype)
     x = gaussian(CHECK_TOKENS, packed.shape[1], dtype=dtype, device=packed.device)
-    values, scale = lifted(x, packed, backend.layout)
+    values, scale = lifted(x, packed, backend.layout, name)
     y = ops.gemm(values, scale, list(operand), packed.scale, None, packed.shape[0], dtype, name)
     return relative_error(y, expected(x, packed, True))

@@ -10,13 +10,15 @@ type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 
-from slidesparse.kernels.columns import Columns
+from slidesparse.errors import InputError
+from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 
@@ -52,30 +54,58 @@ def exact_rows(tokens: int) -> int:
 class Layout:
     """How a backend wants the activations.
 
+    They are always a contiguous tensor [M, K'], whatever the order of the bytes in it and however much memory lies
+    behind it: shapes, and all that reasons about them, stay those of the product.
+
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns of each segment are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads. Activations are always [M, K']; whoever makes them gives the memory
-            behind them so many rows, with anything in those past M, and saves :func:`with_rows` a copy.
+        rows: Tokens M -> rows that its GEMM reads. Whoever makes the activations gives the memory behind them so many
+            rows, with anything in those past M, and saves :func:`with_rows` a copy. Without meaning under ``slabs``.
+        slabs: The bytes are tile-contiguous, each segment padded to whole slabs: :func:`slab_view` shows them.
+            None: they are row-major.
     """
 
     lifted: bool = True
     multiple: int = 1
     rows: Callable[[int], int] = exact_rows
+    slabs: Slabs | None = None
+
+    def multiple_of(self, dtype: torch.dtype) -> int:
+        """To what segments of this type are padded: ``multiple``, and whole slabs where there are slabs."""
+        return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
 
     def columns(self, packed: PackedWeight) -> Columns | None:
         """The same order in the few numbers that the Triton kernels take; None where they cannot write it."""
+        multiple = self.multiple_of(packed.dtype)
         if self.lifted:
-            return Columns.of(packed, self.multiple)
-        even = self.multiple % 2 == 0 or (self.multiple == 1 and packed.shape[1] % 2 == 0)
-        return Columns.identity(packed.shape[1], self.multiple) if even else None
+            return Columns.of(packed, multiple)
+        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
+        return Columns.identity(packed.shape[1], multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
         """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""
+        multiple = self.multiple_of(packed.dtype)
         if self.lifted:
-            return packed.column_map(self.multiple)
+            return packed.column_map(multiple)
         columns = torch.arange(packed.shape[1], device=packed.device)
-        return torch.nn.functional.pad(columns, (0, -len(columns) % self.multiple), value=-1)
+        return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: When the memory behind them ends early: they were made for another layout, or copied since.
+    """
+    tokens, width = x.shape
+    shape = slabs.shape(tokens, width, x.element_size())
+    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if not x.is_contiguous() or held < math.prod(shape) * x.element_size():
+        raise InputError(
+            "activations in slabs", got=f"{held} bytes", needed=f"{list(shape)}, as ops.quantize_lift gives"
+        )
+    return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

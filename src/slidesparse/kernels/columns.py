@@ -13,9 +13,13 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.packed import PackedWeight
+from slidesparse.support import as_bits
 
 SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory, and what one TMA box row holds."""
+
+CHUNK_BYTES = 16
+"""What a swizzle moves as one."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,20 @@ class Slabs:
         if width % slab:
             raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
         return -(-tokens // self.rows), width // slab, self.rows, slab
+
+    def arrange(self, values: torch.Tensor) -> torch.Tensor:
+        """Row-major values [M, K'] in this layout, in torch: what the kernels write, of :meth:`shape`."""
+        tokens, width = values.shape
+        tiles, slabs, rows, slab = self.shape(tokens, width, values.element_size())
+        chunk = CHUNK_BYTES // values.element_size()
+        padded = torch.nn.functional.pad(as_bits(values), (0, 0, 0, tiles * rows - tokens))
+        chunks = padded.view(tiles, rows, slabs, slab // chunk, chunk).transpose(1, 2)
+        if self.swizzle:
+            at, row = torch.arange(slab // chunk, device=values.device), torch.arange(rows, device=values.device)
+            # An exclusive or is its own inverse: chunk c comes from where chunk c went.
+            source = (at ^ row.unsqueeze(1) % 8)[None, None, :, :, None].expand_as(chunks)
+            chunks = chunks.gather(3, source)
+        return chunks.reshape(tiles, slabs, rows, slab).view(values.dtype)
 
 
 def _padded(columns: int, multiple: int) -> int:

@@ -62,11 +62,10 @@ def rms_norm_quantize_lift(
     columns: Columns,
     dtype: torch.dtype,
     *,
-    residual: torch.Tensor | None = None,
     slabs: Slabs | None = None,
     rows: int | None = None,
 ) -> Quantised:
-    """RMSNorm, then :func:`quantize_lift`, with the roundings of vLLM's ``rms_norm`` and ``fused_add_rms_norm``.
+    """:func:`slidesparse.elementwise.rms_norm`, then :func:`quantize_lift`.
 
     Args:
         x: [M, K].
@@ -74,20 +73,55 @@ def rms_norm_quantize_lift(
         eps: Added to the mean square.
         columns: The packed column order.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        residual: [M, K] in x's type. ``x + residual`` replaces it, in place, and is what is normalised.
         slabs: A tile-contiguous layout; row-major when None.
         rows: See :func:`quantize_lift`.
     """
+    _check_norm(weight, x, columns)
+    return _run(x, columns, dtype, "rms_norm", weight=weight, eps=eps, slabs=slabs, rows=rows)
+
+
+def add_rms_norm_quantize_lift(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    columns: Columns,
+    dtype: torch.dtype,
+    *,
+    slabs: Slabs | None = None,
+    rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`slidesparse.elementwise.add_rms_norm`, then :func:`quantize_lift`.
+
+    Args:
+        x: [M, K].
+        residual: [M, K] in x's type, any row stride.
+        weight: [K], gain of the norm, in x's type.
+        eps: Added to the mean square.
+        columns: The packed column order.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        slabs: A tile-contiguous layout; row-major when None.
+        rows: See :func:`quantize_lift`.
+
+    Returns:
+        Values, scale, and ``x + residual`` [M, K], the new residual.
+    """
+    _check_norm(weight, x, columns)
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(-1) != 1:
+        raise InputError(
+            "residual", got=f"{list(residual.shape)} {residual.dtype}", needed=f"{list(x.shape)} {x.dtype}, rows dense"
+        )
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sums = {"residual": residual, "total": total}
+    values, scale = _run(x, columns, dtype, "add_rms_norm", weight=weight, eps=eps, slabs=slabs, rows=rows, **sums)
+    return values, scale, total
+
+
+def _check_norm(weight: torch.Tensor, x: torch.Tensor, columns: Columns) -> None:
     if weight.shape != (columns.columns,) or weight.dtype != x.dtype or not weight.is_contiguous():
         raise InputError(
             "weight of RMSNorm", got=f"{list(weight.shape)} {weight.dtype}", needed=f"[{columns.columns}] {x.dtype}"
         )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(-1) != 1):
-        raise InputError(
-            "residual", got=f"{list(residual.shape)} {residual.dtype}", needed=f"{list(x.shape)} {x.dtype}, rows dense"
-        )
-    first = "rms_norm" if residual is None else "add_rms_norm"
-    return _run(x, columns, dtype, first, weight=weight, residual=residual, eps=eps, slabs=slabs, rows=rows)
 
 
 def silu_mul_quantize_lift(
@@ -98,7 +132,7 @@ def silu_mul_quantize_lift(
     slabs: Slabs | None = None,
     rows: int | None = None,
 ) -> Quantised:
-    """``silu(gate) * up``, then :func:`quantize_lift`, with the roundings of vLLM's ``silu_and_mul``.
+    """:func:`slidesparse.elementwise.silu_mul`, then :func:`quantize_lift`.
 
     Args:
         x: [M, 2K], gate then up.
@@ -139,6 +173,7 @@ def _run(
     *,
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
     eps: float = 0.0,
     slabs: Slabs | None = None,
     rows: int | None = None,
@@ -164,11 +199,13 @@ def _run(
         values = torch.empty(shape, dtype=dtype, device=device)
     scale = torch.empty(room if plan.quant != "none" else 0, 1, dtype=torch.float32, device=device)
     if launched and columns.width:
-        given = [tensor for tensor in (x, residual, weight, columns.groups) if tensor is not None]
+        given = [tensor for tensor in (x, residual, total, weight, columns.groups) if tensor is not None]
         strides = (x.stride(0), 0 if residual is None else residual.stride(0))
         aligned = not any(tensor.data_ptr() % 16 for tensor in given) and not any(s % 16 or s >= 2**31 for s in strides)
         out = values.view(torch.int8) if plan.quant == "fp8" else values
-        variant(launched, (x, residual, weight, columns.groups, out, scale, tokens, *strides, float(eps)), aligned)
+        variant(
+            launched, (x, residual, total, weight, columns.groups, out, scale, tokens, *strides, float(eps)), aligned
+        )
     return Quantised(values, scale) if room == tokens else Quantised(values[:tokens], scale[:tokens])
 
 

@@ -11,8 +11,8 @@ share is read and quantised twice, and nothing has to be moved between lanes::
 The code says which column goes where, element by element. How wide an access is follows from what the compiler proves
 about these indices, so that odd sizes and unaligned rows need no code of their own: they are slower, not different.
 
-Bytes moved a row: K inputs in, K' bytes and one float32 out. Every byte of the output, padding included, is written
-once.
+Bytes moved a row: K inputs in (2K where there is a gate; a residual is another K in and K out), K' bytes and one
+float32 out. Every byte of the output, padding included, is written once.
 """
 
 from __future__ import annotations
@@ -118,12 +118,9 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
+def _value(x, weight, column, inside, rstd, P: tl.constexpr):
     """What is quantised, in the row's type and with the roundings of vLLM's kernels; 0 where there is no column."""
-    if P.first == "add_rms_norm":
-        value = tl.load(residual + column, mask=inside, other=0.0)
-    else:
-        value = tl.load(x + column, mask=inside, other=0.0)
+    value = tl.load(x + column, mask=inside, other=0.0)
     if P.first == "silu_mul":
         up = tl.load(x + P.columns + column, mask=inside, other=0.0)
         gate = value.to(tl.float32)
@@ -137,8 +134,8 @@ def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
 
 
 @triton.jit
-def _rstd(x, residual, live, eps, P: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of a row; adds the row to its residual first where there is one."""
+def _rstd(x, residual, total, live, eps, P: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of the sum of the two, which it writes."""
     squares = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.columns, P.read):
         column = start + tl.arange(0, P.read)
@@ -147,21 +144,21 @@ def _rstd(x, residual, live, eps, P: tl.constexpr):
         if P.first == "add_rms_norm":
             old = tl.load(residual + column, mask=inside, other=0.0)
             value = (value.to(tl.float32) + old.to(tl.float32)).to(value.dtype)
-            tl.store(residual + column, value, mask=inside)
+            tl.store(total + column, value, mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
     if P.first == "add_rms_norm":
-        tl.debug_barrier()  # other lanes than those that wrote the residual read it from here on
+        tl.debug_barrier()  # other lanes than those that wrote the sum read it from here on
     mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
-def _absmax(x, residual, weight, live, rstd, P: tl.constexpr):
+def _absmax(x, weight, live, rstd, P: tl.constexpr):
     """The largest magnitude of a row, NaN if there is one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.columns, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x, residual, weight, column, (column < P.columns) & live, rstd, P)
+        value = _value(x, weight, column, (column < P.columns) & live, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
     return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -245,14 +242,14 @@ def _row_start(row, P: tl.constexpr):
 
 
 @triton.jit
-def _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+def _write(x, weight, group_ids, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
     """Quantise, lift and write one segment of a row."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     for start in range(0, LENGTH, P.write):
         position = start + tl.arange(0, P.write)
         column = _source(group_ids, start, SLID, P)
-        value = _value(x, residual, weight, column, _inside(column, live, P), rstd, P)
+        value = _value(x, weight, column, _inside(column, live, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
         tl.store(out + _place(START + position, row, P), value, mask=position < LENGTH)
@@ -260,7 +257,7 @@ def _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse,
 
 @triton.jit(do_not_specialize=["tokens"])
 def quantize_lift_kernel(
-    x, residual, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+    x, residual, total, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
     """One row a program; see the top of this file."""
     row = tl.program_id(0).to(tl.int64)
@@ -268,16 +265,19 @@ def quantize_lift_kernel(
     x += row * x_stride
     if P.first == "add_rms_norm":
         residual += row * residual_stride
+        total += row * P.columns
     out += _row_start(row, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
     if P.first == "rms_norm" or P.first == "add_rms_norm":
-        rstd = _rstd(x, residual, live, eps, P)
+        rstd = _rstd(x, residual, total, live, eps, P)
+    if P.first == "add_rms_norm":
+        x = total
     if P.quant != "none":
-        scale, inverse = _scale(_absmax(x, residual, weight, live, rstd, P), P)
+        scale, inverse = _scale(_absmax(x, weight, live, rstd, P), P)
         tl.store(scales + row, scale, mask=live)
     if P.dense_columns > 0:
-        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, False, P)
+        _write(x, weight, group_ids, out, row, live, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, True, P)
+        _write(x, weight, group_ids, out, row, live, rstd, scale, inverse, True, P)

@@ -30,6 +30,10 @@ ABOUT_KERNELS = """\
 compares bytes a second, each counted once as read and once as written, with a device-to-device copy in the same
 comparison."""
 
+ABOUT_FUSED = """\
+`over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
+rate of the copy of the same comparison."""
+
 ABOUT_PLOTS = """\
 Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
 fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
@@ -40,6 +44,7 @@ SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
     ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
+    ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
     ("Packing", "", tables.pack_tables),
     ("Dense baselines", "The fastest of these, in each comparison, is the baseline.", tables.baseline_tables),

@@ -154,6 +154,34 @@ def _kernel_row(one: Comparison, only: Record, lift: Record) -> tuple[Cell, ...]
     )
 
 
+FUSED_COLUMNS = ("behind", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
+
+
+def fused_tables(found: Sequence[Comparison]) -> list[Table]:
+    """Quantise and lift behind a norm or an activation, over the time that its bytes take at the rate of a copy."""
+    formats = {name: ".1f" for name in FUSED_COLUMNS if name.endswith("us")} | {"over its bytes": ".2f"}
+    rows: dict[str, list[tuple[Cell, ...]]] = {}
+    for one in sorted(found, key=lambda one: (one.case.in_features, one.case.tokens)):
+        copied = one.best(COPY)
+        for record in one.records:
+            first, lifts, pattern = record.variant.partition(" lift ")
+            if one.case.benchmark == "kernels" and copied is not None and lifts and record.timing is not None:
+                floor = record.n_bytes / _rate(copied)
+                cells = (median_us(copied), floor, median_us(record), median_us(record) / floor)
+                row = (first, pattern, one.case.in_features, one.case.tokens, *cells)
+                rows.setdefault(one.case.dtype, []).append(row)
+    return [
+        Table(
+            f"kernels_fused_{dtype}",
+            f"Quantise and lift, fused with what comes before, {dtype.upper()}",
+            FUSED_COLUMNS,
+            tuple(sorted(group, key=lambda row: str(row[0]))),
+            formats,
+        )
+        for dtype, group in rows.items()
+    ]
+
+
 def _rate(record: Record) -> float:
     return record.n_bytes / median_us(record)
 

@@ -1,0 +1,114 @@
+"""The fused operators on a GPU: the numbers of their definitions, in every layout, compiled and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slidesparse import Pattern, ops, pack
+from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
+from slidesparse.gemm import select
+from slidesparse.gemm.base import Layout
+from slidesparse.gemm.reference import Reference
+from slidesparse.kernels.columns import Slabs
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import gather
+from slidesparse.support import as_bits
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+FUSED = {"rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "silu_mul": silu_mul}
+SLABS = Slabs(64, swizzle=True)
+
+
+@pytest.fixture(autouse=True)
+def _backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends that want rows past the tokens, and slabs."""
+    layouts = {"padded": Layout(multiple=32, rows=lambda tokens: tokens + 5), "tiled": Layout(slabs=SLABS)}
+    for name, layout in layouts.items():
+        monkeypatch.setitem(select.BACKENDS, name, type(name, (Reference,), {"name": name, "layout": layout}))
+
+
+def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -> tuple[tuple, tuple, Callable]:
+    """Inputs, the rest of the arguments but for the type, and the operator."""
+    parsed = Pattern.parse(pattern)
+    groups = None if parsed.is_uniform else torch.arange(1, parsed.groups(columns), 2)
+    packed = pack(torch.zeros(1, columns, dtype=torch.int8), parsed, groups=groups).to("cuda")
+    layout = select.get_backend(backend).layout
+    order = layout.columns(packed)
+    x, residual = torch.randn(2, tokens, columns, dtype=torch.bfloat16, device="cuda").unbind(0)
+    weight = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
+    given = {
+        "rms_norm": (x, weight, EPS),
+        "add_rms_norm": (x, residual, weight, EPS),
+        "silu_mul": (torch.cat([x, residual], 1),),
+    }[first]
+    run = getattr(ops, f"{first}_quantize_lift")
+    return given, (layout.column_map(packed), (backend, order.groups, order.order)), run
+
+
+@pytest.mark.parametrize("backend", ["reference", "padded", "tiled"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=["int8", "fp8"])
+@pytest.mark.parametrize("first", FUSED)
+def test_fused_is_one_after_the_other(first: str, dtype: torch.dtype, pattern: str, backend: str) -> None:
+    given, (column_map, where), run = problem(first, pattern, 200, 3584, backend)
+    values, scale, *others = run(*given, column_map, dtype, *where)
+    made = FUSED[first](*given)
+    normed, *rest = made if isinstance(made, tuple) else (made,)
+    wanted = quantize_rows(normed, dtype)
+    # Sums of squares in another order, and an exponential that differs in its last bit: few values, by one step.
+    torch.testing.assert_close(scale, wanted.scale, rtol=2**-7, atol=0)
+    lifted = gather(wanted.values, column_map)
+    rows = values if backend != "tiled" else from_slabs(values)
+    assert (as_bits(rows) != as_bits(lifted)).float().mean() < 0.02
+    torch.testing.assert_close(rows.float(), lifted.float(), rtol=2**-3, atol=1)
+    assert all(torch.equal(one, other) for one, other in zip(others, rest, strict=True))
+
+
+def from_slabs(values: torch.Tensor) -> torch.Tensor:
+    """The rows of tile-contiguous values [M, K']."""
+    tokens, width = values.shape
+    tiles, slabs, rows, slab = SLABS.shape(tokens, width, values.element_size())
+    chunks = values.as_strided(
+        (tiles, slabs, rows, 8, slab // 8), (slabs * rows * slab, rows * slab, slab, slab // 8, 1)
+    )
+    row, chunk = torch.arange(rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
+    straight = as_bits(chunks)[:, :, row, chunk ^ row % 8]
+    return straight.permute(0, 2, 1, 3, 4).reshape(tiles * rows, width)[:tokens].view(values.dtype)
+
+
+@pytest.mark.parametrize("backend", ["padded", "tiled"])
+@pytest.mark.parametrize("first", FUSED)
+def test_compiled_and_captured(first: str, backend: str) -> None:
+    given, (column_map, where), run = problem(first, "6:8", 70, 1024, backend)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return run(*given, column_map, torch.int8, *where)
+
+    eager = call()
+    torch._dynamo.reset()
+    for one, other in zip(torch.compile(call, fullgraph=True)(), eager, strict=True):
+        assert torch.equal(one, other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for tensor in captured:
+        tensor.view(torch.uint8).fill_(0x7F)
+    graph.replay()
+    for one, other in zip(captured, eager, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["padded", "tiled"])
+def test_any_strides(backend: str) -> None:
+    given, (column_map, where), run = problem("silu_mul", "6:8", 33, 512, backend)
+    wide = torch.randn(33, 4 * 512, dtype=torch.bfloat16, device="cuda")
+    for x in (wide[:, ::2], wide[:, 3 : 3 + 1024], given[0].T.contiguous().T):
+        got, wanted = (run(rows, column_map, torch.int8, *where) for rows in (x, x.contiguous()))
+        assert torch.equal(got[0], wanted[0])
+        assert torch.equal(got[1], wanted[1])

@@ -1,0 +1,169 @@
+"""The operators: contracts, what the fused ones compute, and the layouts that backends may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from slidesparse import InputError, Pattern, ops, pack
+from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
+from slidesparse.gemm import select
+from slidesparse.gemm.base import Layout, slab_view
+from slidesparse.gemm.reference import Reference
+from slidesparse.kernels.columns import Slabs
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import gather
+from slidesparse.support import as_bits
+
+K, TOKENS, EPS = 92, 9, 1e-6
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+FUSED = ["rms_norm_quantize_lift", "add_rms_norm_quantize_lift", "silu_mul_quantize_lift"]
+SLABS = Slabs(16, swizzle=True)
+
+
+def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> PackedWeight:
+    parsed = Pattern.parse(pattern)
+    groups = None if parsed.is_uniform else torch.arange(1, parsed.groups(K), 2)
+    return pack(torch.zeros(1, K, dtype=dtype), parsed, groups=groups)
+
+
+def activations(op: str, dtype: torch.dtype = torch.bfloat16) -> tuple[object, ...]:
+    """What stands in front of the column map."""
+    x, residual, weight = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
+    given = {
+        "rms_norm_quantize_lift": (x, weight),
+        "add_rms_norm_quantize_lift": (x, residual, weight),
+        "silu_mul_quantize_lift": (torch.cat([x, residual], 1),),
+    }[op]
+    return *(tensor.to(dtype) for tensor in given), *([EPS] if "norm" in op else [])
+
+
+def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return got.dtype == wanted.dtype and torch.equal(as_bits(got), as_bits(wanted))
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_fused_operators_keep_their_contract(op: str) -> None:
+    arguments = (*activations(op), packed_weight().column_map(), torch.int8)
+    torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, arguments)
+
+
+@pytest.mark.parametrize("op", FUSED)
+def test_fused_operators_under_compile(op: str) -> None:
+    column_map = packed_weight().column_map()
+    run = getattr(ops, op)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: run(*given, column_map, torch.int8), fullgraph=True)
+    for dtype in FLOATS[:2]:
+        given = activations(op, dtype)
+        for one, other in zip(compiled(*given), run(*given, column_map, torch.int8), strict=True):
+            assert same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("op", FUSED)
+def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
+    column_map, given = packed_weight("4:6@50%").column_map(16), activations(op)
+    before = [tensor.clone() for tensor in given if isinstance(tensor, torch.Tensor)]
+    first = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
+    value, *rest = first if isinstance(first, tuple) else (first,)
+    wanted = quantize_rows(value, dtype)
+    values, scale, *others = getattr(ops, op)(*given, column_map, dtype)
+    assert same(values, gather(wanted.values, column_map))
+    assert torch.equal(scale, wanted.scale)
+    assert all(same(one, other) for one, other in zip(others, rest, strict=True))
+    assert all(same(one, other) for one, other in zip(given, before, strict=False)), "an input was overwritten"
+
+
+# -- the definitions of what is fused, in numpy --------------------------------------------------------------------
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(values).to(dtype).to(torch.float64).numpy()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_round_where_vllm_does(dtype: torch.dtype) -> None:
+    x, residual = (torch.randint(-40, 41, (2, 5, K)) / 8).to(dtype).unbind(0)
+    weight = torch.randn(K).to(dtype)
+    total = rounded(x.double().numpy() + residual.double().numpy(), dtype)
+    normed = rounded(total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS), dtype)
+    wanted = rounded(normed * weight.double().numpy(), dtype)
+    got, after = add_rms_norm(x, residual, weight, EPS)
+    assert np.array_equal(after.double().numpy(), total)
+    # A square root in float32 may put a value on the other side of a rounding boundary: one step of the type.
+    step = torch.finfo(dtype).eps
+    np.testing.assert_allclose(got.double().numpy(), wanted, rtol=2 * step, atol=0)
+    assert (got.double().numpy() != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
+    assert same(rms_norm(after, weight, EPS), got)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_silu_is_rounded_before_the_product(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 2 * K).to(dtype)
+    gate, up = np.split(x.double().numpy(), 2, -1)
+    wanted = rounded(rounded(gate / (1 + np.exp(-gate)), dtype) * up, dtype)
+    got = silu_mul(x).double().numpy()
+    np.testing.assert_allclose(got, wanted, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert (got != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layout]:
+    """A backend that wants slabs."""
+
+    class Tiled(Reference):
+        name = "tiled"
+        layout = Layout(multiple=6, slabs=SLABS)
+
+    monkeypatch.setitem(select.BACKENDS, "tiled", Tiled)
+    return Tiled.layout
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
+    packed = packed_weight(pattern, dtype)
+    columns = in_tiles.columns(packed)
+    assert columns is not None
+    for length in (columns.dense_columns, columns.slid_columns):
+        assert length * dtype.itemsize % 128 == 0
+        assert length % 6 == 0
+    assert columns.width == len(in_tiles.column_map(packed))
+    assert (columns.dense_columns > 0) == (pattern == "4:6@50%")
+
+
+@pytest.mark.parametrize("op", ["lift", "quantize_lift", *FUSED])
+def test_every_operator_writes_slabs(in_tiles: Layout, op: str) -> None:
+    packed = packed_weight("4:6@50%", torch.bfloat16 if op == "lift" else torch.int8)
+    column_map, dtype = in_tiles.column_map(packed), [] if op == "lift" else [torch.int8]
+    given = (torch.randn(TOKENS, K, dtype=torch.bfloat16),) if op not in FUSED else activations(op)
+    results = [getattr(ops, op)(*given, column_map, *dtype, backend) for backend in ("reference", "tiled")]
+    (plain, *_), (tiled, *_) = ((r,) if op == "lift" else r for r in results)
+    assert tiled.shape == plain.shape
+    view = slab_view(tiled, SLABS)
+    assert tuple(view.shape) == SLABS.shape(*plain.shape, plain.element_size())
+    for row in (0, TOKENS - 1):
+        for slab in (0, view.shape[1] - 1):
+            chunks = view[row // 16, slab, row % 16].view(torch.uint8).view(8, 16)
+            wanted = plain[row].view(torch.uint8).view(-1, 8, 16)[slab]
+            assert all(torch.equal(chunks[c ^ row % 8], wanted[c]) for c in range(8))
+    assert not view[0, :, TOKENS:].view(torch.uint8).any()
+
+
+def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
+    packed = packed_weight()
+    x = torch.randn(TOKENS, K)
+    values, _ = ops.quantize_lift(x, in_tiles.column_map(packed), torch.int8, "tiled")
+    slab_view(values, SLABS)
+    with pytest.raises(InputError, match="activations in slabs"):
+        slab_view(values.clone(), SLABS)
+    with pytest.raises(InputError, match="activations in slabs"):
+        slab_view(values.T.contiguous().T, SLABS)
