@@ -229,7 +229,7 @@ def test_slid_and_dense_backends_give_one_int8_model(make: Make, pattern: str) -
     slid = sparsify_(copy.deepcopy(model), pattern, "int8", backend="reference")
     dense = sparsify_(copy.deepcopy(model), pattern, "int8", backend="dense")
     assert list(_slid(slid)) == list(find_targets(model).linears)
-    assert {layer.backend for layer in _slid(slid).values()} == {"reference"}
+    assert {layer.choice.backends for layer in _slid(slid).values()} == {("reference",)}
     assert torch.equal(_run(slid), _run(dense))
     assert not torch.equal(_run(slid), _run(model))
 
@@ -241,7 +241,7 @@ def test_unquantised_model_is_the_pruned_one(make: Make) -> None:
     pruned = _prune_dense(model, names, "6:8")
     slid = sparsify_(copy.deepcopy(model), "6:8", "fp32", backend="dense")
     for name, layer in _slid(slid).items():
-        assert torch.equal(layer.operand[0], pruned.get_submodule(name).weight)
+        assert torch.equal(layer.forms[0].operand[0], pruned.get_submodule(name).weight)
     # Both multiply the same float32 matrices with the same GEMM; only the bias is added at another place. Errors of a
     # few ulp pass through two blocks of width 64.
     torch.testing.assert_close(_run(slid), _run(pruned), rtol=1e-5, atol=1e-5)
@@ -265,7 +265,7 @@ def test_partial_patterns_agree_where_inputs_are_shared() -> None:
     pattern = Pattern.parse("4:6@50%")
     model = sparsify_(_qwen2(), pattern, "fp32", backend="dense")
     for names in DECODER_SETS:
-        weights = [model.get_submodule(name).operand[0] for name in names]
+        weights = [model.get_submodule(name).forms[0].operand[0] for name in names]
         groups = following_groups(torch.cat(weights), pattern)
         assert len(groups) >= pattern.following(pattern.groups(weights[0].shape[1]))
 
@@ -294,7 +294,7 @@ def test_a_plain_module_must_be_run_for_partial_patterns() -> None:
         sparsify_(model, "4:6@50%")
     x = torch.randn(1, 60)
     sparsify_(model, "4:6@50%", "fp32", run=lambda: [layer(x) for layer in model.values()], backend="dense")
-    q, k = (layer.operand[0] for layer in model.values())
+    q, k = (layer.forms[0].operand[0] for layer in model.values())
     assert following_groups(q, Pattern(4, 6)).tolist() == following_groups(k, Pattern(4, 6)).tolist()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def broken(*arguments: object, **options: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(json, "dump", broken)
+    monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="No space left"):
         add_records(path, [replace(RECORD, rows=2048)])
     assert path.read_bytes() == before

@@ -9,10 +9,12 @@ from oracles import scaled_product, sparse_int8
 from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import UNPROVEN
+from slidesparse.gemm.select import NOT_MEASURED
+from slidesparse.gemm.speed import LayerSpeed, Table
+from slidesparse.gemm.switch import Route
 from slidesparse.slide import gather
 
 PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
@@ -98,6 +100,10 @@ class _Fast(Reference):
         return "it needs a K of 32 at least" if problem.in_features < 32 else None
 
 
+class _Slow(_Fast):
+    name = "slow"
+
+
 def _know_only(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], Backend]) -> None:
     for name in list(BACKENDS):
         monkeypatch.delitem(BACKENDS, name)
@@ -105,22 +111,58 @@ def _know_only(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], Backend
         monkeypatch.setitem(BACKENDS, name, make)
 
 
+ABLE = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cuda"))
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, **us: tuple[float | None, ...]) -> None:
+    times = {name.replace("_", " ").replace("at", ":"): column for name, column in us.items()}
+    layer = LayerSpeed("int8", 8, 64, (16, 256, 4096), times)
+    libraries = {name: get_backend(name).library() for name in BACKENDS}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(select, "tables_for", lambda gpu: [Table(gpu, libraries, (layer,))])
+
+
 def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense)
-    assert choose(PROBLEM).backend.name == "dense"
-    assert choose(PROBLEM, fallback="none").backend.name == "reference"
+    assert choose(PROBLEM).routes == (Route(0, "dense"),)
+    assert choose(PROBLEM, fallback="none").routes == (Route(0, "reference"),)
 
 
-def test_auto_claims_no_speed_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_claims_no_speed_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
-    able = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cpu"))
-    assert choose(able).backend.name == "dense"
-    assert choose(able).reason == f"fast: {UNPROVEN}"
-    assert choose(able, "fast").backend.name == "fast"
-    assert choose(able, fallback="none").backend.name == "fast"
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_4at6=(0.1, 0.1, 0.1))
+    assert choose(ABLE).backends == ("dense",)
+    assert choose(ABLE).reason == NOT_MEASURED
+    assert choose(ABLE, "fast").backends == ("fast",)
+    assert choose(ABLE, fallback="none").backends == ("fast",)
     choice = choose(PROBLEM, fallback="none")
-    assert choice.backend.name == "reference"
+    assert choice.backends == ("reference",)
     assert choice.reason == "fast: it needs a K of 32 at least"
+
+
+def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.2, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
+    choice = choose(ABLE)
+    # Beyond the last measurement slow is the faster one; below it fast alone wins at both ends.
+    assert choice.routes == (Route(0, "dense"), Route(256, "fast"), Route(4096, "slow"))
+    assert choice.backends == ("dense", "fast", "slow")
+    assert [choice.at(m) for m in (0, 255, 256, 4095, 4096, 10**6)] == [
+        "dense",
+        "dense",
+        "fast",
+        "fast",
+        "slow",
+        "slow",
+    ]
+    assert choice.describe() == "dense up to 255 tokens, fast up to 4095, slow beyond"
+    assert choice.reason == "measured at 8x64"
+
+
+def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(0.1, 0.1, 0.1), fast_6at8=(2.0, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
+    assert choose(ABLE, fallback="none").routes == (Route(0, "slow"),)
 
 
 def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ ROOT = Path(slidesparse.__file__).parent
 
 LAYERS = [
     {"errors"},
+    {"cache", "decode"},
     {"pattern", "records"},
     {"support"},
     {"elementwise", "quant", "slide"},

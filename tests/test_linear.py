@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ from tolerances import assert_product
 from torch import nn
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, ops, pack, prune_mask
+from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.select import Choice
+from slidesparse.gemm.switch import Route, Switch
+from slidesparse.linear import WeightForm, _log_once, pack_weight
 from slidesparse.quant import quantize_weight
 from slidesparse.slide import gather
 from slidesparse.support import following_groups
@@ -104,8 +109,10 @@ def test_the_int32_accumulator_is_the_dense_one(backend: str) -> None:
     xq = torch.randint(-128, 128, (199, 900), dtype=torch.int8)
     exact = xq.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
     assert np.abs(exact).max() < 2**24
-    lifted = gather(xq, layer.column_map)
-    y = ops.gemm(lifted, torch.ones(199, 1), layer.operand, layer.weight_scale, None, OUT, torch.float32, backend)
+    lifted = gather(xq, layer.forms[0].column_map)
+    y = ops.gemm(
+        lifted, torch.ones(199, 1), layer.forms[0].operand, layer.weight_scale, None, OUT, torch.float32, backend
+    )
     assert np.array_equal(y.numpy().astype(np.int64), exact)
 
 
@@ -164,13 +171,74 @@ def _arguments(op: str) -> tuple[object, ...]:
         return x, column_map
     if op == "quantize_lift":
         return x, column_map, torch.int8
+    if op == "linear":
+        forms = [WeightForm(packed, name) for name in ("dense", "reference")]
+        switch = Switch(tuple(form.describe() for form in forms), (Route(0, "dense"), Route(5, "reference")))
+        tensors = [tensor for form in forms for tensor in form.tensors]
+        return x, tensors, packed.scale, torch.randn(OUT), OUT, torch.int8, switch.to_text()
     xq, scale_x = ops.quantize_lift(x, packed.column_map(), torch.int8)
     return xq, scale_x, [packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.bfloat16, "reference"
 
 
-@pytest.mark.parametrize("op", ["quantize_lift", "lift", "gemm"])
+@pytest.mark.parametrize("op", ["quantize_lift", "lift", "gemm", "linear"])
 def test_operators_keep_their_contract(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, _arguments(op))
+
+
+# -- switching -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = Route(0, "dense"), Route(8, "reference"), Route(100, "dense")
+    monkeypatch.setattr("slidesparse.linear.choose", lambda *_: Choice(routes, "told so"))
+
+
+@pytest.mark.usefixtures("_switched")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_the_number_of_tokens_picks_the_backend(
+    pattern: str, dtype: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    gemm = ops._gemm
+
+    def spied(*arguments: Any) -> torch.Tensor:
+        ran.append(arguments[-1])
+        return gemm(*arguments)
+
+    monkeypatch.setattr(ops, "_gemm", spied)
+    torch._dynamo.reset()
+    linear = _pruned_linear(pattern)
+    layer = SlideLinear.from_linear(linear, pattern, dtype)
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager") if compiled else layer
+    x = torch.randn(150, K)
+    whole = SlideLinear.from_linear(linear, pattern, dtype, backend="dense")(x)
+    for tokens in (7, 8, 99, 100, 150):
+        # INT8 is exact whichever runs; the others sum in another order.
+        assert torch.allclose(run(x[:tokens]), whole[:tokens], atol=0 if dtype == "int8" else 1e-4, rtol=0)
+    assert ran[1:] == ["dense", "reference", "reference", "dense", "dense"]
+
+
+@pytest.mark.usefixtures("_switched")
+def test_what_is_kept_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _log_once.cache_clear()
+    caplog.set_level("INFO", logger="slidesparse")
+    linear = _pruned_linear("6:8", bias=False)
+    layer = SlideLinear.from_linear(linear, "6:8", "int8")
+    packed = pack_weight(linear.weight.detach(), Pattern(6, 8), torch.int8)
+    assert layer.operand_bytes == {
+        "dense": Dense().prepare(packed)[0].nbytes,
+        "reference": OUT * len(packed.column_map()),
+    }
+    assert len(caplog.messages) == 1
+    assert (
+        f"{OUT}x{K} 6:8 int8: dense up to 7 tokens, reference up to 99, dense beyond (told so); kept: dense"
+        in (caplog.messages[0])
+    )
+    SlideLinear.from_linear(linear, "6:8", "int8")
+    assert len(caplog.messages) == 1
 
 
 # -- the module ----------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def compare(
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
     got = expected if pattern == DENSE else embed(slid, batches)
     layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
-    accelerated = any(get_backend(layer.backend).accelerated for layer in layers)
+    accelerated = any(get_backend(name).accelerated for layer in layers for name in layer.choice.backends)
     return DemoRow(
         pattern=str(pattern),
         dtype=dtype,
@@ -227,7 +227,9 @@ def compare(
         relative_bytes=n_bytes / weights,
         ideal_speedup=float(pattern.ideal_speedup),
         measured_speedup=_measure_speedup(dense, slid, batches) if accelerated else None,
-        why_not_measured=None if accelerated or pattern == DENSE else "; ".join(sorted({la.reason for la in layers})),
+        why_not_measured=None
+        if accelerated or pattern == DENSE
+        else "; ".join(sorted({la.choice.reason for la in layers})),
         exact=torch.equal(got, expected),
         max_difference=float((got - expected).abs().max()),
     )

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import nn
 
 from slidesparse import ops
 from slidesparse.errors import InputError
-from slidesparse.gemm import Problem, choose
+from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
+from slidesparse.gemm.switch import Form, Switch
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight
 
 ACTIVATION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_LOG = logging.getLogger("slidesparse")
+
+
+@lru_cache(maxsize=4096)
+def _log_once(text: str) -> None:
+    _LOG.info(text)
+
+
+class WeightForm(nn.Module):
+    """A packed weight in the form of one backend, and which input column feeds which of its columns.
+
+    Args:
+        packed: The weight.
+        backend: The backend's name.
+    """
+
+    column_map: torch.Tensor
+    groups: torch.Tensor
+
+    def __init__(self, packed: PackedWeight, backend: str) -> None:
+        super().__init__()
+        chosen = get_backend(backend)
+        self.backend = backend
+        columns = chosen.layout.columns(packed)
+        self._order = () if columns is None else tuple(columns.order)
+        self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
+        moved = None if columns is None else columns.groups
+        nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
+        self.register_buffer("groups", nothing if moved is None else moved, persistent=False)
+        operand = chosen.prepare(packed)
+        self._names = [f"operand_{i}" for i in range(len(operand))]
+        for name, tensor in zip(self._names, operand, strict=True):
+            self.register_buffer(name, tensor)
+
+    @property
+    def operand(self) -> list[torch.Tensor]:
+        """What the backend reads of the weight."""
+        return [getattr(self, name) for name in self._names]
+
+    @property
+    def operand_bytes(self) -> int:
+        """What the operand takes."""
+        return sum(tensor.nbytes for tensor in self.operand)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the operator ``linear`` takes."""
+        return [self.column_map, self.groups, *self.operand]
+
+    def describe(self) -> Form:
+        """What the operator is told of them."""
+        return Form(self.backend, self._order, len(self.tensors))
 
 
 class SlideLinear(nn.Module):
@@ -33,10 +90,12 @@ class SlideLinear(nn.Module):
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
         fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+
+    Attributes:
+        choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
+        forms: The weight in the form of each of these backends.
     """
 
-    column_map: torch.Tensor
-    groups: torch.Tensor | None
     weight_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
@@ -58,18 +117,13 @@ class SlideLinear(nn.Module):
         self.pattern = packed.pattern
         self.weight_dtype = packed.dtype
         problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device)
-        choice = choose(problem, backend, fallback)
-        self.backend, self.reason = choice.backend.name, choice.reason
-        operand = choice.backend.prepare(packed)
-        self._operand_names = [f"operand_{i}" for i in range(len(operand))]
-        for name, tensor in zip(self._operand_names, operand, strict=True):
-            self.register_buffer(name, tensor)
-        self.register_buffer("column_map", choice.backend.layout.column_map(packed), persistent=False)
-        columns = choice.backend.layout.columns(packed)
-        self._order = [] if columns is None else columns.order
-        self.register_buffer("groups", None if columns is None else columns.groups, persistent=False)
+        self.choice = choose(problem, backend, fallback)
+        forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
+        self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
+        self._switch = Switch(tuple(form.describe() for form in self.forms), self.choice.routes).to_text()
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        _log_once(self._summary())
 
     @classmethod
     def from_linear(
@@ -105,9 +159,9 @@ class SlideLinear(nn.Module):
         return cls(packed, linear.bias, backend=backend, fallback=fallback)
 
     @property
-    def operand(self) -> list[torch.Tensor]:
-        """What the backend reads of the weight."""
-        return [getattr(self, name) for name in self._operand_names]
+    def operand_bytes(self) -> dict[str, int]:
+        """Backend -> bytes of the form of the weight that is kept for it."""
+        return {form.backend: form.operand_bytes for form in self.forms}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
@@ -115,18 +169,14 @@ class SlideLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         tokens = x.reshape(-1, self.in_features)
-        scale: torch.Tensor | None = None
         if self.weight_dtype in QUANTISED:
             if x.dtype not in ACTIVATION_TYPES:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
-            lifted, scale = ops.quantize_lift(
-                tokens, self.column_map, self.weight_dtype, self.backend, self.groups, self._order
-            )
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
-        else:
-            lifted = ops.lift(tokens, self.column_map, self.backend, self.groups, self._order)
-        y = ops.gemm(lifted, scale, self.operand, self.weight_scale, bias, self.out_features, x.dtype, self.backend)
+        tensors = [tensor for form in self.forms for tensor in form.tensors]
+        weight = (self.weight_scale, bias, self.out_features, self.weight_dtype)
+        y = ops.linear(tokens, tensors, *weight, self._switch)
         out: torch.Tensor = y.reshape(*x.shape[:-1], self.out_features)
         return out
 
@@ -139,12 +189,20 @@ class SlideLinear(nn.Module):
         super()._apply(keep_dtype, recurse)
         return self
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"  # its forms are its own affair
+
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={self.pattern}, dtype={dtype_name(self.weight_dtype)}, backend={self.backend}"
+            f"pattern={self.pattern}, dtype={dtype_name(self.weight_dtype)}, backend={'+'.join(self.choice.backends)}"
         )
+
+    def _summary(self) -> str:
+        name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
+        kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
+        return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
 
 
 def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:

@@ -17,8 +17,9 @@ from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Layout, with_rows
 from slidesparse.gemm.select import get_backend
+from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
-from slidesparse.quant import quantize_rows
+from slidesparse.quant import QUANTISED, quantize_rows
 from slidesparse.slide import gather
 
 KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -250,6 +251,38 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
+def _linear(
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    switch: str,
+) -> torch.Tensor:
+    form, start = parse_switch(switch).pick(x.shape[0])
+    column_map, groups, *operand = tensors[start : start + form.tensors]
+    where = (form.backend, groups if len(groups) else None, form.order)
+    scale_x: torch.Tensor | None = None
+    if dtype in QUANTISED:
+        lifted, scale_x = _quantize_lift(x, column_map, dtype, *where)
+    else:
+        lifted = _lift(x, column_map, *where)
+    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend)
+
+
+def _linear_fake(
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    switch: str,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
 _define(
     "quantize_lift",
     "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
@@ -292,6 +325,14 @@ _define(
     _gemm_fake,
 )
 
+_define(
+    "linear",
+    "(Tensor x, Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch)"
+    " -> Tensor",
+    _linear,
+    _linear_fake,
+)
+
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
 
@@ -316,3 +357,9 @@ silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
 
 gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""
+
+linear = torch.ops.slidesparse.linear
+"""(x [M, K], tensors, scale_w [out], bias [out], out, dtype of the weight, switch) -> [M, out] in the type of x.
+
+The three above in one, by the form of the weight that ``switch`` (:class:`slidesparse.gemm.switch.Switch`, as text)
+says for M tokens; ``tensors`` are those of all forms, one after another."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from slidesparse.decode import decode
 from slidesparse.errors import InputError
 
 DENSE = "dense"
@@ -192,37 +191,10 @@ class Record:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError("format of a benchmark record", got=repr(got), needed=str(FORMAT))
-        record: Record = _decode(cls, data, "record")
+        record: Record = decode(cls, data, "record")
         if (record.timing is None) == (record.why_not is None):
             raise InputError("a record needs either a time or a reason for having none", got=record.why_not)
         return record
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild ``value`` as ``kind``: a dataclass, ``tuple[X, ...]``, ``X | None`` or a plain type; no guesses."""
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        inner = next(option for option in get_args(kind) if option is not type(None))
-        return None if value is None else _decode(inner, value, where)
-    if origin is tuple:
-        _expect(isinstance(value, list), where, value, "a list")
-        return tuple(_decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        _expect(isinstance(value, dict), where, value, "an object")
-        hints = get_type_hints(kind)
-        unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys())
-        _expect(not unknown, f"fields of {where}", unknown, "no others than the schema's")
-        _expect(not missing, f"fields missing from {where}", missing, "all of the schema's")
-        return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
-    # JSON has no integers of its own, so a float field takes 3; bool is an int in Python and nowhere else.
-    accepted = (int, float) if kind is float else (kind,)
-    _expect(isinstance(value, accepted) and isinstance(value, bool) == (kind is bool), where, value, kind.__name__)
-    return kind(value)
-
-
-def _expect(holds: bool, what: str, got: Any, needed: str) -> None:
-    if not holds:
-        raise InputError(what, got=repr(got), needed=needed)
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:

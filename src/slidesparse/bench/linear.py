@@ -49,16 +49,17 @@ def _layer_subject(session: Session, case: Case, label: str, variant: str, name:
     packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
+    chosen = layer.choice.at(case.tokens)
     return Subject(
         variant=label,
         backend=name,
-        algorithm=layer.backend,
+        algorithm=chosen,
         run=_call,
         operands=(layer, x),
         n_bytes=_bytes(case, packed, x),
         check=error_against(x, packed, True),
         ideal_speedup=ideal_speedup(variant),
-        searched=partial(searched, layer.backend, problem_of(case, variant, session.device), case.tokens),
+        searched=partial(searched, chosen, problem_of(case, variant, session.device), case.tokens),
     )
 
 

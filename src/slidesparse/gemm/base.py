@@ -126,6 +126,15 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     return padded
 
 
+def release(name: str, version: str) -> str:
+    """A library and its version without the patch.
+
+    >>> release("torch", "2.11.0+cu130")
+    'torch 2.11'
+    """
+    return f"{name} {'.'.join(version.split('.')[:2])}"
+
+
 class Backend(Protocol):
     """A way to multiply. Stateless; whatever belongs to one weight is in its operand."""
 
@@ -135,6 +144,13 @@ class Backend(Protocol):
 
     def why_not(self, problem: Problem) -> str | None:
         """Why this backend cannot run ``problem``, in one sentence, or None when it can."""
+        ...
+
+    def library(self) -> str:
+        """Whose kernels run here, with the version by which their speed may change, patches left out: ``vLLM 0.22``.
+
+        Measured times hold for one of these (gemm/speed.py). Asked only where :meth:`why_not` answers None.
+        """
         ...
 
     def prepare(self, packed: PackedWeight) -> Operand:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
-from slidesparse.gemm.base import Layout, Operand, Problem, with_rows
+from slidesparse.gemm.base import Layout, Operand, Problem, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
@@ -323,6 +323,10 @@ class CuSparseLt:
         if problem.dtype not in QUANTISED or self.name != "cusparselt":
             return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
         return None
+
+    def library(self) -> str:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return release("cuSPARSELt", api.load().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The compressed 2:4 segment, uint8 [bytes]; with a dense segment also that, [out, its K'], and a float32 1.

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from slidesparse.cache import cache_folder, replace_file
 from slidesparse.errors import InputError
 
 VERSION = 1
@@ -108,8 +107,7 @@ Table = tuple[Record, ...]
 
 def table_path() -> Path:
     """Where the records are."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "slidesparse" / "cusparselt-tune.json"
+    return cache_folder() / "cusparselt-tune.json"
 
 
 def nearest(table: Table, key: Key, rows: int) -> Record | None:
@@ -156,17 +154,7 @@ def add_records(path: Path, records: Iterable[Record]) -> None:
     load_table.cache_clear()
     kept = [record for record in load_table(path) if (record.key, record.rows) not in added]
     content = {"version": VERSION, "records": [_entry(record) for record in (*kept, *added.values())]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+    replace_file(path, json.dumps(content, indent=1))
     load_table.cache_clear()
 
 

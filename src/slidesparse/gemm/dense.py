@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 
-from slidesparse.gemm.base import Layout, Operand, with_rows
+from slidesparse.gemm.base import Layout, Operand, release, with_rows
 from slidesparse.gemm.reference import Reference, apply_scales, product
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
@@ -47,6 +47,10 @@ class Dense(Reference):
 
     name = "dense"
     layout = Layout(lifted=False, multiple=MULTIPLE, rows=dense_rows)
+
+    def library(self) -> str:
+        """vLLM's, where its 8-bit kernels were found, else torch's."""
+        return super().library() if vllm_scaled_mm() is None else release("vLLM", metadata.version("vllm"))
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The weight again, zeros in place: [out, K], both padded; for FP8 on a GPU also a float32 1."""

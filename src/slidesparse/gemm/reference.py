@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.gemm.base import Layout, Operand, Problem
+from slidesparse.gemm.base import Layout, Operand, Problem, release
 from slidesparse.packed import PackedWeight
 
 EXACT_BLOCK = 1024
@@ -57,6 +57,10 @@ class Reference:
     def why_not(self, problem: Problem) -> str | None:
         """Never refuses."""
         return None
+
+    def library(self) -> str:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return release("torch", torch.__version__)
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The slid matrix, zeros in place: [out, K']."""

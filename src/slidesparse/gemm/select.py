@@ -1,22 +1,32 @@
-"""Which backend runs a problem.
+"""Which backends run a problem, and for how many tokens each.
 
-The rule, in full: an explicit choice is taken or refused with its reason. ``auto`` takes the first accelerated backend
-that can run the problem and is known to be faster than dense there; where there is none, the dense weight runs
-(``fallback="dense"``), or the first backend that can run the packed weight alone (``fallback="none"``). A choice has a
-reason; ``slidesparse info`` prints what each backend answers. None has a measured table yet: see UNPROVEN.
+The rule, in full. An explicit choice is taken or refused with its reason. ``auto`` asks which accelerated backends can
+run the problem, then looks for a layer near in type and size that was measured on this GPU (gemm/speed.py):
+
+* ``fallback="dense"``: the dense weight runs, but for the token counts at which a packed form was measured faster; both
+  are kept then. What was not measured is not claimed: without such a layer the dense weight runs alone.
+* ``fallback="none"``: one packed form alone, that of the backend measured fastest over all token counts, else of the
+  first that can run, else of the reference.
+
+A choice has a reason; ``slidesparse inspect`` prints both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Backend, Problem
 from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
+from slidesparse.gemm.speed import LayerSpeed, fastest, nearest, switching, tables_for
+from slidesparse.gemm.switch import Route, describe_routes
+from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]
 
@@ -28,16 +38,33 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
 
-UNPROVEN = "can run, but is not known to be faster than dense here; ask for it by name"
-"""Until a measured table says where a backend wins, ``auto`` does not claim that it does."""
+NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend and why it was chosen, in one sentence."""
+    """What runs a problem.
 
-    backend: Backend
+    Attributes:
+        routes: Which backend from how many tokens on; the first from 0.
+        reason: Why, in one sentence.
+    """
+
+    routes: tuple[Route, ...]
     reason: str
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Whose forms of the weight are kept, each once."""
+        return tuple(dict.fromkeys(route.backend for route in self.routes))
+
+    def at(self, tokens: int) -> str:
+        """The backend that runs M tokens."""
+        return next(route.backend for route in reversed(self.routes) if route.first <= tokens)
+
+    def describe(self) -> str:
+        """``dense up to 4095 tokens, cusparselt beyond``."""
+        return describe_routes(self.routes)
 
 
 def get_backend(name: str) -> Backend:
@@ -52,7 +79,7 @@ def get_backend(name: str) -> Backend:
 
 
 def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:
-    """Choose a backend by the rule at the top of this file.
+    """Choose by the rule at the top of this file.
 
     Raises:
         InputError: Unknown backend or fallback.
@@ -61,16 +88,34 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     if fallback not in ("dense", "none"):
         raise InputError("unknown fallback", got=repr(fallback), needed="dense or none")
     if backend != "auto":
-        chosen = get_backend(backend)
-        reason = chosen.why_not(problem)
+        reason = get_backend(backend).why_not(problem)
         if reason is not None:
             raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
-        return Choice(chosen, "asked for")
-    answers = {name: get_backend(name).why_not(problem) for name in BACKENDS if get_backend(name).accelerated}
+        return _only(backend, "asked for")
+    accelerated = [candidate for name in BACKENDS if (candidate := get_backend(name)).accelerated]
+    answers = {candidate.name: candidate.why_not(problem) for candidate in accelerated}
     able = [name for name, why_not in answers.items() if why_not is None]
-    if fallback == "none":
-        if able:
-            return Choice(get_backend(able[0]), "the first that can run the packed weight alone")
-        return Choice(get_backend("reference"), "; ".join(f"{name}: {why_not}" for name, why_not in answers.items()))
-    reasons = [f"{name}: {why_not or UNPROVEN}" for name, why_not in answers.items()]
-    return Choice(get_backend("dense"), "; ".join(reasons))
+    refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
+    if not able:
+        return _only("dense" if fallback == "dense" else "reference", refusals or "no accelerated backend is known")
+    names = ["dense", *able] if fallback == "dense" else able
+    measured = _measured(problem, names)
+    where = "" if measured is None else f"measured at {measured.out}x{measured.columns}"
+    if fallback == "dense":
+        return _only("dense", NOT_MEASURED) if measured is None else Choice(switching(measured), where)
+    name = None if measured is None else fastest(measured)
+    return _only(able[0], NOT_MEASURED) if name is None else _only(name, where)
+
+
+def _only(backend: str, reason: str) -> Choice:
+    return Choice((Route(0, backend),), reason)
+
+
+def _measured(problem: Problem, names: Sequence[str]) -> LayerSpeed | None:
+    """The measured layer that speaks for a problem on a GPU."""
+    if problem.device.type != "cuda":
+        return None
+    tables = tables_for(torch.cuda.get_device_name(problem.device))
+    libraries = {name: get_backend(name).library() for name in names}
+    size = problem.out_features, problem.in_features
+    return nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)

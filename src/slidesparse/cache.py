@@ -1,0 +1,27 @@
+"""The user's cache folder, where searches and measurements of this machine are kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new one, and a crash leaves one of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink()
+        raise

@@ -1,0 +1,233 @@
+"""How long whole layers took, and which backend that makes the fastest for how many tokens.
+
+    {"version": 1, "gpu": "NVIDIA H200", "libraries": {"dense": "vLLM 0.22", "cusparselt": "cuSPARSELt 0.8"},
+     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
+                 "us": {"dense": [11.3, 52.9, 870.1], "cusparselt 2:4": [28.5, 55.7, null]}}]}
+
+One file a GPU: those of the package, in ``speed_tables``, and what ``slidesparse tune`` measured here, in the user's
+cache folder, which counts before. The times of one layer come from one comparison, quantisation and scales included.
+A backend's times hold for the library that ran them; with another one they are passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from slidesparse.cache import cache_folder, replace_file
+from slidesparse.decode import decode
+from slidesparse.errors import InputError
+from slidesparse.gemm.switch import Route
+
+VERSION = 1
+
+PACKAGED = Path(__file__).parent / "speed_tables"
+
+REACH = 2.0
+"""A layer speaks for others whose sizes are within this factor of its own, the nearest one first."""
+
+MARGIN = 0.98
+"""A packed form is worth its memory beside the dense one when it takes at most this share of the dense time; the noise
+of a comparison is of that size too."""
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """The times of one linear layer.
+
+    Attributes:
+        dtype: ``int8``, ``fp8``, ``bf16``, ...
+        out: Rows of the weight.
+        columns: Columns of the weight, before lifting.
+        tokens: M's, ascending.
+        us: ``dense``, or backend and pattern (``cusparselt 6:8``) -> microseconds at each M, None where it has none.
+    """
+
+    dtype: str
+    out: int
+    columns: int
+    tokens: tuple[int, ...]
+    us: dict[str, tuple[float | None, ...]]
+
+    def __post_init__(self) -> None:
+        if min(self.out, self.columns, *self.tokens, 1) < 1 or not self.tokens:
+            raise InputError(
+                "sizes of a measured layer", got=(self.out, self.columns, self.tokens), needed="at least 1"
+            )
+        if list(self.tokens) != sorted(set(self.tokens)):
+            raise InputError("tokens of a measured layer", got=self.tokens, needed="ascending numbers")
+        for name, times in self.us.items():
+            if len(times) != len(self.tokens) or not all(us is None or 0 < us < math.inf for us in times):
+                raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
+
+    def distance(self, out: int, columns: int) -> float:
+        """In octaves, of the size that is farther off."""
+        return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file of them.
+
+    Attributes:
+        gpu: Name of the device.
+        libraries: Backend -> what :meth:`slidesparse.gemm.base.Backend.library` said there.
+        layers: The times.
+        version: Of the format.
+    """
+
+    gpu: str
+    libraries: dict[str, str]
+    layers: tuple[LayerSpeed, ...]
+    version: int = VERSION
+
+
+def key(backend: str, pattern: str) -> str:
+    """What a layer's times are filed under."""
+    return DENSE if backend == DENSE else f"{backend} {pattern}"
+
+
+def nearest(
+    tables: Sequence[Table], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
+) -> LayerSpeed | None:
+    """The measured layer of this type and pattern that is nearest in size, within :data:`REACH`.
+
+    Args:
+        tables: Of this GPU; the first one counts on a tie.
+        libraries: The backends to be compared, with their libraries here. Dense among them: a layer without a time of
+            it says nothing.
+        dtype: Type of the weight.
+        pattern: Its pattern.
+        out: Its rows.
+        columns: Its columns.
+
+    Returns:
+        With times by backend alone, of those whose library is the same here; None when no layer has a packed one.
+    """
+    found = []
+    for table in tables:
+        names = [name for name, library in libraries.items() if table.libraries.get(name) == library]
+        for layer in table.layers:
+            times = {name: layer.us[key(name, pattern)] for name in names if key(name, pattern) in layer.us}
+            telling = times.keys() - {DENSE} and (DENSE in times or DENSE not in libraries)
+            if layer.dtype == dtype and telling and layer.distance(out, columns) <= math.log2(REACH):
+                found.append(replace(layer, us=times))
+    return min(found, key=lambda layer: layer.distance(out, columns), default=None)
+
+
+def switching(layer: LayerSpeed) -> tuple[Route, ...]:
+    """Dense, but for ranges of M at both of whose measured ends another backend is faster by :data:`MARGIN`.
+
+    Below the fewest tokens measured and above the most, that one measurement decides. Of several faster backends the
+    one with the smaller product of times over the ends is taken.
+
+    Args:
+        layer: From :func:`nearest`.
+    """
+
+    def best(ends: Sequence[int]) -> str:
+        shares = {name: [_share(times[i], layer.us[DENSE][i]) for i in ends] for name, times in layer.us.items()}
+        won = {name: math.prod(both) for name, both in shares.items() if max(both) <= MARGIN}
+        return min(won, key=lambda name: won[name], default=DENSE)
+
+    last = len(layer.tokens) - 1
+    ranges = [(0, [0]), *((layer.tokens[i], [i, i + 1]) for i in range(last)), (layer.tokens[last], [last])]
+    routes: list[Route] = []
+    for first, ends in ranges:
+        name = best(ends)
+        if not routes or routes[-1].backend != name:
+            routes.append(Route(first, name))
+    return tuple(routes)
+
+
+def fastest(layer: LayerSpeed) -> str | None:
+    """The one packed form with the smallest product of times over all M; None when none has them all."""
+    logs = {
+        name: sum(math.log(us) for us in times if us)
+        for name, times in layer.us.items()
+        if name != DENSE and None not in times
+    }
+    return min(logs, key=lambda name: logs[name], default=None)
+
+
+def _share(us: float | None, dense: float | None) -> float:
+    return math.inf if us is None or dense is None else us / dense
+
+
+# -- the files -----------------------------------------------------------------------------------------------------
+
+
+def tuned_path(gpu: str) -> Path:
+    """Where ``slidesparse tune`` keeps what it measured on this GPU."""
+    return cache_folder() / file_name(gpu)
+
+
+def file_name(gpu: str) -> str:
+    """Of a GPU's table.
+
+    >>> file_name("NVIDIA H200")
+    'speed-nvidia-h200.json'
+    """
+    return f"speed-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
+
+
+def tables_for(gpu: str) -> list[Table]:
+    """The user's table of a GPU and the package's, as far as there are any."""
+    paths = (tuned_path(gpu), PACKAGED / file_name(gpu))
+    return [table for path in paths if (table := load_table(path)) is not None and table.gpu == gpu]
+
+
+@lru_cache(maxsize=8)
+def load_table(path: Path) -> Table | None:
+    """A file's table, None when there is no file. Read once a process.
+
+    Raises:
+        InputError: For anything but the form at the top of this file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        table: Table = decode(Table, json.loads(text), "table")
+        if table.version != VERSION:
+            raise InputError("version of the table", got=table.version, needed=str(VERSION))
+    except ValueError as error:  # InputError is one too
+        raise InputError(f"damaged {path}", got=error, remedy="delete it and run slidesparse tune") from error
+    return table
+
+
+def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> Table:
+    """Write layers into a table, in the place of older ones of the same type and size.
+
+    Layers whose times a library of another version made are dropped: two runs are not to be compared.
+    """
+    load_table.cache_clear()
+    old = load_table(path)
+    added = {(layer.dtype, layer.out, layer.columns): layer for layer in layers}
+    kept = old.layers if old is not None and (old.gpu, old.libraries) == (gpu, libraries) else ()
+    rest = [layer for layer in kept if (layer.dtype, layer.out, layer.columns) not in added]
+    table = Table(gpu, dict(libraries), (*rest, *added.values()))
+    replace_file(path, _text(table))
+    load_table.cache_clear()
+    return table
+
+
+def _text(table: Table) -> str:
+    """JSON with a line for each list of times."""
+    head = {"version": table.version, "gpu": table.gpu, "libraries": table.libraries}
+    layers = ",\n".join(map(_layer_text, table.layers))
+    return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'
+
+
+def _layer_text(layer: LayerSpeed) -> str:
+    head = {"dtype": layer.dtype, "out": layer.out, "columns": layer.columns, "tokens": layer.tokens}
+    times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
+    return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

@@ -1,0 +1,87 @@
+"""Which of a layer's forms runs for how many tokens: what the operator ``linear`` is told in one string.
+
+A layer keeps its weight in the form of every backend that some number of tokens needs. Their activations differ as
+well, so the number of tokens decides before anything is quantised; and since it is known only when the operator runs,
+under torch.compile and CUDA graphs too, the decision is the operator's.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from slidesparse.decode import decode
+
+
+@dataclass(frozen=True)
+class Route:
+    """From ``first`` tokens on, up to the next route's, this backend runs."""
+
+    first: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of a weight.
+
+    Attributes:
+        backend: Whose.
+        order: :attr:`slidesparse.kernels.columns.Columns.order` of its activations; empty where the torch definition
+            must write them.
+        tensors: How many of the operator's tensors are its own: column map, moved groups (or an empty tensor), operand.
+    """
+
+    backend: str
+    order: tuple[int, ...]
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The forms of a layer, in the order of their tensors, and the routes, the first one from 0 tokens on."""
+
+    forms: tuple[Form, ...]
+    routes: tuple[Route, ...]
+
+    def to_text(self) -> str:
+        """What :func:`parse_switch` reads."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    def pick(self, tokens: int) -> tuple[Form, int]:
+        """The form that multiplies M tokens, and where its tensors begin."""
+        return self._chosen[bisect_right(self._firsts, tokens) - 1]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [route.first for route in self.routes]
+
+    @cached_property
+    def _chosen(self) -> list[tuple[Form, int]]:
+        starts = accumulate((form.tensors for form in self.forms), initial=0)
+        forms = {form.backend: (form, start) for form, start in zip(self.forms, starts, strict=False)}
+        return [forms[route.backend] for route in self.routes]
+
+
+@lru_cache(maxsize=4096)
+def parse_switch(text: str) -> Switch:
+    """The inverse of :meth:`Switch.to_text`."""
+    switch: Switch = decode(Switch, json.loads(text), "switch")
+    return switch
+
+
+def describe_routes(routes: tuple[Route, ...]) -> str:
+    """For people.
+
+    >>> describe_routes((Route(0, "dense"), Route(512, "cusparselt"), Route(4096, "dense")))
+    'dense up to 511 tokens, cusparselt up to 4095, dense beyond'
+    """
+    ends = [f"up to {after.first - 1}" for after in routes[1:]]
+    parts = [f"{route.backend} {end}" for route, end in zip(routes, [*ends, "beyond"], strict=True)]
+    if len(parts) == 1:
+        return f"{routes[0].backend} for any number of tokens"
+    parts[0] += " tokens"
+    return ", ".join(parts)
