@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -251,6 +251,24 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
+class _Chosen(NamedTuple):
+    """The form of a weight that runs a number of tokens, as the operators take it."""
+
+    column_map: torch.Tensor
+    where: tuple[str, torch.Tensor | None, tuple[int, ...]]
+    operand: list[torch.Tensor]
+
+    @property
+    def backend(self) -> str:
+        return self.where[0]
+
+
+def _pick(tensors: list[torch.Tensor], switch: str, tokens: int) -> _Chosen:
+    form, start = parse_switch(switch).pick(tokens)
+    column_map, groups, *operand = tensors[start : start + form.tensors]
+    return _Chosen(column_map, (form.backend, groups if len(groups) else None, form.order), operand)
+
+
 def _linear(
     x: torch.Tensor,
     tensors: list[torch.Tensor],
@@ -260,15 +278,13 @@ def _linear(
     dtype: torch.dtype,
     switch: str,
 ) -> torch.Tensor:
-    form, start = parse_switch(switch).pick(x.shape[0])
-    column_map, groups, *operand = tensors[start : start + form.tensors]
-    where = (form.backend, groups if len(groups) else None, form.order)
+    form = _pick(tensors, switch, x.shape[0])
     scale_x: torch.Tensor | None = None
     if dtype in QUANTISED:
-        lifted, scale_x = _quantize_lift(x, column_map, dtype, *where)
+        lifted, scale_x = _quantize_lift(x, form.column_map, dtype, *form.where)
     else:
-        lifted = _lift(x, column_map, *where)
-    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend)
+        lifted = _lift(x, form.column_map, *form.where)
+    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
 
 
 def _linear_fake(
@@ -281,6 +297,63 @@ def _linear_fake(
     switch: str,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], out_features)
+
+
+def _rms_norm_linear(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    tensors: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    switch: str,
+) -> torch.Tensor:
+    form = _pick(tensors, switch, x.shape[0])
+    lifted, scale_x = _rms_norm_quantize_lift(x, gain, eps, form.column_map, dtype, *form.where)
+    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
+
+
+def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+    return _linear_fake(x, *weight)
+
+
+def _add_rms_norm_linear(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    tensors: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    switch: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = _pick(tensors, switch, x.shape[0])
+    lifted, scale_x, total = _add_rms_norm_quantize_lift(x, residual, gain, eps, form.column_map, dtype, *form.where)
+    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend), total
+
+
+def _add_rms_norm_linear_fake(
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _linear_fake(x, *weight), x.new_empty(x.shape)
+
+
+def _silu_mul_linear(
+    x: torch.Tensor,
+    tensors: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    switch: str,
+) -> torch.Tensor:
+    form = _pick(tensors, switch, x.shape[0])
+    lifted, scale_x = _silu_mul_quantize_lift(x, form.column_map, dtype, *form.where)
+    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
 
 
 _define(
@@ -325,13 +398,22 @@ _define(
     _gemm_fake,
 )
 
+_WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch"
+
+_define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
 _define(
-    "linear",
-    "(Tensor x, Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch)"
-    " -> Tensor",
-    _linear,
-    _linear_fake,
+    "rms_norm_linear",
+    f"(Tensor x, Tensor gain, float eps, {_WEIGHT}) -> Tensor",
+    _rms_norm_linear,
+    _rms_norm_linear_fake,
 )
+_define(
+    "add_rms_norm_linear",
+    f"(Tensor x, Tensor residual, Tensor gain, float eps, {_WEIGHT}) -> (Tensor, Tensor)",
+    _add_rms_norm_linear,
+    _add_rms_norm_linear_fake,
+)
+_define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
@@ -363,3 +445,14 @@ linear = torch.ops.slidesparse.linear
 
 The three above in one, by the form of the weight that ``switch`` (:class:`slidesparse.gemm.switch.Switch`, as text)
 says for M tokens; ``tensors`` are those of all forms, one after another."""
+
+rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
+"""(x [M, K], gain [K], eps, then as ``linear`` behind its x) -> ``linear`` of :func:`slidesparse.elementwise.rms_norm`;
+for quantised weights only."""
+
+add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
+"""(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
+:func:`slidesparse.elementwise.add_rms_norm`."""
+
+silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
+"""(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.elementwise.silu_mul`."""

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, version_text
 from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, renamed, require_marker
+from slidesparse.integrations.vllm.fusion import install
 from slidesparse.integrations.vllm.layers import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.marker import KEY, Marker
@@ -87,7 +88,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if not isinstance(layer, LinearBase):
             return None
         ours = self._claim(layer, prefix)
-        return UnquantizedLinearMethod() if ours is None else SlideUnquantizedMethod(ours, _options(), self.ledger)
+        return UnquantizedLinearMethod() if ours is None else SlideUnquantizedMethod(ours, *self._context())
 
     def get_scheme(
         self, layer: torch.nn.Module, layer_name: str | None = None, **kwargs: Any
@@ -101,7 +102,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self.ledger.outcomes[layer_name] = Outcome(False, False, refusal)
             return scheme
         ours = self._claim(layer, layer_name)
-        return scheme if ours is None else SlideScheme(scheme, ours, _options(), self.ledger)
+        return scheme if ours is None else SlideScheme(scheme, ours, *self._context())
+
+    def _context(self) -> tuple[Options, Ledger]:
+        """What all layers of the model that is being built share."""
+        config = get_current_vllm_config()
+        options = Options.parse(config.additional_config)
+        install(config.compilation_config, self.ledger, options.fuse)
+        return options, self.ledger
 
     def _claim(self, layer: torch.nn.Module, name: str) -> Claim | None:
         ours = claim(self.marker, name, self.packed_modules_mapping)
@@ -146,7 +154,3 @@ def require_platform() -> None:
             needed="an NVIDIA GPU with Sparse Tensor Cores, compute capability 8.0 or newer",
             remedy=SERVE_DENSE,
         )
-
-
-def _options() -> Options:
-    return Options.parse(get_current_vllm_config().additional_config)

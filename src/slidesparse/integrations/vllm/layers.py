@@ -163,11 +163,11 @@ def pack_shard(
         return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
     choice = choose(Problem(pattern, weight.dtype, out, columns, weight.device), options.backend, options.fallback)
-    if choice.backend.name == "dense":
+    if choice.backends == ("dense",):
         return None, Outcome(False, True, f"{pattern}; {choice.reason}")
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=claim.name)
     offset = f", from position {k_offset} of a group" if k_offset else ""
-    return packed, Outcome(True, True, f"{pattern} by {choice.backend.name}{offset}: {choice.reason}")
+    return packed, Outcome(True, True, f"{pattern} by {choice.describe()}{offset}; {choice.reason}")
 
 
 def detect(weight: torch.Tensor, start: int) -> Pattern | None:
