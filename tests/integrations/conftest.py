@@ -1,7 +1,7 @@
 """vLLM's own Python, without its compiled parts and without a GPU.
 
-``fetch_vllm.py`` puts it into an environment; ``.ci/run`` does so. vLLM must believe that it runs on a CPU before any of
-its modules is imported, since many ask for the platform at that moment.
+``fetch_vllm.py`` puts it into an environment; ``.ci/run`` does so. vLLM must believe that it runs on a CPU before any
+of its modules is imported, since many ask for the platform at that moment.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from importlib import metadata
@@ -29,6 +30,12 @@ from slidesparse.marker import KEY, Marker
 
 log = logging.getLogger(LOGGER)
 
+NOTHING = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
+    "sparsity_scheme_map": {},  # up to vLLM 0.20
+    "sparsity_ignore_list": [],
+}
+"""Arguments of vLLM's configuration for a checkpoint in which it has nothing to do."""
+
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 
 
@@ -38,7 +45,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.quantised = bool(args or kwargs)
         if not self.quantised:
-            kwargs = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
+            known = inspect.signature(CompressedTensorsConfig.__init__).parameters
+            kwargs = {name: empty for name, empty in NOTHING.items() if name in known}
         super().__init__(*args, **kwargs)
         self.marker: Marker | None = None
         self.ledger = Ledger()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +86,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     found: Counter[str] = Counter()
+    linear: Any
     for linear in graph.find_nodes(op="call_function", target=LINEAR):
         x, *weight = linear.args
         if weight[4] not in QUANTISED:
@@ -94,7 +94,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
         source = _only_source(x)
         if source is None:
             continue
-        for rule in (_behind_norm, _behind_add_norm, _behind_silu):
+        for rule in RULES:
             joined = rule(graph, linear, source, weight, order)
             if joined is not None:
                 found[joined] += 1
@@ -103,7 +103,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
     return found
 
 
-def _only_source(x: fx.Node) -> fx.Node | None:
+def _only_source(x: Any) -> Any:
     """What computes ``x``, views aside, if its result has no other reader."""
     while True:
         if len(x.users) != 1:
@@ -113,12 +113,7 @@ def _only_source(x: fx.Node) -> fx.Node | None:
         x = x.args[0]
 
 
-Rule = Callable[[fx.Graph, fx.Node, fx.Node, list[Any], dict[fx.Node, int]], "str | None"]
-
-
-def _behind_norm(
-    graph: fx.Graph, linear: fx.Node, source: fx.Node, weight: list[Any], order: dict[fx.Node, int]
-) -> str | None:
+def _behind_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
     if source.target is not _ir("rms_norm") or not _plain(source, 1):
         return None
     with graph.inserting_before(linear):
@@ -128,7 +123,7 @@ def _behind_norm(
 
 
 def _behind_add_norm(
-    graph: fx.Graph, linear: fx.Node, source: fx.Node, weight: list[Any], order: dict[fx.Node, int]
+    graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]
 ) -> str | None:
     if source.target is not operator.getitem or source.args[1] != 0:
         return None
@@ -150,9 +145,7 @@ def _behind_add_norm(
     return "fused_add_rms_norm"
 
 
-def _behind_silu(
-    graph: fx.Graph, linear: fx.Node, source: fx.Node, weight: list[Any], order: dict[fx.Node, int]
-) -> str | None:
+def _behind_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
     value = source.meta["val"]
     match = _silu_pattern(value.shape[-1], value.dtype).match(source)
     if not match or value.dim() != 2:
@@ -164,22 +157,25 @@ def _behind_silu(
     return "silu_and_mul"
 
 
+RULES = (_behind_norm, _behind_add_norm, _behind_silu)
+
+
 def _ir(name: str) -> Any:
     """One of vLLM's operators for norms; None in a vLLM that has none."""
     operator_ = getattr(torch.ops.vllm_ir, name, None)
     return None if operator_ is None else operator_.default
 
 
-def _plain(norm: fx.Node, tensors: int) -> bool:
+def _plain(norm: Any, tensors: int) -> bool:
     """A norm over whole rows of a matrix, with a gain of their type: what our kernels do."""
-    x, gain, *rest = norm.args[0], *norm.args[tensors:]
-    if gain is None or norm.kwargs or any(argument is not None for argument in rest[1:]):
+    gain, more = norm.args[tensors], norm.args[tensors + 2 :]
+    if gain is None or norm.kwargs or any(argument is not None for argument in more):
         return False
-    value = x.meta["val"]
-    return value.dim() == 2 and gain.meta["val"].dtype == value.dtype
+    x: torch.Tensor = norm.args[0].meta["val"]
+    return x.dim() == 2 and bool(gain.meta["val"].dtype == x.dtype)
 
 
-def _replace(old: fx.Node, new: fx.Node) -> None:
+def _replace(old: Any, new: Any) -> None:
     new.meta["val"] = old.meta["val"]
     old.replace_all_uses_with(new)
 
