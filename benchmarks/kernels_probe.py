@@ -21,7 +21,8 @@ import torch
 from slidesparse.kernels import pack as packing
 from slidesparse.kernels import quantize_lift as kernels
 from slidesparse.kernels.columns import Columns, Slabs
-from slidesparse.kernels.launch import Launch, configure, device_arch
+from slidesparse.kernels.launch import HELD_COLUMNS, WARPS, Launch, configure, device_arch
+from slidesparse.kernels.plan import CHUNKS
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -112,11 +113,17 @@ def moved(case: Case, tokens: int) -> int:
 
 
 def launch_of(case: Case, tokens: int) -> Launch:
-    return case.launch or configure(device_arch(torch.device("cuda")), tokens, packed_order(case), 2, case.first)
+    quantised = case.dtype != BF16
+    return case.launch or configure(
+        device_arch(torch.device("cuda")), tokens, packed_order(case), 2, case.first, quantised
+    )
 
 
-LAUNCHES = [Launch(256 * warps, 4 * words, warps) for warps in (4, 8, 16) for words in (512, 1024, 2048)]
-"""What is worth trying: loads of 16 bytes a lane, and between 1 and 16 words (four packed columns) a lane."""
+def launches(columns: int) -> list[Launch]:
+    """What is worth trying where a row is held: one to four times as few lanes as possible, a store or two a step."""
+    fewest = min(warps for warps in WARPS if columns <= CHUNKS * HELD_COLUMNS * warps)
+    tried = [warps for warps in WARPS if fewest <= warps <= 8 * fewest and HELD_COLUMNS * warps < 2 * columns]
+    return [Launch(HELD_COLUMNS * warps, 512 * warps * stores, warps) for warps in tried for stores in (1, 2)]
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -284,16 +291,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     quick = parser.parse_args().quick
 
-    widths = (3584, 8192, 18944) if quick else (2048, 3584, 4096, 8192, 14336, 18944)
+    widths = (2560, 3584, 8192, 18944) if quick else (2048, 2560, 3584, 4096, 8192, 14336, 18944)
     plain = [Case(p, k, dtype) for k in widths for dtype in (INT8, FP8) for p in ("identity", "4:6", "6:8")]
-    fused = [Case("6:8", k, INT8, first) for k in (3584, 8192) for first in ("rms_norm", "add_rms_norm")]
+    fused = [Case("6:8", k, dtype, f) for k in (3584, 8192) for f in ("rms_norm", "add_rms_norm") for dtype in (INT8,)]
     fused += [Case("6:8", 18944, dtype, "silu_mul") for dtype in (INT8, FP8)]
     others = [Case("4:6@50%", k) for k in (3584, 18944)] + [Case("14:16", 8192), Case("6:8", 8192, BF16)]
-    others += [Case("6:8", 8192, slabs=Slabs(64, swizzle=True))]
+    others += [Case("8:10", 2560), Case("6:8", 8192, slabs=Slabs(64, swizzle=True))]
     cases = [*plain, *fused, *others]
-    swept = [Case("6:8", k) for k in widths] + [fused[-2]]
-    swept += [] if quick else [c for c in cases if c not in swept]
-    tried = [replace(case, launch=launch) for case in swept for launch in LAUNCHES]
+    swept = [Case("6:8", k, FP8) for k in widths] + fused + others[:2]
+    swept += [] if quick else [c for c in plain if c not in swept]
+    tried = [replace(case, launch=launch) for case in swept for launch in launches(case.columns)]
 
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
@@ -305,6 +312,7 @@ def main() -> None:
         print(f"check {case.label:22s} K={case.columns:6d} {check(case)}", flush=True)
     for case in tried:
         check(case)
+    print(f"checked {len(tried)} other launches", flush=True)
 
     print(f"\n{'kernel':22s} {'M':>6s} {'K':>6s} {'words/warps':14s} {'time':>12s} {'':>12s} {'copy':>6s} quantise=1")
     for tokens in (1, 4096, 16384) if quick else (1, 16, 256, 1024, 4096, 16384):
@@ -312,7 +320,7 @@ def main() -> None:
         for case in cases:
             seconds = report(case, tokens, None if case.pattern == "identity" else only if case in plain else None)
             only = seconds if case.pattern == "identity" else only
-    for tokens in (16384,) if quick else (1, 4096, 16384):
+    for tokens in (16384,) if quick else (1, 64, 4096, 16384):
         for case in tried:
             report(case, tokens)
     report_pack()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_records import IDLE, LOADED, MACHINE, case
+from bench_records import IDLE, LOADED, MACHINE, case, too_old
 
 from slidesparse.bench import environment, problems, runner
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
@@ -450,11 +450,12 @@ def test_the_commit_is_that_of_this_tree() -> None:
 def test_without_a_gpu_there_is_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, benchmark: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
     assert main(["bench", benchmark, "--out", str(tmp_path / "r.jsonl")]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("slidesparse: slidesparse bench needs a CUDA GPU; got torch ")
+    assert "The NVIDIA driver on your system is too old" in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "r.jsonl").exists()
 

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
+from slidesparse.gemm import Problem, choose
+from slidesparse.pattern import Pattern
 
 
 def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +39,11 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert layers["model.layers.0.mlp.down_proj"]["marked"] == "8:10"
     assert layers["model.layers.0.self_attn.q_proj"]["packed_bytes"] == 64 * 64 * 0.9375
     assert found["dense"] == {"lm_head": "on the ignore list"}
+    q_proj = layers["model.layers.0.self_attn.q_proj"]
+    here = choose(Problem(Pattern(6, 8), torch.float8_e4m3fn, 64, 64, torch.device("cpu")))
+    if not torch.cuda.is_available():
+        assert (q_proj["backends"], q_proj["reason"]) == ("dense for any number of tokens", here.reason)
+        assert q_proj["kept_bytes"] == {"dense": 64 * 64}
 
 
 def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +55,9 @@ def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureF
     assert len(rows) == 7
     assert all("model.layers.*." in row for row in rows)
     assert len({row.index("bfloat16") for row in rows}) == 1
+    (choice,) = [line for line in lines if "layers run here on" in line]
+    assert choice.startswith("14 layers run here on dense for any number of tokens (")
+    assert "kept: dense" in choice
 
 
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

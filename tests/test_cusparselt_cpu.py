@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slidesparse import Pattern, UnsupportedError
-from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm import Problem, choose, cusparselt, get_backend
 from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import with_rows
 from slidesparse.gemm.cusparselt import CuSparseLt, token_bucket
@@ -95,6 +95,8 @@ def _why(
 ) -> str | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(api, "load", lambda: _Library(*version))
+    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "_handle", lambda device: None)
     return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda")))
 
 
@@ -163,6 +165,27 @@ def test_a_missing_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
     why = get_backend("cusparselt").why_not(problem)
     assert why == "libcusparseLt.so.0 is missing; pip install nvidia-cusparselt-cu13"
     assert choose(problem, fallback="none").backends == ("reference",)
+    assert choose(problem).backends == ("dense",)
+    with pytest.raises(UnsupportedError, match=r"backend cusparselt cannot run this layer; got libcusparseLt\.so\.0"):
+        choose(problem, "cusparselt")
+
+
+def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise UnsupportedError("cusparseLtInit of cuSPARSELt 0.8.0 failed", got="architecture mismatch (4)")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(api, "load", lambda: _Library(0, 8, 0))
+    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "_handle", refuse)
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
+    why = get_backend("cusparselt").why_not(problem)
+    assert why == "cusparseLtInit of cuSPARSELt 0.8.0 failed; got architecture mismatch (4)"
+    assert choose(problem).backends == ("dense",)
+    assert why in choose(problem).reason
+    assert choose(problem, fallback="none").backends == ("reference",)
+    with pytest.raises(UnsupportedError, match="architecture mismatch"):
+        choose(problem, "cusparselt")
 
 
 def _cannot_open(name: str, mode: int = 0) -> ctypes.CDLL:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_records import too_old
 
 from slidesparse.demo import (
     DemoReport,
@@ -258,7 +259,7 @@ def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, 
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", too_old)
     with pytest.raises(InputError, match="unknown device"):
         run_demo(device="abacus")
     with pytest.raises(UnsupportedError, match="no CUDA device"):

@@ -8,7 +8,7 @@ import pytest
 from bench_records import case, record
 
 from slidesparse.errors import InputError
-from slidesparse.records import Record, read_records
+from slidesparse.records import Record, open_records, read_records
 
 
 def changed(**fields: Any) -> str:
@@ -82,3 +82,17 @@ def test_a_file_error_names_file_and_line(tmp_path: Path) -> None:
 def test_a_case_says_what_it_is() -> None:
     assert case().describe() == "gemm int8 Tiny qkv M=64 N=48 K=32"
     assert case().n_operations == 2 * 64 * 48 * 32
+
+
+def test_compressed_records_read_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    one = record(case(), "6:8", 1.5)
+    with open_records(path, "x") as file:
+        file.write(one.to_line() + "\n")
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert read_records([path]) == [one]
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], b"no gzip at all", whole[:10] + b"\xff" * 20):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match="cannot read"):
+            read_records([path])

@@ -84,16 +84,27 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "Show which patterns the linears of a checkpoint satisfy.")
     inspect.add_argument("path", type=Path, metavar="PATH")
 
-    tune = add("tune", _tune, "Search for cuSPARSELt's fastest algorithms at a model's shapes, once for each GPU.")
+    tune = add("tune", _tune, "Find the fastest algorithms and backends at a model's shapes, once for each GPU.")
     tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
     tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
     tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
-    tune.add_argument("--tokens", type=int, nargs="+", default=[256, 2048, 16384], help="(default: %(default)s)")
+    tune.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 4096, 16384], help="(default: %(default)s)")
+    tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    tune.add_argument(
+        "--from",
+        dest="records",
+        type=Path,
+        nargs="+",
+        metavar="RECORDS",
+        help="measure nothing: take the layer times of files that bench wrote on this GPU",
+    )
 
     bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
     bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all"))
     bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
-    bench.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make")
+    bench.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
+    )
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
@@ -165,10 +176,22 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from slidesparse.bench.tune import describe, tune_models
+    from dataclasses import replace
 
-    records = tune_models(options.models, options.pattern, options.dtype, options.tokens)
-    print(json.dumps([asdict(record) for record in records], indent=2) if options.json else describe(records))
+    from slidesparse.bench import runner, tune
+    from slidesparse.bench.problems import PROFILES
+
+    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens)
+    algorithms = [] if options.records else tune.search_algorithms(plan)
+    if options.records:
+        layers = tune.recorded_layers(options.records)
+    elif options.algorithms_only:
+        layers = []
+    else:
+        profile = replace(PROFILES["quick"], model_patterns=plan.patterns)
+        layers = tune.measure_layers(plan, runner.cuda_session(profile))
+    path = tune.store_layers(layers) if layers else None
+    print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))
     return 0
 
 

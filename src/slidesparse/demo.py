@@ -21,7 +21,7 @@ from torch import nn
 
 from slidesparse.convert import sparsify_
 from slidesparse.demo_report import DemoReport, DemoRow, need
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.device import usable_device
 from slidesparse.gemm import get_backend
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.pattern import DENSE, Pattern
@@ -151,7 +151,7 @@ def run_demo(
         InputError: When an argument is no good.
     """
     started = time.perf_counter()
-    where = _check_device(device)
+    where = usable_device(device)
     if output is not None:
         _plotter().check_path(output)
     asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
@@ -177,18 +177,6 @@ def _plotter() -> Any:
     """The module that draws, which needs matplotlib."""
     need("matplotlib")
     return importlib.import_module("slidesparse.demo_plot")
-
-
-def _check_device(device: str) -> torch.device:
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda") from error
-    if where.type not in ("cpu", "cuda"):
-        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device here", got=device, remedy="use device='cpu'")
-    return where
 
 
 def compare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import SlideSparseError
+from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.marker import Marker
+from slidesparse.packed import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar, table
 from slidesparse.skeleton import skeleton
@@ -35,6 +38,9 @@ class Layer:
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
+        backends: What ``backend="auto"`` would run here, for how many tokens.
+        reason: Why.
+        kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
         problem: Why the weight cannot be used as marked, or None.
     """
 
@@ -48,6 +54,9 @@ class Layer:
     dense_bytes: int
     packed_bytes: int
     ideal_speedup: float
+    backends: str
+    reason: str
+    kept_bytes: dict[str, int]
     problem: str | None
 
 
@@ -95,10 +104,26 @@ class Inspection:
             for group in kinds.values()
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
-        lines = [table(columns, rows)]
+        lines = [table(columns, rows), *_describe_choices(self.layers)]
         lines += describe_dense(self.dense)
         lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
         return "\n".join(lines)
+
+
+def _describe_choices(layers: list[Layer]) -> list[str]:
+    """What would run, each choice once, with the memory that it takes."""
+    groups: dict[tuple[str, str], list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.backends, layer.reason), []).append(layer)
+    lines = []
+    for (backends, reason), group in groups.items():
+        kept: dict[str, int] = {}
+        for layer in group:
+            for name, size in layer.kept_bytes.items():
+                kept[name] = kept.get(name, 0) + size
+        sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
+        lines.append(f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}")
+    return lines
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
@@ -156,6 +181,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
     pattern = marked if marked is not None else tightest
     bits = 8 * weight.element_size()
     following = None
+    choice, kept = _what_runs(marked or tightest, weight) if problem is None else (None, {})
     if marked is not None and marked != DENSE:
         following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
         pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
@@ -170,5 +196,26 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         dense_bytes=weight.numel() * weight.element_size(),
         packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", bits)),
         ideal_speedup=float(pattern.ideal_speedup),
+        backends="-" if choice is None else choice.describe(),
+        reason="-" if choice is None else choice.reason,
+        kept_bytes=kept,
         problem=problem,
     )
+
+
+def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
+    """The choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device)
+    groups = pattern.groups(weight.shape[1])
+    slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
+    choice = choose(problem)
+    return choice, {name: _form_bytes(name, problem, slid) for name in choice.backends}
+
+
+@lru_cache(maxsize=1024)
+def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
+    """Bytes of a backend's operand: sizes alone decide, so a weight of zeros tells."""
+    zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
+    packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
+    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slidesparse.checkpoint import Checkpoint
+from slidesparse.device import usable_device
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
 from slidesparse.marker import Marker, quantisation_dtype
@@ -43,7 +44,9 @@ def load(
     Raises:
         CheckpointError: The folder is not such a checkpoint, or is damaged.
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
+        UnsupportedError: There is no such device here.
     """
+    device = usable_device(device)
     checkpoint = Checkpoint(path)
     marker = Marker.require(checkpoint.config, path)
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None

@@ -1,17 +1,21 @@
 """Benchmark records: what one line of a results file says, written by ``bench`` and read by ``report``.
 
-A file is JSON lines, one :class:`Record` a line. All records of one *comparison* (one problem, its variants interleaved
-in one run) share ``started``; only those may be divided by one another. Reading is strict: an unknown, missing or
-mistyped field is an error that names the file, the line and the field, because a table must not rest on a guess.
+A file is JSON lines, one :class:`Record` a line, compressed where its name ends in ``.gz``. All records of one
+*comparison* (one problem, its variants interleaved in one run) share ``started``; only those may be divided by one
+another. Reading is strict: an unknown, missing or mistyped field is an error that names the file, the line and the
+field, because a table must not rest on a guess.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from slidesparse.decode import decode
 from slidesparse.errors import InputError
@@ -197,6 +201,13 @@ class Record:
         return record
 
 
+def open_records(path: Path, mode: str) -> IO[str]:
+    """Open a file of records as text: ``r`` to read it, ``x`` to make it."""
+    if path.suffix == ".gz":
+        return cast("IO[str]", gzip.open(path, f"{mode}t", encoding="utf-8"))
+    return path.open(mode, encoding="utf-8")
+
+
 def read_records(paths: Iterable[Path]) -> list[Record]:
     """All records of some files, in their order.
 
@@ -206,8 +217,9 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
     records = []
     for path in paths:
         try:
-            lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            with open_records(path, "r") as file:
+                lines = file.read().splitlines()
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}", got=error) from error
         for number, line in enumerate(lines, start=1):
             try:

@@ -23,12 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from slidesparse.kernels.columns import Columns, Slabs
+from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, configure
 from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
-from slidesparse.kernels.row_kernel import quantize_lift_kernel
+from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
+from slidesparse.quant import QUANTISED
 from slidesparse.support import INT_VIEW
 
 NAMES = {
@@ -95,7 +97,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
     for pattern, columns, source, target, first, slabs in cases:
         packed = order(pattern, columns, 128)
-        launch = configure(arch, 4096, packed, source.itemsize, first)
+        launch = configure(arch, 4096, packed, source.itemsize, first, target in QUANTISED)
         plan = make_plan(packed, source, target, first, slabs, launch)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"
@@ -105,7 +107,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "total": pointer if added else (None,),
             "weight": pointer if "norm" in first else (None,),
             "group_ids": (None,) if packed.groups is None else "*i32",
-            "out": pointer if plan.quant == "none" else "*i8",
+            "out": pointer if plan.quant == "none" else "*i16" if plan.held else "*i8",
             "scales": "*fp32",
             "tokens": "i32",
             "x_stride": "i32",
@@ -114,7 +116,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "P": (plan,),
         }
         label = f"{pattern} {columns} {NAMES[source]}->{target} {first}{' slabs' if slabs else ''} {launch}"
-        yield label, build(quantize_lift_kernel, arguments, arch, launch.num_warps)
+        yield label, build(held_kernel if plan.held else walking_kernel, arguments, arch, launch.num_warps)
 
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:

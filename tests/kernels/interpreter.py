@@ -52,7 +52,23 @@ def sigmoid(value: Array) -> Array:
     return np.float32(1.0) / (np.float32(1.0) + np.exp(-value))
 
 
-INSTRUCTIONS: dict[str, Callable[[Array], Array]] = {
+def pairs(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Two columns in 16 bits, the first in the low byte."""
+    return lambda low, high: (convert(low).view(np.uint8) | convert(high).view(np.uint8).astype(np.uint16) << 8).view(
+        np.int16
+    )
+
+
+def larger_magnitude(largest: Array, value: Array) -> Array:
+    """and with 0x7FFF, then max.NaN of two 16-bit floats that are not negative: the larger bits, a NaN's above all."""
+    return np.maximum(largest.view(np.uint16), value.view(np.uint16) & 0x7FFF).view(largest.dtype)
+
+
+INSTRUCTIONS: dict[str, Callable[..., Array]] = {
+    "cvt.rni.s32.f32 c, $2;": pairs(to_int8),
+    "cvt.rn.satfinite.e4m3x2.f32 a, $3, $1": pairs(to_fp8),
+    "max.NaN.bf16x2": larger_magnitude,
+    "max.NaN.f16x2": larger_magnitude,
     "cvt.pack.sat.s8.s32.b32 $0, b, a, c": to_int8,
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1": to_fp8,
     "rcp.approx.ftz.f32 $0, e": sigmoid,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels import launch
 from slidesparse.kernels.columns import Columns
 from slidesparse.kernels.launch import Entry, Launch, configure, load_table
+from slidesparse.kernels.plan import Plan
+from slidesparse.kernels.quantize_lift import make_plan
 
 ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "read": 1024, "write": 2048, "num_warps": 4}
 
@@ -24,21 +28,46 @@ def test_the_table_that_ships_can_be_read() -> None:
     assert all(arch >= 80 for arch in load_table(launch.TABLE))
 
 
+@pytest.mark.parametrize("quantised", [True, False])
 @pytest.mark.parametrize("columns", [4, 640, 8192, 16384, 65536, 600000])
-def test_the_rule_gives_a_launch_for_any_size(columns: int) -> None:
+def test_the_rule_gives_a_launch_for_any_size(columns: int, quantised: bool) -> None:
     order = Columns.identity(columns)
     for tokens in (1, 4096):
-        chosen = configure(0, tokens, order, 2, "none")
+        chosen = configure(0, tokens, order, 2, "none", quantised)
         assert chosen.read == 8 * 32 * chosen.num_warps
         assert chosen.num_warps == 1 or chosen.read <= columns
 
 
-def test_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
-    warps = {columns: configure(0, 4096, Columns.identity(columns), 2, "none").num_warps for columns in (3584, 8192)}
-    assert warps == {3584: 4, 8192: 8}
-    assert configure(0, 4096, Columns.identity(18944), 2, "none").num_warps == 16
-    assert configure(0, 4096, Columns.identity(4096), 2, "silu_mul").num_warps == 8
+def plan_of(columns: Columns, launch: Launch) -> Plan:
+    return make_plan(columns, torch.bfloat16, torch.int8, "none", None, launch)
+
+
+@pytest.mark.parametrize("columns", [4, 2048, 2052, 18944, 32768])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_rows_are_held_as_long_as_they_fit(columns: int, tokens: int) -> None:
+    order = Columns.identity(columns)
+    assert plan_of(order, configure(90, tokens, order, 2, "none")).held
+    longer = Columns.identity(32768 + 4)
+    assert not plan_of(longer, configure(90, tokens, longer, 2, "none")).held
+    odd = replace(order, k_offset=1)
+    assert not plan_of(odd, configure(90, tokens, odd, 2, "none")).held
+
+
+def test_held_rows_get_few_lanes_and_few_rows_many() -> None:
+    warps = {k: configure(0, 4096, Columns.identity(k), 2, "none").num_warps for k in (2048, 3584, 8192, 18944)}
+    assert warps == {2048: 1, 3584: 2, 8192: 4, 18944: 16}
     assert configure(0, 1, Columns.identity(3584), 2, "none").num_warps == 8
+    assert configure(0, 1, Columns.identity(600), 2, "none").num_warps == 2
+
+
+def test_walked_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
+    def warps(columns: int, tokens: int = 4096, first: str = "none") -> int:
+        return configure(0, tokens, Columns.identity(columns), 2, first, False).num_warps
+
+    assert {columns: warps(columns) for columns in (3584, 8192)} == {3584: 4, 8192: 8}
+    assert warps(18944) == 16
+    assert warps(4096, first="silu_mul") == 8
+    assert warps(3584, tokens=1) == 8
 
 
 def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

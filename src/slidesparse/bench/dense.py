@@ -2,21 +2,24 @@
 
 All of them are timed in every comparison; the record of a library names its fastest and lists the others. Scales are
 applied inside the kernel where it can, else by one compiled kernel behind it. ``_scaled_mm``, ``_int_mm`` and matmul
-are torch's doors to cuBLASLt (and to its CUTLASS kernel, for row-wise FP8).
+are torch's doors to cuBLASLt, with the first algorithm of its heuristics (and to torch's CUTLASS kernel, for row-wise
+FP8); ``cublaslt`` is the library with the fastest of all that its heuristics name.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from slidesparse.bench import cublaslt
 from slidesparse.gemm.reference import apply_scales
-from slidesparse.quant import QUANTISED
+from slidesparse.quant import QUANTISED, dtype_name
+from slidesparse.records import Tried
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"], torch.Tensor]
 """(x [M, K], weight [N, K], scale_x [M, 1], scale_w [N]) -> [M, N]; scales of ones for a bare product."""
@@ -24,12 +27,21 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", "torch.T
 
 @dataclass(frozen=True)
 class DenseKernel:
-    """A dense product. ``bare_only``: it cannot apply scales, so it counts only where none are asked for."""
+    """A dense product.
+
+    Attributes:
+        backend: Whose.
+        algorithm: Which of its ways.
+        run: Multiplies.
+        bare_only: It cannot apply scales, so it counts only where none are asked for.
+        searched: (M, N, K) -> what a search of its own tried there, the fastest first; asked when it has run.
+    """
 
     backend: str
     algorithm: str
     run: Multiply
     bare_only: bool = False
+    searched: Callable[[int, int, int], Sequence[Tried]] = lambda *_: ()
 
 
 def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[DenseKernel]:
@@ -58,7 +70,25 @@ def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[De
     vllm = vllm_ops()
     if vllm is not None and dtype in QUANTISED:
         found.append(DenseKernel("vllm", "cutlass_scaled_mm", _vllm(vllm, out_dtype)))
+    if torch.cuda.is_available():
+        found.append(_cublaslt(dtype_name(dtype), out_dtype, scaled))
     return [kernel for kernel in found if not (scaled and kernel.bare_only)]
+
+
+def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
+    """Its best algorithm; INT8 leaves it as int32 and gets its scales from the compiled kernel."""
+    in_kernel = scaled and dtype == "fp8"
+
+    def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
+        y = cublaslt.multiply(x, w, (sx, sw) if in_kernel and sx is not None and sw is not None else None, dtype)
+        if scaled and dtype == "int8":
+            y = _compiled_scales()(y, sx, sw, None, out_dtype)
+        return y
+
+    def searched(tokens: int, out: int, columns: int) -> Sequence[Tried]:
+        return cublaslt.search(cublaslt.problem_of(tokens, out, columns, dtype, in_kernel)).tried
+
+    return DenseKernel("cublaslt", "the best of its heuristics", run, searched=searched)
 
 
 def _fast(fast: bool) -> str:

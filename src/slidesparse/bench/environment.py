@@ -10,22 +10,26 @@ from pathlib import Path
 import torch
 
 from slidesparse import info
+from slidesparse.device import why_no_cuda
 from slidesparse.errors import UnsupportedError
 from slidesparse.records import Clocks, Machine
 
 NOTHING = Clocks(None, None, None)
 
 
-def require_cuda() -> None:
-    """Benchmarks measure GPUs.
+def require_cuda(command: str = "bench") -> None:
+    """What measures GPUs needs one.
+
+    Args:
+        command: Who asks.
 
     Raises:
-        UnsupportedError: When there is none that torch can use.
+        UnsupportedError: When there is none that torch can use, with its reason.
     """
-    if not torch.cuda.is_available():
+    if (why := why_no_cuda()) is not None:
         raise UnsupportedError(
-            "slidesparse bench needs a CUDA GPU",
-            got=f"torch {torch.__version__}, which sees none",
+            f"slidesparse {command} needs a CUDA GPU",
+            got=why,
             remedy="run it on a machine with an NVIDIA GPU; slidesparse report draws existing records anywhere",
         )
 

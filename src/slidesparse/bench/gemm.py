@@ -83,6 +83,7 @@ def dense_subjects(session: Session, case: Case) -> list[Subject]:
             n_bytes=product_bytes(case, packed, values, out_dtype),
             check=error_against(x, packed, case.scaled),
             ideal_speedup=1.0,
+            searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
         )
         for kernel in kernels(packed.dtype, out_dtype, case.scaled)
     ]

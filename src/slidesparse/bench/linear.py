@@ -39,13 +39,18 @@ def measure(session: Session, case: Case) -> list[Record]:
     ]
     for label, variant, name in [*wanted, (f"{AUTO} {HEADLINE}", HEADLINE, AUTO)]:
         try:
-            subjects.append(_layer_subject(session, case, label, variant, name))
+            subjects.append(layer_subject(session, case, label, variant, name))
         except UnsupportedError as error:
             refusals.append(Refusal(label, name, str(error)))
     return compare(session, case, subjects, refusals, host=True)
 
 
-def _layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
+def layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
+    """A whole SlideLinear on a backend (or ``auto``).
+
+    Raises:
+        UnsupportedError: The backend cannot run it.
+    """
     packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
@@ -85,6 +90,7 @@ def _dense_subjects(session: Session, case: Case) -> list[Subject]:
             n_bytes=_bytes(case, packed, x),
             check=error_against(x, packed, True),
             ideal_speedup=1.0,
+            searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
         )
         for kernel in kernels(packed.dtype, float_type(case.dtype), scaled=True)
         for quantiser in (quantisers if packed.dtype in QUANTISED else ["no"])

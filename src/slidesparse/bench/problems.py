@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from slidesparse.errors import InputError
@@ -41,6 +41,7 @@ class Profile:
         dtypes: Names out of :data:`DTYPES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
+        pack_models: Those of ``models`` whose weights are packed; all where none is among them.
         tokens: M at model shapes.
         squares: M = N = K.
         kernel_columns: K of the kernel benchmark.
@@ -52,6 +53,7 @@ class Profile:
     dtypes: tuple[str, ...]
     model_patterns: tuple[str, ...]
     square_patterns: tuple[str, ...]
+    pack_models: tuple[str, ...]
     tokens: tuple[int, ...]
     squares: tuple[int, ...]
     kernel_columns: tuple[int, ...]
@@ -61,11 +63,12 @@ class Profile:
 
 PROFILES = {
     "quick": Profile(
-        models=("Qwen2.5-7B",),
+        models=tuple(MODELS),
         dtypes=("int8", "fp8", "bf16"),
         model_patterns=("2:4", "4:6", "6:8", "8:10"),
         square_patterns=PATTERNS,
-        tokens=(64, 256, 1024, 4096, 16384),
+        pack_models=("Qwen2.5-7B",),
+        tokens=(64, 1024, 4096, 16384),
         squares=(1024, 4096, 8192),
         kernel_columns=(KERNEL_COLUMNS, 18944),
         budget_s=540,
@@ -76,6 +79,7 @@ PROFILES = {
         dtypes=DTYPES,
         model_patterns=PATTERNS,
         square_patterns=PATTERNS,
+        pack_models=tuple(MODELS),
         tokens=tuple(2**i for i in range(6, 17)),
         squares=tuple(2**i for i in range(6, 15)),
         kernel_columns=(KERNEL_COLUMNS, 3584, 8192, 18944),
@@ -123,7 +127,9 @@ def cases(benchmark: str, profile: Profile) -> list[Case]:
     """
     largest_first = sorted(profile.tokens, reverse=True)
     if benchmark == "pack":
-        return [Case(benchmark, *named, dtype, 0, *shape) for dtype, named, shape in _linears(profile)]
+        few = tuple(name for name in profile.models if name in profile.pack_models)
+        packed = replace(profile, models=few or profile.models)
+        return [Case(benchmark, *named, dtype, 0, *shape) for dtype, named, shape in _linears(packed)]
     if benchmark == "kernels":
         quantised = [dtype for dtype in profile.dtypes if dtype in QUANTISED]
         shapes = product(quantised, profile.kernel_columns, largest_first)

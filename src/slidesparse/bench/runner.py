@@ -17,7 +17,7 @@ from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.progress import progress_bar
-from slidesparse.records import ALL, SQUARE, Case, Record
+from slidesparse.records import ALL, SQUARE, Case, Record, open_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
@@ -106,6 +106,9 @@ def adapt(
 def cuda_session(profile: Profile) -> Session:
     """A session on the current CUDA device with every backend but the reference, which defines results, not speed.
 
+    Args:
+        profile: Its patterns and the time that a comparison takes.
+
     Raises:
         UnsupportedError: When there is no such device.
     """
@@ -142,7 +145,7 @@ def run(
     """
     start = clock()
     try:
-        file = path.open("x", encoding="utf-8")
+        file = open_records(path, "x")
     except FileExistsError as error:
         raise InputError(
             "the records file exists", got=path, remedy="name another; slidesparse report reads several"

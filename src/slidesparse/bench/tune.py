@@ -1,57 +1,145 @@
-"""``slidesparse tune``: the algorithm search over the shapes of whole models."""
+"""``slidesparse tune``: what a GPU must be asked once: its fastest algorithms, and which backend is fastest when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from slidesparse.bench.problems import MODELS, select
-from slidesparse.errors import UnsupportedError
+from slidesparse.bench import environment, speed
+from slidesparse.bench.comparison import Session
+from slidesparse.bench.problems import DTYPES, MODELS, select
+from slidesparse.errors import InputError
 from slidesparse.gemm.cusparselt_table import Record, table_path
 from slidesparse.gemm.cusparselt_tune import tune_shapes
+from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar, table
 from slidesparse.quant import parse_dtype
+from slidesparse.records import LAYERS, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
-DTYPES = ("int8", "fp8")
+QUANTISED = ("int8", "fp8")
 
 
-def tune_models(
-    models: Sequence[str] | None, patterns: Sequence[str] | None, dtypes: Sequence[str] | None, tokens: Sequence[int]
-) -> list[Record]:
-    """Search at every linear of every model, and store what is found.
+@dataclass(frozen=True)
+class Plan:
+    """What to tune.
 
-    Args:
-        models: Names out of ``bench.problems.MODELS``; None for all.
-        patterns: Uniform patterns; None for 2:4, 4:6, 6:8 and 8:10.
-        dtypes: ``int8``, ``fp8``, ``bf16``; None for the first two.
-        tokens: M's; a result serves neighbouring M's too.
+    Attributes:
+        models: Names out of ``bench.problems.MODELS``.
+        patterns: Uniform patterns.
+        dtypes: Names out of ``bench.problems.DTYPES``.
+        tokens: M's, ascending.
+    """
+
+    models: tuple[str, ...]
+    patterns: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+    def cases(self) -> list[Case]:
+        """Every linear of every model in every type at every M; layers of one size once."""
+        sizes = {
+            size: (model, layer) for model in self.models for layer, size in zip(LAYERS, MODELS[model], strict=True)
+        }
+        return [
+            Case("linear", *named, dtype, m, *size)
+            for dtype in self.dtypes
+            for size, named in sizes.items()
+            for m in self.tokens
+        ]
+
+    def packed_shapes(self) -> list[tuple[int, int]]:
+        """(out, K') of all weights, each once."""
+        sizes = {size for model in self.models for size in MODELS[model]}
+        patterns = [Pattern.parse(text) for text in self.patterns]
+        return sorted({(out, p.groups(columns) * p.slid_group) for out, columns in sizes for p in patterns})
+
+
+def plan(
+    models: Sequence[str] | None,
+    patterns: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    tokens: Sequence[int],
+) -> Plan:
+    """A plan of a user's choices; None stands for all models, 2:4 to 8:10, and INT8 and FP8.
 
     Raises:
-        InputError: An unknown name.
-        UnsupportedError: There is no CUDA device, or the library is missing.
+        InputError: An unknown name, a partial pattern, or an M below 1.
     """
-    if not torch.cuda.is_available():
-        raise UnsupportedError("tuning needs a CUDA device", got="none that torch can use")
-    names = select(models, MODELS, tuple(MODELS), "model")
-    parsed = [Pattern.parse(text) for text in patterns or PATTERNS]
-    shapes = {
-        (out, pattern.groups(columns) * pattern.slid_group)
-        for name in names
-        for out, columns in MODELS[name]
-        for pattern in parsed
-    }
+    chosen = tuple(str(Pattern.parse(text)) for text in patterns or PATTERNS)
+    for text in chosen:
+        if not Pattern.parse(text).is_uniform:
+            raise InputError("a pattern to tune", got=text, needed="a uniform one")
+    if not tokens or min(tokens) < 1:
+        raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
+    return Plan(
+        select(models, MODELS, tuple(MODELS), "model"),
+        chosen,
+        select(dtypes, DTYPES, QUANTISED, "dtype"),
+        tuple(sorted(set(tokens))),
+    )
+
+
+def search_algorithms(what: Plan) -> list[Record]:
+    """Search for cuSPARSELt's fastest algorithms, and store what is found.
+
+    Raises:
+        UnsupportedError: There is no CUDA device, or the library is missing, or memory does not suffice.
+    """
+    environment.require_cuda("tune")
+    shapes = what.packed_shapes()
     records: list[Record] = []
-    total = len(shapes) * len(tokens) * len(dtypes or DTYPES)
-    with progress_bar("tune", total, unit="searches") as advance:
-        for dtype in dtypes or DTYPES:
-            records += tune_shapes(sorted(shapes), tokens, parse_dtype(dtype), progress=lambda _: advance(1))
+    with progress_bar("algorithms", len(shapes) * len(what.tokens) * len(what.dtypes), unit="searches") as advance:
+        for dtype in what.dtypes:
+            records += tune_shapes(shapes, what.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
     return records
 
 
-def describe(records: Sequence[Record]) -> str:
+def measure_layers(what: Plan, session: Session) -> list[LayerSpeed]:
+    """Measure whole layers on every backend that ``auto`` may take."""
+    records, cases = [], what.cases()
+    with torch.no_grad(), progress_bar("layers", len(cases), unit="comparisons") as advance:
+        for case in cases:
+            records += speed.measure(session, case)
+            advance(1)
+    return speed.layer_speeds(records)
+
+
+def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
+    """The layer times of records that ``slidesparse bench linear`` made on this GPU.
+
+    Raises:
+        InputError: They are of another GPU, or hold no such times.
+        UnsupportedError: There is no CUDA device.
+    """
+    environment.require_cuda("tune")
+    records = read_records(paths)
+    here = torch.cuda.get_device_name()
+    strangers = {record.machine.gpu for record in records} - {here}
+    if strangers:
+        raise InputError("records of another GPU", got=", ".join(sorted(strangers)), needed=here)
+    return speed.layer_speeds(records)
+
+
+def store_layers(layers: Sequence[LayerSpeed]) -> Path:
+    """Put layer times into the user's table, from which ``auto`` chooses from now on."""
+    gpu = torch.cuda.get_device_name()
+    path = tuned_path(gpu)
+    add_layers(path, gpu, speed.libraries(), layers)
+    return path
+
+
+def to_json(algorithms: Sequence[Record], layers: Sequence[LayerSpeed]) -> dict[str, Any]:
+    """All that was found."""
+    return {"algorithms": [asdict(record) for record in algorithms], "layers": [asdict(layer) for layer in layers]}
+
+
+def describe(algorithms: Sequence[Record], layers: Sequence[LayerSpeed], path: Path | None) -> str:
     """What was found, for people."""
     rows = [
         (
@@ -62,7 +150,11 @@ def describe(records: Sequence[Record]) -> str:
             f"{r.time_us:.1f}",
             str(r.best) if r.best else "the default",
         )
-        for r in records
+        for r in algorithms
     ]
-    columns = ("weight, packed", "tokens", "type", "default us", "best us", "algorithm")
-    return f"{table(columns, rows)}\nstored in {table_path()}"
+    found = [table(("weight, packed", "tokens", "type", "default us", "best us", "algorithm"), rows)] if rows else []
+    found += [f"stored in {table_path()}"] if rows else []
+    if path is not None:
+        found.append(table(("layer", "type", "backend", "time over dense, by tokens"), speed.describe(layers)))
+        found.append(f"stored in {path}")
+    return "\n".join(found)

@@ -63,6 +63,10 @@ def token_bucket(tokens: int) -> int:
 # -- the library's objects -----------------------------------------------------------------------------------------
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 @lru_cache(maxsize=64)
 def _handle(device: int) -> api.Structure:
     """The library's context on a device, for the life of the process."""
@@ -307,6 +311,7 @@ class CuSparseLt:
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
             version = api.load().version
+            _handle(_index(problem.device))  # the library's own word on this GPU and its driver
         except UnsupportedError as error:
             return str(error)
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
@@ -357,7 +362,7 @@ class CuSparseLt:
         groups = problem.pattern.groups(problem.in_features)
         columns = problem.pattern.following(groups) * problem.pattern.slid_group
         out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
-        device = torch.cuda.current_device() if problem.device.index is None else problem.device.index
+        device = _index(problem.device)
         accumulator = self._accumulators.get(problem.dtype, problem.dtype)
         shape = Shape(device, out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
         record = nearest(load_table(table_path()), shape.key, shape.rows)
@@ -381,13 +386,12 @@ class CuSparseLt:
             return x.new_empty(0, out_features, dtype=out_dtype)
         device = x.get_device()
         if device == torch.cuda.current_device():
-            return self._matmul(device, x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         with torch.cuda.device(device):
-            return self._matmul(device, x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+            return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
 
     def _matmul(
         self,
-        device: int,
         x: torch.Tensor,
         scale_x: torch.Tensor | None,
         operand: Operand,
@@ -396,34 +400,52 @@ class CuSparseLt:
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        tokens, stride = x.shape
-        rows, out = token_bucket(tokens), out_features + -out_features % MULTIPLE
+        tokens = len(x)
         accumulator = self._accumulators.get(x.dtype, x.dtype)
         if accumulator == x.dtype and out_dtype != x.dtype:
             raise UnsupportedError(
                 "output of a 16-bit cuSPARSELt GEMM", got=out_dtype, needed=f"{x.dtype}, as the input"
             )
-        x = with_rows(x, rows)
-        pointer = x.data_ptr()
-        if pointer % ALIGNMENT:
-            x = x.clone()
-            pointer = x.data_ptr()
+        x = _aligned(with_rows(x, token_bucket(tokens)))
         dense = operand[1].shape[1] if len(operand) > 1 else 0
-        plan = plan_for(Shape(device, out, stride - dense, stride, rows, x.dtype, accumulator))
-        if torch.cuda.is_current_stream_capturing():
-            _CAPTURED.add(plan)
-        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
         if accumulator == x.dtype:
-            if bias is not None:
-                acc[:, :out_features] = bias
-            plan.run(operand[0], pointer, acc, accumulate=bias is not None)
-            return acc[:tokens, :out_features].contiguous()
+            return self._product(x, 0, operand[0], out_features, bias)[:tokens, :out_features].contiguous()
 
         from slidesparse.kernels.scale import scale_rows
 
-        plan.run(operand[0], pointer + dense * x.element_size(), acc)
+        acc = self._product(x, dense, operand[0], out_features)
         more = _dense_product(x[:, :dense], operand[1], operand[2]) if dense else None
         return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+
+    def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
+        """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
+        with torch.cuda.device(x.get_device()):
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        start: int,
+        weight: torch.Tensor,
+        out_features: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
+        rows, stride = x.shape
+        out = out_features + -out_features % MULTIPLE
+        accumulator = self._accumulators.get(x.dtype, x.dtype)
+        plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
+        if torch.cuda.is_current_stream_capturing():
+            _CAPTURED.add(plan)
+        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
+        if bias is not None:
+            acc[:, :out_features] = bias
+        plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)
+        return acc
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:

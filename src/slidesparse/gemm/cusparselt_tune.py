@@ -1,17 +1,14 @@
 """Search for the fastest cuSPARSELt algorithm of a shape.
 
-Every algorithm number is tried with every way to split K that the GPU's kernels accept. An honest time:
-
-* a candidate must first give the product of the library's default, on the very weight that all of them will share;
-* Gaussian operands (zeros raise the clocks), several copies of them in turn, so that L2 holds none from the last use;
-* launches come from a CUDA graph, so the host's speed does not show;
-* a first look at all sorts out the slow; then the finalists and the default run in turn, and medians decide.
+Every algorithm number is tried with every way to split K that the GPU's kernels accept. A candidate must first give the
+product of the library's default, on the very weight that all of them will share; then it races the others, on Gaussian
+operands, since zeros raise the clocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from statistics import median
+from functools import partial
 
 import torch
 
@@ -27,14 +24,8 @@ from slidesparse.gemm.cusparselt import (
     token_bucket,
 )
 from slidesparse.gemm.cusparselt_table import Algorithm, Record, Trial, add_records, table_path
+from slidesparse.gemm.race import copies_to_rotate, race
 
-FINALISTS = 5
-ROUNDS = 7
-WINDOW_US = 400.0
-"""Time that one graph of launches should take at least, well above the resolution of events (0.5 us)."""
-COLD = 3
-"""Bytes read between two uses of an operand, in sizes of L2."""
-MOST_LAUNCHES = 64
 SEGMENT_K_ROWS = 512
 """Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
 DEVIATION = 2.0**-8
@@ -138,86 +129,47 @@ class _Bench:
     def __init__(self, shape: Shape) -> None:
         compressed = compress(_random(shape.out, shape.columns, shape.dtype, sparse=True))
         x = _random(shape.rows, shape.columns, shape.dtype)
-        # Before Hopper 40 MB at most; a device that does not say has less.
-        l2 = getattr(torch.cuda.get_device_properties(shape.device), "L2_cache_size", 40 << 20)
-        n_bytes = compressed.numel() + x.numel() * x.element_size()
-        copies = min(MOST_LAUNCHES, 1 + -(-COLD * l2 // n_bytes))
+        copies = copies_to_rotate(compressed.numel() + x.numel() * x.element_size(), shape.device)
         self.operands = [(compressed, x)] + [(compressed.clone(), x.clone()) for _ in range(copies - 1)]
         self.y = torch.empty(shape.rows, shape.out, dtype=shape.accumulator, device=x.device)
 
+    def run(self, plan: Plan, copy: int) -> None:
+        """One GEMM on one copy of the operands."""
+        weight, x = self.operands[copy]
+        plan.run(weight, x.data_ptr(), self.y)
+
     def product(self, plan: Plan) -> torch.Tensor:
         """The product, once."""
-        weight, x = self.operands[0]
         self.y.fill_(1)
-        plan.run(weight, x.data_ptr(), self.y)
+        self.run(plan, 0)
         return self.y
-
-    def graph(self, plan: Plan, launches: int) -> torch.cuda.CUDAGraph:
-        """So many GEMMs over operands in turn."""
-        # torch.cuda.graph() would also empty the allocator's cache, which takes longer than most searches.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin()
-            try:
-                for i in range(launches):
-                    weight, x = self.operands[i % len(self.operands)]
-                    plan.run(weight, x.data_ptr(), self.y)
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph.replay()
-        return graph
 
 
 def _search(shape: Shape) -> Record:
     bench, default = _Bench(shape), Plan(shape, None)
     reference = bench.product(default).clone()
-    single = _time_us(bench.graph(default, len(bench.operands)), len(bench.operands))
-    launches = min(MOST_LAUNCHES, max(len(bench.operands), round(WINDOW_US / single)))
-    default_graph = bench.graph(default, launches)
+    plans, faults = [default], {}
 
-    graphs: dict[Algorithm, torch.cuda.CUDAGraph] = {}
-    plans, times, faults = [default], {}, {}
-    for algorithm in candidates(default.algorithms, torch.cuda.get_device_capability(shape.device), shape.out):
-        try:
-            plan = Plan(shape, algorithm)
-            if not _same(bench.product(plan), reference):
+    def ways() -> Iterator[tuple[Algorithm | None, Callable[[int], None]]]:
+        yield None, partial(bench.run, default)
+        for algorithm in candidates(default.algorithms, torch.cuda.get_device_capability(shape.device), shape.out):
+            try:
+                plan = Plan(shape, algorithm)
+                same = _same(bench.product(plan), reference)
+            except UnsupportedError as error:
+                faults[algorithm] = str(error.got)
+                continue
+            if not same:
                 faults[algorithm] = "wrong product"
                 continue
-            graphs[algorithm] = bench.graph(plan, launches)
-        except UnsupportedError as error:
-            faults[algorithm] = str(error.got)
-            continue
-        plans.append(plan)
-        times[algorithm] = _time_us(graphs[algorithm], launches)
-        if len(graphs) > FINALISTS:  # a graph keeps its workspace, which split K makes large: let the slowest go
-            del graphs[max(graphs, key=lambda name: times[name])]
+            plans.append(plan)  # its kernels are in graphs
+            yield algorithm, partial(bench.run, plan)
 
-    finalists = sorted(graphs, key=lambda algorithm: times[algorithm])
-    rounds = [
-        [_time_us(graph, launches) for graph in (default_graph, *(graphs[algorithm] for algorithm in finalists))]
-        for _ in range(ROUNDS)
-    ]
-    default_us, *finals = (median(column) for column in zip(*rounds, strict=True))
-    times.update(zip(finalists, finals, strict=True))
-    best = min(finalists, key=lambda algorithm: times[algorithm], default=None)
-    if best is not None and times[best] >= default_us:
-        best = None
-    trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items()]
+    times = race(ways(), len(bench.operands))
+    best = min(times, key=lambda algorithm: times[algorithm])
+    trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items() if algorithm is not None]
     trials += [Trial(algorithm, None, fault) for algorithm, fault in faults.items()]
-    best_us = default_us if best is None else times[best]
-    return Record(shape.key, shape.rows, best, best_us, default_us, tuple(trials))
-
-
-def _time_us(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds * 1000 / launches
+    return Record(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:

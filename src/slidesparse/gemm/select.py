@@ -23,6 +23,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Backend, Problem
 from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.hopper import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.speed import LayerSpeed, fastest, nearest, switching, tables_for
 from slidesparse.gemm.switch import Route, describe_routes
@@ -33,6 +34,7 @@ Fallback = Literal["dense", "none"]
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": Reference,
     "dense": Dense,
+    "hopper": Hopper,
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }

@@ -1,8 +1,9 @@
 """How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
 
-The rule follows from the passes of a program over its row (see :mod:`slidesparse.kernels.row_kernel`): all passes
-but the first should find it in L1, so the rows that a multiprocessor treats at once must fit there. What was measured
-to be faster than the rule is data, in ``launch.json`` beside this file::
+A row that is held (see :mod:`slidesparse.kernels.held_kernel`) gets as few lanes as can hold it: every lane then has
+many loads on the way, and what is done once a row is spread over many columns. A row that is walked is read several
+times, and all passes but the first should find it in L1, so the rows that a multiprocessor treats at once must fit
+there. What was measured to be faster than the rule is data, in ``launch.json`` beside this file::
 
     {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
                               "read": 2048, "write": 4096, "num_warps": 8}]}
@@ -22,6 +23,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels.columns import Columns
+from slidesparse.kernels.plan import CHUNKS
 
 TABLE = Path(__file__).with_name("launch.json")
 VERSION = 1
@@ -42,6 +44,8 @@ LOAD_BYTES = 16
 """What a lane loads at once while it reads a row."""
 WRITE_COLUMNS = 16
 """Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
+HELD_COLUMNS = 256
+"""Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
+def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str, quantised: bool = True) -> Launch:
     """The launch of a quantise-and-lift kernel.
 
     Args:
@@ -76,13 +80,23 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: st
         columns: The packed column order.
         itemsize: Bytes of an input value.
         first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
+        quantised: False to lift only.
 
     >>> configure(80, 4096, Columns.identity(8192), 2, "none")
-    Launch(read=2048, write=4096, num_warps=8)
+    Launch(read=1024, write=2048, num_warps=4)
     """
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
     if measured:
         return max(measured, key=lambda entry: entry.min_tokens).launch
+    holding = [warps for warps in WARPS if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
+    if quantised and columns.k_offset % 2 == 0 and holding:
+        useful = [warps for warps in holding if warps == 1 or HELD_COLUMNS * warps <= columns.columns]
+        warps = min(holding) if tokens > FEW_TOKENS or not useful else max(useful)
+        return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS, warps)
+    return _walk(tokens, columns, itemsize, first)
+
+
+def _walk(tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
     row_bytes = columns.columns * itemsize * (2 if first == "silu_mul" else 1)
     useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
     cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]

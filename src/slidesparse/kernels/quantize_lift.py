@@ -3,7 +3,7 @@
 For every token (row) of ``x`` [M, K]: optionally RMSNorm (with or without adding a residual) or SiLU(gate) * up first,
 then the scale of the row, its 8-bit values, and those values copied into the packed column order [M, K']. The numbers
 are those of :func:`slidesparse.quant.quantize_rows` and :func:`slidesparse.slide.gather`, bit for bit.
-:mod:`slidesparse.kernels.row_kernel` is the kernel.
+:mod:`slidesparse.kernels.held_kernel` and :mod:`slidesparse.kernels.walking_kernel` are the kernels.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import triton
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
+from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, Launch, configure, device_arch
-from slidesparse.kernels.row_kernel import Plan, quantize_lift_kernel
+from slidesparse.kernels.plan import Plan
+from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.quant import QUANTISED, Quantised
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -153,6 +155,7 @@ class _Variant:
 
     def __init__(self, plan: Plan, launch: Launch) -> None:
         self.plan = plan
+        self.kernel = held_kernel if plan.held else walking_kernel
         self.num_warps = launch.num_warps
         self.compiled: triton.compiler.CompiledKernel | None = None
 
@@ -160,7 +163,7 @@ class _Variant:
         if aligned and self.compiled is not None:
             self.compiled[(rows, 1, 1)](*arguments, self.plan)
             return
-        compiled = quantize_lift_kernel[(rows,)](*arguments, self.plan, num_warps=self.num_warps)
+        compiled = self.kernel[(rows,)](*arguments, self.plan, num_warps=self.num_warps)
         if aligned:
             self.compiled = compiled
 
@@ -202,7 +205,7 @@ def _run(
         given = [tensor for tensor in (x, residual, total, weight, columns.groups) if tensor is not None]
         strides = (x.stride(0), 0 if residual is None else residual.stride(0))
         aligned = not any(tensor.data_ptr() % 16 for tensor in given) and not any(s % 16 or s >= 2**31 for s in strides)
-        out = values.view(torch.int8) if plan.quant == "fp8" else values
+        out = values if plan.quant == "none" else values.view(torch.int16 if plan.held else torch.int8)
         variant(
             launched, (x, residual, total, weight, columns.groups, out, scale, tokens, *strides, float(eps)), aligned
         )
@@ -223,7 +226,7 @@ def _variant(
     arch = device_arch(device)
     if target == torch.float8_e4m3fn and arch < FP8_ARCH:
         raise UnsupportedError("FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8")
-    launch = configure(arch, tokens, columns, source.itemsize, first)
+    launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
     return _shared_variant(make_plan(columns, source, target, first, slabs, launch), launch, source, device)
 
 

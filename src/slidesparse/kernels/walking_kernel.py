@@ -1,4 +1,6 @@
-"""The kernel that quantises and lifts: one program treats one row of activations, in passes over it.
+"""The kernel that quantises and lifts a row of any length, in passes over it.
+
+It lifts without quantising, and quantises what :mod:`slidesparse.kernels.held_kernel` cannot hold.
 
 One pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The first
 reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.kernels.launch` sees to it). The last pass
@@ -17,57 +19,10 @@ float32 out. Every byte of the output, padding included, is written once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from slidesparse.kernels.columns import SLAB_BYTES
-from slidesparse.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
-
-_INT8_MAX = tl.constexpr(INT8_MAX)
-_FP8_MAX = tl.constexpr(FP8_MAX)
-_FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
-_SLAB_BYTES = tl.constexpr(SLAB_BYTES)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a kernel is compiled for, besides the types and alignments of its arguments.
-
-    Attributes:
-        columns: Input columns K.
-        half: N, half the columns of a group.
-        k_offset: Position inside its group at which input column 0 stands.
-        dense_groups: Groups of the dense segment.
-        slid_groups: Groups of the slid segment.
-        dense_columns: Length of the dense segment, padding included.
-        slid_columns: Length of the slid segment, padding included.
-        gathered: The groups stand in an order of their own.
-        first: What happens to a row before it is quantised: ``none``, ``rms_norm``, ``add_rms_norm`` or ``silu_mul``.
-        quant: ``none``, ``int8`` or ``fp8``.
-        itemsize: Bytes of an output column.
-        slab_rows: Tokens of a slab; 0 for row-major output.
-        swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
-        read: Input columns of a step of the passes that read.
-        write: Output columns of a step of the pass that writes.
-    """
-
-    columns: int
-    half: int
-    k_offset: int
-    dense_groups: int
-    slid_groups: int
-    dense_columns: int
-    slid_columns: int
-    gathered: bool
-    first: str
-    quant: str
-    itemsize: int
-    slab_rows: int
-    swizzle: bool
-    read: int
-    write: int
+from slidesparse.kernels.row_math import add, normed, offset_of_row, place, quotient, row_scale, rstd_of, silu_times
 
 
 @triton.jit
@@ -101,35 +56,13 @@ def _inside(column, live, P: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    """1 / (1 + exp(-x)) to some 2^-22: five instructions, where Triton's exp and division take twice as many.
-
-    They are evaluated once more for every packed column. Below 2^-126 the result is 0.
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"  # the constant is -log2(e)
-        " add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
-        "=f,f",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def _value(x, weight, column, inside, rstd, P: tl.constexpr):
     """What is quantised, in the row's type and with the roundings of vLLM's kernels; 0 where there is no column."""
     value = tl.load(x + column, mask=inside, other=0.0)
     if P.first == "silu_mul":
-        up = tl.load(x + P.columns + column, mask=inside, other=0.0)
-        gate = value.to(tl.float32)
-        silu = (gate * _sigmoid(gate)).to(value.dtype)
-        value = (silu.to(tl.float32) * up.to(tl.float32)).to(value.dtype)
+        value = silu_times(value, tl.load(x + P.columns + column, mask=inside, other=0.0))
     if P.first == "rms_norm" or P.first == "add_rms_norm":
-        gain = tl.load(weight + column, mask=inside, other=0.0)
-        normed = (value.to(tl.float32) * rstd).to(value.dtype)
-        value = (normed.to(tl.float32) * gain.to(tl.float32)).to(value.dtype)
+        value = normed(value, tl.load(weight + column, mask=inside, other=0.0), rstd)
     return value
 
 
@@ -142,14 +75,12 @@ def _rstd(x, residual, total, live, eps, P: tl.constexpr):
         inside = (column < P.columns) & live
         value = tl.load(x + column, mask=inside, other=0.0)
         if P.first == "add_rms_norm":
-            old = tl.load(residual + column, mask=inside, other=0.0)
-            value = (value.to(tl.float32) + old.to(tl.float32)).to(value.dtype)
+            value = add(value, tl.load(residual + column, mask=inside, other=0.0))
             tl.store(total + column, value, mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
     if P.first == "add_rms_norm":
         tl.debug_barrier()  # other lanes than those that wrote the sum read it from here on
-    mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
-    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    return rstd_of(squares, eps, P)
 
 
 @triton.jit
@@ -165,38 +96,21 @@ def _absmax(x, weight, live, rstd, P: tl.constexpr):
 
 
 @triton.jit
-def _scale(absmax, P: tl.constexpr):
-    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
-    if P.quant == "int8":
-        scale = tl.div_rn(absmax, _INT8_MAX)
-        inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
-    else:
-        scale = tl.maximum(tl.div_rn(absmax, _FP8_MAX), _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
-        inverse = tl.div_rn(1.0, scale)
-    return scale, inverse
-
-
-@triton.jit
 def _quantise(value, scale, inverse, P: tl.constexpr):
     """Round to 8 bits, four columns into a 32-bit register at a time."""
-    wide = value.to(tl.float32)
-    quotient = wide * inverse
+    wide = quotient(value, scale, inverse, P)
     if P.quant == "int8":
         # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
         result = tl.inline_asm_elementwise(
             "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
             " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
             "=r,f,f,f,f",
-            [quotient],
+            [wide],
             dtype=tl.int8,
             is_pure=True,
             pack=4,
         )
     else:
-        # wide / scale: with the inverse at hand one correction gives the IEEE quotient. Checked for all 2^23
-        # significands of the scale at every boundary between two e4m3 numbers. The signs are arranged so that -0
-        # stays -0 (Triton's unary minus is 0 - x, which would lose it).
-        quotient = tl.fma(tl.fma(quotient, scale, wide * -1.0), -inverse, quotient)
         # Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves
         # convert a pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it
         # merges the halves inside F2FP). So the high half converts its pair in the other order, and a byte permutation
@@ -206,39 +120,12 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
             " cvt.rn.satfinite.e4m3x2.f32 high, $3, $4; cvt.u32.u16 l, low; cvt.u32.u16 h, high;"
             " prmt.b32 $0, l, h, 0x4510; }",
             "=r,f,f,f,f",
-            [quotient],
+            [wide],
             dtype=tl.int8,
             is_pure=True,
             pack=4,
         )
     return result
-
-
-@triton.jit
-def _place(position, row, P: tl.constexpr):
-    """Where packed columns stand, from the row's own start on."""
-    if P.slab_rows == 0:
-        place = position
-    else:
-        SLAB: tl.constexpr = _SLAB_BYTES // P.itemsize
-        CHUNK: tl.constexpr = 16 // P.itemsize
-        chunk = position % SLAB // CHUNK
-        if P.swizzle:
-            chunk = chunk ^ (row % 8).to(tl.int32)
-        place = position // SLAB * (SLAB * P.slab_rows) + chunk * CHUNK + position % CHUNK
-        place = tl.max_contiguous(tl.multiple_of(place, CHUNK), CHUNK)  # which the exclusive or hides
-    return place
-
-
-@triton.jit
-def _row_start(row, P: tl.constexpr):
-    """Offset of a row in the output, 64 bits wide."""
-    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
-    if P.slab_rows == 0:
-        start = row * WIDTH
-    else:
-        start = row // P.slab_rows * (P.slab_rows * WIDTH) + row % P.slab_rows * (_SLAB_BYTES // P.itemsize)
-    return start
 
 
 @triton.jit
@@ -252,11 +139,11 @@ def _write(x, weight, group_ids, out, row, live, rstd, scale, inverse, SLID: tl.
         value = _value(x, weight, column, _inside(column, live, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
-        tl.store(out + _place(START + position, row, P), value, mask=position < LENGTH)
+        tl.store(out + place(START + position, row, P.itemsize, P), value, mask=position < LENGTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def quantize_lift_kernel(
+def walking_kernel(
     x, residual, total, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
     """One row a program; see the top of this file."""
@@ -266,7 +153,7 @@ def quantize_lift_kernel(
     if P.first == "add_rms_norm":
         residual += row * residual_stride
         total += row * P.columns
-    out += _row_start(row, P)
+    out += offset_of_row(row, P.itemsize, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
@@ -275,7 +162,7 @@ def quantize_lift_kernel(
     if P.first == "add_rms_norm":
         x = total
     if P.quant != "none":
-        scale, inverse = _scale(_absmax(x, weight, live, rstd, P), P)
+        scale, inverse = row_scale(_absmax(x, weight, live, rstd, P), P)
         tl.store(scales + row, scale, mask=live)
     if P.dense_columns > 0:
         _write(x, weight, group_ids, out, row, live, rstd, scale, inverse, False, P)

@@ -1,0 +1,309 @@
+"""cuBLASLt with its best algorithm: every one that its heuristics name for a problem, raced.
+
+    y[M, N] = x[M, K] @ w[N, K]^T,  FP8 with scales: y = scale_x[M] * scale_w[N] * (x @ w^T), rounded once to bf16
+
+The library thinks in columns: y row-major is its column-major [N, M], which is w, transposed, times x. Written against
+``cublasLt.h`` of CUDA 12.9 and 13; scales along rows and columns ("outer vectors") are Hopper's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.race import copies_to_rotate, race
+from slidesparse.quant import parse_dtype
+from slidesparse.records import Tried
+
+REQUESTED = 64
+"""Algorithms asked for, of each way to sum; cuSPARSELt's searches try 50."""
+
+WORKSPACE = 64 << 20
+"""Bytes that every algorithm may use."""
+
+DEVIATION = 2.0**-6
+"""Allowed difference from the first algorithm's product, relative to its largest element: bf16 keeps 8 bits, and an FP8
+kernel that sums in the Tensor Core 13 of each addition."""
+
+# cublasOperation_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulMatrixScale_t, cublasLtMatmulPreferenceAttributes_t
+TRANSPOSE = 1
+TRANSPOSE_A, SCALE_OF_A, SCALE_OF_B, FAST_ACCUMULATION, SCALE_MODE_A, SCALE_MODE_B = 3, 17, 18, 25, 31, 32
+OUTER_VECTOR = 3
+MAX_WORKSPACE = 1
+
+CUDA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.int32: 10,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+}
+COMPUTE_32F, COMPUTE_32I = 68, 72
+
+
+class Problem(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+        tokens: M.
+        out: N.
+        columns: K.
+        dtype: ``int8`` (int32 comes out), ``fp8`` (bf16), ``bf16`` or ``fp16`` (their own type).
+        scaled: FP8 only: apply scales along rows and columns; else a product alone.
+        device: CUDA device index.
+    """
+
+    tokens: int
+    out: int
+    columns: int
+    dtype: str
+    scaled: bool
+    device: int
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Type of the product."""
+        return {"int8": torch.int32, "fp8": torch.bfloat16}.get(self.dtype) or parse_dtype(self.dtype)
+
+
+class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [  # what ctypes asks for
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "cublasLtCreate": (c_void_p,),
+    "cublasLtMatmulDescCreate": (c_void_p, c_int, c_int),
+    "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "cublasLtMatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatmulPreferenceCreate": (c_void_p,),
+    "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    # handle, operation, A, B, C, D, preference, requested, results, returned
+    "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(_Result), POINTER(c_int)),
+    # handle, operation, alpha, A, A's layout, B, its, beta, C, its, D, its, algorithm, workspace, its size, stream
+    "cublasLtMatmul": (*[c_void_p] * 14, c_size_t, c_void_p),
+}
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    """The library that torch has loaded."""
+    name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
+    try:
+        library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError as error:
+        raise UnsupportedError(f"{name} is not loaded", got=str(error), needed="a torch built for CUDA") from error
+    for function, arguments in _SIGNATURES.items():
+        getattr(library, function).argtypes, getattr(library, function).restype = arguments, c_int
+    return library
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise UnsupportedError(f"{name} failed", got=f"status {status}")
+
+
+def _made(name: str, *arguments: object) -> c_void_p:
+    """An object of the library, for the life of the process: a benchmark makes a few hundred."""
+    pointer = c_void_p()
+    _call(name, byref(pointer), *arguments)
+    return pointer
+
+
+@lru_cache(maxsize=8)
+def _handle(device: int) -> c_void_p:
+    with torch.cuda.device(device):
+        return _made("cublasLtCreate")
+
+
+@lru_cache(maxsize=8)
+def _workspace(device: int) -> torch.Tensor:
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+class Product:
+    """A problem with its descriptors, ready to be run by any of its algorithms.
+
+    Args:
+        problem: What.
+        fast: FP8 only: sum in the Tensor Core's own accumulator.
+    """
+
+    def __init__(self, problem: Problem, fast: bool) -> None:
+        operand, product = CUDA_TYPES[parse_dtype(problem.dtype)], CUDA_TYPES[problem.out_dtype]
+        integer = problem.dtype == "int8"
+        scalar = CUDA_TYPES[torch.int32 if integer else torch.float32]
+        self.problem = problem
+        self._one = (c_int32 if integer else c_float)(1)
+        self._zero = (c_int32 if integer else c_float)(0)
+        self._operation = _made("cublasLtMatmulDescCreate", COMPUTE_32I if integer else COMPUTE_32F, scalar)
+        self._set(TRANSPOSE_A, c_int32(TRANSPOSE))
+        if problem.dtype == "fp8":
+            self._set(FAST_ACCUMULATION, ctypes.c_int8(fast))
+        if problem.scaled:
+            self._set(SCALE_MODE_A, c_int32(OUTER_VECTOR))
+            self._set(SCALE_MODE_B, c_int32(OUTER_VECTOR))
+        size = problem.columns
+        self._w = _made("cublasLtMatrixLayoutCreate", operand, size, problem.out, size)
+        self._x = _made("cublasLtMatrixLayoutCreate", operand, size, problem.tokens, size)
+        self._y = _made("cublasLtMatrixLayoutCreate", product, problem.out, problem.tokens, problem.out)
+
+    def _set(self, attribute: int, value: ctypes._SimpleCData[int] | c_void_p) -> None:
+        _call("cublasLtMatmulDescSetAttribute", self._operation, attribute, byref(value), ctypes.sizeof(value))
+
+    def set_scales(self, scale_x: torch.Tensor, scale_w: torch.Tensor) -> None:
+        """Scales of the runs that follow: float32 [M] and [N]."""
+        self._set(SCALE_OF_A, c_void_p(scale_w.data_ptr()))
+        self._set(SCALE_OF_B, c_void_p(scale_x.data_ptr()))
+
+    def algorithms(self) -> list[_Result]:
+        """What the heuristics name, their favourite first; empty when the library has no kernel."""
+        preference = _made("cublasLtMatmulPreferenceCreate")
+        size = c_size_t(WORKSPACE)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
+        results, count = (_Result * REQUESTED)(), c_int()
+        where = (_handle(self.problem.device), self._operation, self._w, self._x, self._y, self._y, preference)
+        # Its status only repeats that there is no kernel.
+        _library().cublasLtMatmulAlgoGetHeuristic(*where, REQUESTED, results, byref(count))
+        return [result for result in results[: count.value] if result.state == 0]
+
+    def run(self, algorithm: _Result, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        """``y = x @ w^T`` on the current stream."""
+        workspace, one, zero = _workspace(self.problem.device), byref(self._one), byref(self._zero)
+        operands = (one, w.data_ptr(), self._w, x.data_ptr(), self._x, zero, y.data_ptr(), self._y)
+        rest = (y.data_ptr(), self._y, byref(algorithm.algorithm), workspace.data_ptr(), WORKSPACE)
+        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
+        _call("cublasLtMatmul", _handle(self.problem.device), self._operation, *operands, *rest, stream)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The outcome of a search: the fastest product and algorithm, and everything tried, the fastest first."""
+
+    product: Product
+    algorithm: _Result
+    tried: tuple[Tried, ...]
+
+
+@lru_cache(maxsize=1024)
+def search(problem: Problem) -> Best:
+    """Race everything that the heuristics name for a problem, once.
+
+    Raises:
+        UnsupportedError: The library has no kernel for it.
+    """
+    with torch.cuda.device(problem.device):
+        products = [Product(problem, fast) for fast in ((True, False) if problem.dtype == "fp8" else (False,))]
+        bench = _Bench(problem, products)
+        entries = {
+            f"heuristic {rank}{_fast(problem, index)}": (product, algorithm)
+            for index, product in enumerate(products)
+            for rank, algorithm in enumerate(product.algorithms())
+        }
+        if not entries:
+            raise UnsupportedError(
+                f"cuBLASLt has no {problem.dtype} kernel here", got=f"{problem.out} x {problem.columns}"
+            )
+        faults: dict[str, str] = {}
+        times = race(bench.ways(entries, faults), len(bench.operands))
+        torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
+    if not times:
+        raise UnsupportedError("every algorithm of cuBLASLt failed", got=next(iter(faults.values())))
+    ordered = sorted(times, key=lambda name: times[name])
+    tried = [Tried(name, round(times[name], 3)) for name in ordered] + [
+        Tried(name, None, why) for name, why in faults.items()
+    ]
+    return Best(*entries[ordered[0]], tuple(tried))
+
+
+def _fast(problem: Problem, index: int) -> str:
+    return ", fast accumulation" if problem.dtype == "fp8" and index == 0 else ""
+
+
+class _Bench:
+    """Operands of a problem, several times."""
+
+    def __init__(self, problem: Problem, products: Sequence[Product]) -> None:
+        dtype, device = parse_dtype(problem.dtype), f"cuda:{problem.device}"
+
+        def random(rows: int) -> torch.Tensor:
+            values = torch.randn(rows, problem.columns, device=device)
+            return (values * 32).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
+
+        x, w = random(problem.tokens), random(problem.out)
+        copies = copies_to_rotate(x.nbytes + w.nbytes, problem.device)
+        self.operands = [(x, w)] + [(x.clone(), w.clone()) for _ in range(copies - 1)]
+        self.y = torch.empty(problem.tokens, problem.out, dtype=problem.out_dtype, device=device)
+        self.scales = torch.ones(problem.tokens, device=device), torch.ones(problem.out, device=device)
+        for product in products if problem.scaled else ():
+            product.set_scales(*self.scales)
+
+    def ways(
+        self, entries: dict[str, tuple[Product, _Result]], faults: dict[str, str]
+    ) -> Iterator[tuple[str, Callable[[int], None]]]:
+        """Those that run, and give what the first of them gives."""
+        reference: torch.Tensor | None = None
+        for name, (product, algorithm) in entries.items():
+            self.y.view(torch.uint8).fill_(0x7F)
+            try:
+                self._run(product, algorithm, 0)
+            except UnsupportedError as error:
+                faults[name] = str(error)
+                continue
+            if reference is None:
+                reference = self.y.clone()
+            elif not _same(self.y, reference):
+                faults[name] = "wrong product"
+                continue
+            yield name, partial(self._run, product, algorithm)
+
+    def _run(self, product: Product, algorithm: _Result, copy: int) -> None:
+        product.run(algorithm, *self.operands[copy], self.y)
+
+
+def _same(y: torch.Tensor, reference: torch.Tensor) -> bool:
+    if y.dtype == torch.int32:
+        return torch.equal(y, reference)
+    wide = reference.to(torch.float32)
+    return float((y.to(torch.float32) - wide).abs().max()) <= DEVIATION * float(wide.abs().max())
+
+
+def multiply(
+    x: torch.Tensor, w: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None, dtype: str
+) -> torch.Tensor:
+    """The product [M, N] by the best algorithm, which the first call searches for.
+
+    Args:
+        x: [M, K].
+        w: [N, K].
+        scales: FP8 only: of x, float32 [M, 1], and of w, [N], to be applied; None for a product alone.
+        dtype: See :class:`Problem`.
+    """
+    best = search(problem_of(len(x), w.shape[0], w.shape[1], dtype, scales is not None))
+    y = torch.empty(len(x), len(w), dtype=best.product.problem.out_dtype, device=x.device)
+    if scales is not None:
+        best.product.set_scales(*scales)
+    best.product.run(best.algorithm, x, w, y)
+    return y
+
+
+def problem_of(tokens: int, out: int, columns: int, dtype: str, scaled: bool) -> Problem:
+    """A problem on the current device."""
+    return Problem(tokens, out, columns, dtype, scaled, torch.cuda.current_device())

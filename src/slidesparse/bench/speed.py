@@ -1,0 +1,111 @@
+"""Layer times for ``auto``: taken from records of ``bench linear``, or measured by ``slidesparse tune``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slidesparse.bench.comparison import Refusal, Session, compare
+from slidesparse.bench.linear import layer_subject
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.gemm.speed import LayerSpeed, key
+from slidesparse.pattern import Pattern
+from slidesparse.records import DENSE, Case, Record
+
+Sizes = tuple[str, int, int]
+
+
+def measure(session: Session, case: Case) -> list[Record]:
+    """The records of one layer at one M: our dense layer, and every accelerated backend at the session's patterns."""
+    accelerated = [name for name in BACKENDS if get_backend(name).accelerated]
+    wanted = [(DENSE, DENSE), *((pattern, name) for pattern in session.patterns(case) for name in accelerated)]
+    subjects, refusals = [], []
+    for pattern, name in wanted:
+        try:
+            subjects.append(layer_subject(session, case, pattern, pattern, name))
+        except UnsupportedError as error:
+            refusals.append(Refusal(pattern, name, str(error)))
+    return compare(session, case, subjects, refusals)
+
+
+def libraries() -> dict[str, str]:
+    """The backends that ``auto`` may take here, with their libraries."""
+    found = {}
+    for name in BACKENDS:
+        backend = get_backend(name)
+        if name == DENSE or backend.accelerated:
+            try:
+                found[name] = backend.library()
+            except UnsupportedError:
+                continue  # it is missing here
+    return found
+
+
+def layer_speeds(records: Iterable[Record]) -> list[LayerSpeed]:
+    """What records of ``bench linear`` say of our own layers, the latest comparison of each problem counting.
+
+    Raises:
+        InputError: There are none.
+    """
+    latest: dict[Case, list[Record]] = {}
+    for record in records:
+        if record.case.benchmark != "linear" or record.timing is None or _key(record) is None:
+            continue
+        known = latest.setdefault(record.case, [])
+        if known and known[0].started < record.started:
+            known.clear()
+        if not known or known[0].started == record.started:
+            known.append(record)
+    layers: dict[Sizes, dict[int, list[Record]]] = {}
+    for case, found in latest.items():
+        layers.setdefault((case.dtype, case.out_features, case.in_features), {})[case.tokens] = found
+    if not layers:
+        raise InputError("records without a layer's time", remedy="pass records of slidesparse bench linear")
+    return [_layer(sizes, by_tokens) for sizes, by_tokens in layers.items()]
+
+
+def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]]) -> LayerSpeed:
+    tokens = sorted(by_tokens)
+    times = {m: {_key(record): _median_us(record) for record in by_tokens[m]} for m in tokens}
+    names = dict.fromkeys(name for column in times.values() for name in column if name is not None)
+    return LayerSpeed(*sizes, tuple(tokens), {name: tuple(times[m].get(name) for m in tokens) for name in names})
+
+
+def _key(record: Record) -> str | None:
+    """What a record's time is filed under; None when it is none of our layers that ``auto`` may take."""
+    if record.backend not in BACKENDS:
+        return None
+    if record.backend == DENSE:
+        return DENSE if record.variant == DENSE else None
+    if not get_backend(record.backend).accelerated or not _is_pattern(record.variant):
+        return None
+    return key(record.backend, record.variant)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return str(Pattern.parse(text)) == text
+    except InputError:
+        return False
+
+
+def _median_us(record: Record) -> float | None:
+    return None if record.timing is None else round(record.timing.median_us, 2)
+
+
+def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
+    """Rows for people: layer, type, and for each pattern and backend its times over dense."""
+    return [
+        (
+            f"{layer.out}x{layer.columns}",
+            layer.dtype,
+            name,
+            "  ".join(
+                f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
+                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
+            ),
+        )
+        for layer in layers
+        for name, times in layer.us.items()
+        if name != DENSE
+    ]

@@ -1,0 +1,514 @@
+// Y[token, channel] = scale_x[token] * (scale_w[channel] * (W X^T)[channel, token]) + bias[channel]   on Hopper (sm_90a)
+//
+// W has a dense segment and a 2:4 segment along K (either may be empty), X is lifted to match; one launch, one accumulator.
+// wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows an instruction) and the tokens are B.
+//
+// A block is one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
+// WARPGROUPS * ROW_BLOCKS * 64 channels by TOKENS tokens. Along K a tile is a sequence of *steps* of 128 bytes of an X row
+// (a *slab*), or of half a slab where the weight is dense, since a dense weight has twice the bytes:
+//
+//     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
+//     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
+//
+// Every operand lies in memory as shared memory wants it (gemm/hopper_layout.py), so a step is two 1-D bulk copies and
+// there are no tensor maps. A ring of STAGES steps joins producer and consumers: `full` is completed by the copies, `empty`
+// by one lane of each consumer warp. One wgmma group is always in flight: the step before the last one issued is complete.
+//
+// The compiler is told (gemm/hopper_compile.py): OPERAND_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
+// ROW_BLOCKS, STAGES; and, since a preprocessor cannot count, the accumulator operands of the wgmma: ACC_NAMES is the string
+// "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and OPERAND(n) the string of the n-th
+// operand after them (OPERAND_0 ... OPERAND_4 are given).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// ---- types -----------------------------------------------------------------------------------------------------------
+
+#if defined(OPERAND_S8)
+typedef int acc_t;
+#define MMA_TYPES "s32.s8.s8"
+#define MMA_TAIL ""
+#elif defined(OPERAND_E4M3)
+typedef float acc_t;
+#define MMA_TYPES "f32.e4m3.e4m3"
+#define MMA_TAIL ", 1, 1"
+#elif defined(OPERAND_BF16)
+typedef float acc_t;
+#define MMA_TYPES "f32.bf16.bf16"
+#define MMA_TAIL ", 1, 1, 0, 0"
+#elif defined(OPERAND_F16)
+typedef float acc_t;
+#define MMA_TYPES "f32.f16.f16"
+#define MMA_TAIL ", 1, 1, 0, 0"
+#endif
+
+#if defined(OPERAND_S8) || defined(OPERAND_E4M3)
+#define K_SPARSE "k64"
+#define K_DENSE "k32"
+constexpr int META_WORDS = 2;  // metadata registers of a thread a step: one for each of its two instructions
+#else
+#define K_SPARSE "k32"
+#define K_DENSE "k16"
+constexpr int META_WORDS = 1;  // the two instructions of a step share one and select their half of the lanes
+#endif
+
+#define OPERAND(n) OPERAND_##n
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+#if defined(OUT_F32)
+typedef float out_t;
+#else
+typedef u16 out_t;
+#endif
+
+// ---- geometry --------------------------------------------------------------------------------------------------------
+
+constexpr int ROWS = 64;                    // channels of a row block: the M of wgmma
+constexpr int SLAB = 128;                   // bytes of an X row in a slab
+constexpr int HALF = 64;                    // bytes of a weight row in a step
+constexpr int X_TILE = 192;                 // tokens that are contiguous in memory, slab by slab
+constexpr int W_TILE = 4;                   // row blocks that are contiguous in memory, step by step
+constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
+constexpr int X_BYTES = TOKENS * SLAB;
+constexpr int VALUE_BYTES = ROWS * HALF;
+constexpr int META_BYTES = META_WORDS * 512;
+constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
+constexpr int STAGE_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
+constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
+constexpr int CHUNKS = CHANNELS / 8;                     // 16-byte chunks of its part of a Y row
+constexpr int PIECE = TOKENS % 64 == 0 ? 64 : 32;        // tokens that a warpgroup transposes at a time
+constexpr int ROW_BYTES = CHANNELS * 2;
+constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
+constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a tile
+constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
+
+static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
+static_assert(X_BYTES % 1024 == 0 && SPARSE_BYTES % 512 == 0, "swizzles repeat every 1024 and 512 bytes");
+
+struct Problem {
+    const u8* x;          // [token tiles][slabs][X_TILE][SLAB], 128-byte swizzle
+    const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
+    const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
+    const float* scale_x; // [tokens] or null
+    const float* scale_w; // [channels] or null
+    const void* bias;     // [channels] of bias_type
+    out_t* y;             // [tokens, channels]
+    int tokens;
+    int channels;
+    int dense_slabs;
+    int sparse_slabs;
+    int bias_type;        // 0 none, 1 float32, 2 bfloat16, 3 float16
+    int group;            // row tiles that neighbouring tiles cycle through, so that they meet in L2
+};
+
+// ---- barriers and copies ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// A place in the ring: which stage, and the parity of its current use.
+struct Place {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    }
+};
+
+struct Ring {
+    u32 stages, full, empty;  // shared addresses
+    __device__ __forceinline__ u32 stage(const Place& p) const { return stages + p.stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full_of(const Place& p) const { return full + p.stage * 8; }
+    __device__ __forceinline__ u32 empty_of(const Place& p) const { return empty + p.stage * 8; }
+};
+
+// ---- tiles -----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Tiles {
+    int row_tiles, token_tiles, group;
+    __device__ __forceinline__ explicit Tiles(const Problem& p)
+        : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)), token_tiles(ceil_div(p.tokens, TOKENS)), group(p.group) {}
+    __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
+    // Groups of `group` row tiles; within one, all row tiles of a token tile before the next token tile.
+    __device__ __forceinline__ void locate(int tile, int& row_tile, int& token_tile) const {
+        int first = tile / (group * token_tiles) * group;
+        int height = min(group, row_tiles - first);
+        int within = tile - first * token_tiles;
+        row_tile = first + within % height;
+        token_tile = within / height;
+    }
+};
+
+// ---- producer --------------------------------------------------------------------------------------------------------
+
+// Row block `block` of a step, where the steps of a W_TILE of row blocks follow each other.
+__device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
+    return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
+}
+
+__device__ __forceinline__ void produce(const Problem& p, const Ring& ring) {
+    const Tiles tiles(p);
+    const int slabs = p.dense_slabs + p.sparse_slabs;
+    Place place;
+    for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+        int row_tile, token_tile;
+        tiles.locate(tile, row_tile, token_tile);
+        const int block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const u8* x = p.x + (i64)(token / X_TILE) * slabs * (X_TILE * SLAB) + token % X_TILE * SLAB;
+        auto copy_x = [&](int slab) {
+            copy(ring.stage(place), x + (i64)slab * (X_TILE * SLAB), X_BYTES, ring.full_of(place));
+        };
+        for (int step = 0; step < 2 * p.dense_slabs; step++, place.next()) {
+            const bool first_half = step % 2 == 0;
+            barrier_wait(ring.empty_of(place), place.phase ^ 1);
+            barrier_expect(ring.full_of(place), (first_half ? X_BYTES : 0) + TILE_BLOCKS * VALUE_BYTES);
+            if (first_half) copy_x(step / 2);
+            copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
+                 TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+        }
+        for (int step = 0; step < p.sparse_slabs; step++, place.next()) {
+            barrier_wait(ring.empty_of(place), place.phase ^ 1);
+            barrier_expect(ring.full_of(place), STAGE_BYTES);
+            copy_x(p.dense_slabs + step);
+            copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
+                 TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
+        }
+    }
+}
+
+// ---- matrix instructions ---------------------------------------------------------------------------------------------
+
+// Matrix descriptors (PTX ISA, "Matrix Descriptor Format"): rows of 128 or 64 bytes, swizzled over their whole length,
+// groups of 8 rows one after another.
+__device__ __forceinline__ u64 describe(u32 address, u32 row_bytes) {
+    const u64 swizzle = row_bytes == 128 ? 1 : 2;
+    return (u64)((address >> 4) & 0x3FFF) | 1ull << 16 | (u64)(8 * row_bytes >> 4) << 32 | swizzle << 62;
+}
+
+// Selector: which half of the lanes holds the metadata (16-bit types; 0 for 8-bit ones, where all lanes do).
+template <int SELECTOR>
+__device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(3) ", 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) K_SPARSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", " OPERAND(2) ", " OPERAND(4) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(SELECTOR));
+}
+
+__device__ __forceinline__ void mma_dense(acc_t* d, u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(2) ", 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) K_DENSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------------------
+
+struct Consumer {
+    const Ring& ring;
+    const int warpgroup, lane_zero;
+    Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
+
+    __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
+        return stage + X_BYTES + warpgroup * ROW_BLOCKS * block_bytes;
+    }
+
+    __device__ __forceinline__ void release() {
+        if (lane_zero) barrier_arrive(ring.empty_of(oldest));
+        oldest.next();
+    }
+
+    // One 2:4 step. `meta` must not be written again before the group after this one has been waited for.
+    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
+        barrier_wait(ring.full_of(place), place.phase);
+        const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int i = 0; i < META_WORDS; i++)
+                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][i])
+                             : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
+        mma_fence();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_sparse<0>(d[j], describe(w + j * SPARSE_BYTES, HALF), describe(x, SLAB), meta[j][0], accumulate);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_sparse<META_WORDS == 1>(d[j], describe(w + j * SPARSE_BYTES + 32, HALF), describe(x + 64, SLAB),
+                                        meta[j][META_WORDS - 1], 1);
+        mma_commit();
+        place.next();
+        mma_wait<1>();
+    }
+
+    // Half a slab of dense weights against the bytes at `x` of every X row.
+    __device__ __forceinline__ void dense_step(acc_t (*d)[TOKENS / 2], u32 x, int accumulate) {
+        barrier_wait(ring.full_of(place), place.phase);
+        const u32 w = weights(ring.stage(place), VALUE_BYTES);
+        mma_fence();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_dense(d[j], describe(w + j * VALUE_BYTES, HALF), describe(x, SLAB), accumulate);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_dense(d[j], describe(w + j * VALUE_BYTES + 32, HALF), describe(x + 32, SLAB), 1);
+        mma_commit();
+        place.next();
+        mma_wait<1>();
+    }
+
+    // A 2:4 step that may be the first of the tile, or follow a dense slab.
+    __device__ __forceinline__ void first_sparse_step(const Problem& p, acc_t (*d)[TOKENS / 2],
+                                                      u32 (*meta)[META_WORDS], int slab) {
+        sparse_step(d, meta, p.dense_slabs + slab > 0);
+        if (p.dense_slabs + slab > 0) release();
+        if (p.dense_slabs > 0 && slab == 0) release();
+    }
+
+    // W X^T of one tile into d. A stage goes back when the group after its own is in flight, except that the X of a dense
+    // slab serves two steps and goes back with the second.
+    __device__ __forceinline__ void multiply(const Problem& p, acc_t (*d)[TOKENS / 2]) {
+        for (int slab = 0; slab < p.dense_slabs; slab++) {
+            const u32 x = ring.stage(place);
+            dense_step(d, x, slab > 0);
+            if (slab > 0) release(), release();
+            dense_step(d, x + HALF, 1);
+        }
+        // Two sets of metadata registers: a group in flight still reads its own.
+        u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
+        int slab = 0;
+        for (; slab + 1 < p.sparse_slabs; slab += 2) {
+            first_sparse_step(p, d, even, slab);
+            sparse_step(d, odd, 1);
+            release();
+        }
+        if (slab < p.sparse_slabs) first_sparse_step(p, d, even, slab);
+        mma_wait<0>();
+        release();
+        if (p.sparse_slabs == 0) release();
+    }
+};
+
+// ---- epilogue --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float bias_of(const Problem& p, int channel) {
+    float value = 0;
+    if (p.bias_type == 1) value = ((const float*)p.bias)[channel];
+    if (p.bias_type == 2) value = __int_as_float((u32)((const u16*)p.bias)[channel] << 16);
+    if (p.bias_type == 3) asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(((const u16*)p.bias)[channel]));
+    return value;
+}
+
+__device__ __forceinline__ u32 round_pair(float low, float high) {
+    u32 both;
+#if defined(OUT_F16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
+struct Epilogue {
+    const Problem& p;
+    float* const factors;  // [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
+    u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
+    const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    int first_channel, first_token;
+    float token_scale[(TOKENS + 127) / 128], channel_scale, channel_bias;
+
+    __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
+        : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
+
+    // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
+    __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
+        first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
+        first_token = token_tile * TOKENS;
+        const int channel = min(first_channel + thread, p.channels - 1);
+        channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
+        channel_bias = bias_of(p, channel);
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 127) / 128; i++)
+            token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
+    }
+
+    // Give it to the other threads of the warpgroup.
+    __device__ __forceinline__ void share() const {
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 127) / 128; i++)
+            if (thread + i * 128 < TOKENS) factors[thread + i * 128] = token_scale[i];
+        if (thread < CHANNELS) {
+            factors[TOKENS + thread] = channel_scale;
+            factors[TOKENS + CHANNELS + thread] = channel_bias;
+        }
+        warpgroup_sync(warpgroup);
+    }
+
+    struct Channel { float scale, bias; };
+    __device__ __forceinline__ Channel channel(int j, int h) const {
+        const float* own = factors + TOKENS + j * ROWS + warp * 16 + h * 8 + lane / 4;
+        return {own[0], own[CHANNELS]};
+    }
+
+    // vLLM's order of operations: token scale times (channel scale times accumulator), plus bias.
+    __device__ __forceinline__ static float finish(acc_t value, float token_scale, const Channel& c) {
+        return fmaf(token_scale, c.scale * (float)value, c.bias);
+    }
+
+#if defined(OUT_F32)
+    __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
+        share();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const Channel c = channel(j, h);
+                const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4;
+#pragma unroll
+                for (int i = 0; i < TOKENS / 4; i++) {
+                    const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, token = first_token + column;
+                    if (token < p.tokens && row < p.channels)
+                        p.y[(i64)token * p.channels + row] = finish(d[j][i / 2 * 4 + h * 2 + i % 2], factors[column], c);
+                }
+            }
+        warpgroup_sync(warpgroup);  // all have read the factors
+    }
+#else
+    // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
+    // Rows are CHUNKS chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
+    __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
+        return row * ROW_BYTES + (chunk ^ row % 8) * 16;
+    }
+
+    __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
+        share();
+#pragma unroll
+        for (int start = 0; start < TOKENS; start += PIECE) {
+            if (start > 0) warpgroup_sync(warpgroup);  // the piece before has been read
+#pragma unroll
+            for (int j = 0; j < ROW_BLOCKS; j++) {
+                const Channel c[2] = {channel(j, 0), channel(j, 1)};
+#pragma unroll
+                for (int q = start / 8; q < (start + PIECE) / 8; q += 2) transpose(d[j], c, j, q, q * 8 - start);
+            }
+            warpgroup_sync(warpgroup);
+            store_rows(start);
+        }
+    }
+
+    // Four 8 x 8 matrices into the piece: channels +0 and +8 of tokens 8q +0..7, then of tokens +8..15.
+    __device__ __forceinline__ void transpose(const acc_t* d, const Channel* c, int j, int q, int first_row) const {
+        u32 m[4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float2 s = *(const float2*)(factors + (q + i) * 8 + lane % 4 * 2);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const acc_t* pair = d + (q + i) * 4 + h * 2;
+                m[i * 2 + h] = round_pair(finish(pair[0], s.x, c[h]), finish(pair[1], s.y, c[h]));
+            }
+        }
+        // first_row is a multiple of 16, so the swizzle is that of the lane's own row.
+        const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * (ROWS / 8) + warp * 2 + lane / 8 % 2);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
+    }
+
+    // CHUNKS lanes a row, so that a warp writes whole lines.
+    __device__ __forceinline__ void store_rows(int start) const {
+        constexpr int STEP = 128 / CHUNKS;  // rows a pass: a multiple of 8, so a thread's swizzle stays
+        const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
+        const int rows = min(PIECE, p.tokens - first_token - start), channels = min(8, p.channels - channel);
+        const u8* from = piece + chunk_offset(first, chunk);
+        out_t* to = p.y + (i64)(first_token + start + first) * p.channels + channel;
+        const i64 stride = (i64)STEP * p.channels;
+        if (rows == PIECE && channels == 8 && p.channels % 8 == 0) {
+#pragma unroll
+            for (int i = 0; i < PIECE / STEP; i++)
+                *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
+        } else {
+#pragma unroll 1
+            for (int row = first; row < rows; row += STEP, from += STEP * ROW_BYTES, to += stride)
+#pragma unroll 1
+                for (int i = 0; i < channels; i++) to[i] = ((const u16*)from)[i];
+        }
+    }
+#endif
+};
+
+// ---- kernel ----------------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sparse_gemm(const __grid_constant__ Problem p) {
+    extern __shared__ u8 raw[];
+    u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+    u8* const results = base + STAGES * STAGE_BYTES;
+    const u32 barriers = shared_address(results + WARPGROUPS * RESULT_BYTES);
+    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(ring.full + s * 8, 1);
+            barrier_init(ring.empty + s * 8, 4 * WARPGROUPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == WARPGROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x % 128 == 0) produce(p, ring);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        const Tiles tiles(p);
+        Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
+        Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
+        acc_t d[ROW_BLOCKS][TOKENS / 2];
+        for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+            int row_tile, token_tile;
+            tiles.locate(tile, row_tile, token_tile);
+            epilogue.fetch(row_tile, token_tile);
+            consumer.multiply(p, d);
+            epilogue.store(d);
+        }
+    }
+}

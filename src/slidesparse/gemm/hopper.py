@@ -1,0 +1,93 @@
+"""The Hopper backend: our own 2:4 GEMM (``csrc/sparse_gemm.cu``), scales and bias applied where the sum ends.
+
+One launch multiplies the dense and the 2:4 segment into one accumulator, applies ``scale_x``, ``scale_w`` and the bias
+in float32 and rounds once. Activations come in slabs (:class:`slidesparse.kernels.columns.Slabs`) from the
+quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper_layout`: nothing to describe or plan per call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.base import Layout, Operand, Problem, slab_view
+from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
+from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, load
+from slidesparse.gemm.hopper_layout import dense_steps, sparse_steps
+from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
+from slidesparse.kernels.columns import Slabs
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import dtype_name
+
+SLABS = Slabs(rows=192, swizzle=True)
+
+
+class Hopper:
+    """2:4 and dense segments times lifted activations on sm_90a, in one launch."""
+
+    name = "hopper"
+    accelerated = True
+    layout = Layout(lifted=True, multiple=1, slabs=SLABS)
+
+    def why_not(self, problem: Problem) -> str | None:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        if problem.device.type != "cuda":
+            return "it needs a CUDA device"
+        if problem.dtype not in OPERANDS:
+            return f"it has no {dtype_name(problem.dtype)} kernels"
+        major, minor = torch.cuda.get_device_capability(problem.device)
+        if (major, minor) != (9, 0):
+            return f"it is written for compute capability 9.0 (H100, H200), this GPU has {major}.{minor}"
+        try:
+            nvrtc_version()
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
+    def prepare(self, packed: PackedWeight) -> Operand:
+        """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`."""
+        return sparse_steps(packed), dense_steps(packed)
+
+    def matmul(
+        self,
+        x: torch.Tensor,
+        scale_x: torch.Tensor | None,
+        operand: Operand,
+        scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        sparse, dense = operand
+        if out_dtype not in OUTPUTS:
+            raise InputError("output type", got=out_dtype, needed="bfloat16, float16 or float32")
+        if bias is not None and bias.dtype not in BIAS_TYPES:
+            raise InputError("bias", got=bias.dtype, needed="float32, bfloat16 or float16")
+        tokens = x.shape[0]
+        y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
+        if y.numel() == 0:
+            return y
+        sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
+        tile = choose_tile(tokens, out_features, sparse_slabs, dense_slabs)
+        device = x.get_device()
+        with torch.cuda.device(device):
+            kernel = load(tile, x.dtype, out_dtype, device)
+            arguments = Arguments(
+                slab_view(x, SLABS).data_ptr(),
+                dense.data_ptr(),
+                sparse.data_ptr(),
+                None if scale_x is None else scale_x.data_ptr(),
+                None if scale_w is None else scale_w.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                tokens,
+                out_features,
+                dense_slabs,
+                sparse_slabs,
+                0 if bias is None else BIAS_TYPES[bias.dtype],
+                GROUP,
+            )
+            tiles = -(-tokens // tile.tokens) * -(-out_features // tile.channels)
+            kernel.launch(arguments, tiles, torch.cuda.current_stream().cuda_stream)
+        return y

@@ -1,0 +1,203 @@
+"""Compile ``csrc/sparse_gemm.cu`` for one tile and one pair of types: NVRTC, with a cache on disk.
+
+The cache key is a hash of the source, the options and NVRTC's version, so nothing ever needs to be cleared. A file
+starts with the digest of its contents: a damaged one is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+
+SOURCE = Path(__file__).parent / "csrc" / "sparse_gemm.cu"
+ARCH = "sm_90a"
+
+OPERANDS = {
+    torch.int8: "S8",
+    torch.float8_e4m3fn: "E4M3",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+SHARED_BYTES = 232448
+"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The geometry of a variant of the kernel.
+
+    Attributes:
+        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 32 divides.
+        warpgroups: Consumer warpgroups, one below the other in the tile.
+        row_blocks: Blocks of 64 channels of a warpgroup.
+        stages: Steps of the ring.
+    """
+
+    tokens: int
+    warpgroups: int
+    row_blocks: int
+    stages: int
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return self.warpgroups * self.row_blocks * 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and a warpgroup in which one thread produces."""
+        return 128 * (self.warpgroups + 1)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, as the source lays it out."""
+        blocks = self.warpgroups * self.row_blocks
+        stage = self.tokens * 128 + blocks * (4096 + 1024 // itemsize)
+        channels = self.row_blocks * 64
+        piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2
+        factors = (self.tokens + 2 * channels) * 4
+        return 1024 + self.stages * stage + self.warpgroups * (piece + factors) + self.stages * 16
+
+
+def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
+    """What NVRTC is told: see the top of the source."""
+    registers = tile.tokens // 2
+    constraint = "r" if dtype == torch.int8 else "f"
+    names = ", ".join(f"%{i}" for i in range(registers))
+    operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
+    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(5)]
+    geometry = {
+        "TOKENS": tile.tokens,
+        "WARPGROUPS": tile.warpgroups,
+        "ROW_BLOCKS": tile.row_blocks,
+        "STAGES": tile.stages,
+    }
+    return [
+        f"--gpu-architecture={ARCH}",
+        "--std=c++17",
+        f"-DOPERAND_{OPERANDS[dtype]}",
+        f"-DOUT_{OUTPUTS[out_dtype]}",
+        *(f"-D{name}={value}" for name, value in geometry.items()),
+        f'-DACC_NAMES="{names}"',
+        f"-DACC(d)={operands}",
+        *after,
+    ]
+
+
+def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
+    """The machine code of a variant, from the cache or the compiler.
+
+    Raises:
+        UnsupportedError: When there is no NVRTC, or it refuses the source.
+    """
+    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype)
+    major, minor = nvrtc_version()
+    key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
+    path = cache_directory() / f"{key.hexdigest()[:32]}.cubin"
+    known = _read(path)
+    if known is None:
+        known, _ = compile_source(source, opts)
+        _write(path, known)
+    return known
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "slidesparse" / "hopper"
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Atomically: another process may be reading. A cache that cannot be written is only slower."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(name, path)
+    except OSError:
+        return
+
+
+# -- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return nvrtc
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises:
+        UnsupportedError: When it cannot be loaded, or is older than CUDA 12.0, the first to know ``sm_90a``.
+    """
+    try:
+        status, major, minor = _nvrtc().nvrtcVersion()
+    except (RuntimeError, OSError):
+        raise UnsupportedError("NVRTC cannot be loaded", remedy="pip install nvidia-cuda-nvrtc") from None
+    if int(status) or major < 12:
+        raise UnsupportedError("NVRTC is too old for Hopper", got=f"{major}.{minor}", needed="12.0 or newer")
+    return major, minor
+
+
+def compile_source(source: bytes, opts: list[str]) -> tuple[bytes, str]:
+    """Machine code and the compiler's log.
+
+    Raises:
+        UnsupportedError: With the first line of the log when the compiler refuses.
+    """
+    nvrtc = _nvrtc()
+    status, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
+    _check(int(status), "nvrtcCreateProgram")
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(opts), [option.encode() for option in opts])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        _check(int(status), "nvrtcCompileProgram", log)
+        return _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check(status: int, call: str, log: str = "") -> None:
+    if status:
+        lines = [line for line in log.splitlines() if "error" in line] or log.splitlines() or [""]
+        raise UnsupportedError(f"{call} failed with status {status}", got=lines[0] or None)
+
+
+def _bytes(size: Any, get: Any, program: Any) -> bytes:
+    status, length = size(program)
+    _check(int(status), size.__name__)
+    data = bytes(length)
+    (status,) = get(program, data)
+    _check(int(status), get.__name__)
+    return data
+
+
+def _text(size: Any, get: Any, program: Any) -> str:
+    return _bytes(size, get, program).rstrip(b"\0").decode(errors="replace")

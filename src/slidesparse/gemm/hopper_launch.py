@@ -1,0 +1,96 @@
+"""Load and launch the Hopper kernel: the CUDA driver through cuda-bindings, one struct of arguments a launch."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.hopper_compile import Tile, cubin
+
+BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Arguments(ctypes.Structure):
+    """``struct Problem`` of the source."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("dense", ctypes.c_void_p),
+        ("sparse", ctypes.c_void_p),
+        ("scale_x", ctypes.c_void_p),
+        ("scale_w", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("tokens", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("dense_slabs", ctypes.c_int),
+        ("sparse_slabs", ctypes.c_int),
+        ("bias_type", ctypes.c_int),
+        ("group", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A variant, loaded on a device: its handle and what a launch needs."""
+
+    function: Any
+    tile: Tile
+    shared_bytes: int
+    multiprocessors: int
+
+    def launch(self, arguments: Arguments, tiles: int, stream: int) -> None:
+        """Run on ``stream``; the kernel's device must be the current one."""
+        # The driver copies the struct before the call returns.
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        grid = min(tiles, self.multiprocessors)
+        (status,) = _driver().cuLaunchKernel(
+            *(self.function, grid, 1, 1, self.tile.threads, 1, 1, self.shared_bytes, stream),
+            *(ctypes.addressof(pointer), 0),
+        )
+        _check(status, "cuLaunchKernel")
+
+
+@lru_cache(maxsize=256)
+def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+    """The variant on a device, for the life of the process.
+
+    Raises:
+        UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
+            remedy="run the layer once with as many tokens before the capture",
+        )
+    driver, code = _driver(), cubin(tile, dtype, out_dtype)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the device's context current
+        status, module = driver.cuModuleLoadData(code)
+        _check(status, "cuModuleLoadData")
+        status, function = driver.cuModuleGetFunction(module, b"sparse_gemm")
+        _check(status, "cuModuleGetFunction")
+        shared = tile.shared_bytes(dtype.itemsize)
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
+        _check(status, "cuFuncSetAttribute")
+    return Kernel(function, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return driver
+
+
+def _check(status: Any, call: str) -> None:
+    if int(status):
+        raise UnsupportedError(f"{call} failed", got=getattr(status, "name", status))

@@ -1,0 +1,73 @@
+"""A layer that changes its backend with the number of tokens, on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from slidesparse.bench import speed
+from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm.speed import LayerSpeed, add_layers, load_table, tuned_path
+from slidesparse.gemm.switch import Route
+from slidesparse.linear import SlideLinear
+from slidesparse.pattern import Pattern
+
+pytestmark = pytest.mark.gpu
+
+K, OUT = 333, 96
+TOKENS = (1, 31, 32, 200, 511, 512, 1000)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A table by which cuSPARSELt is the faster one from 32 to 511 tokens."""
+    problem = Problem(Pattern(6, 8), torch.int8, OUT, K, torch.device("cuda"))
+    if (why := get_backend("cusparselt").why_not(problem)) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    us = {"dense": (1.0, 1.0, 1.0, 1.0), "cusparselt 6:8": (2.0, 0.5, 0.5, 2.0)}
+    layers = [LayerSpeed(dtype, OUT, K, (8, 32, 512, 4096), us) for dtype in ("int8", "fp8", "bf16")]
+    gpu = torch.cuda.get_device_name()
+    add_layers(tuned_path(gpu), gpu, speed.libraries(), layers)
+    yield
+    load_table.cache_clear()
+
+
+def _layers(dtype: str) -> tuple[SlideLinear, SlideLinear]:
+    torch.manual_seed(1)
+    linear = nn.Linear(K, OUT).to(torch.bfloat16).cuda()
+    switched = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude")
+    return switched, SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="dense")
+
+
+def test_the_choice_is_the_tables() -> None:
+    switched, _ = _layers("int8")
+    assert switched.choice.routes == (Route(0, "dense"), Route(32, "cusparselt"), Route(512, "dense"))
+    assert set(switched.operand_bytes) == {"dense", "cusparselt"}
+    problem = Problem(Pattern(6, 8), torch.int8, OUT, K, torch.device("cuda"))
+    assert choose(problem, fallback="none").backends == ("cusparselt",)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_eager_compiled_and_captured_agree_with_dense(dtype: str) -> None:
+    torch._dynamo.reset()
+    switched, dense = _layers(dtype)
+    compiled = torch.compile(switched, fullgraph=True, dynamic=True)
+    for m in TOKENS:
+        x = torch.randn(m, K, dtype=torch.bfloat16, device="cuda")
+        y, expected = switched(x), dense(x)
+        if dtype == "int8":
+            assert torch.equal(y, expected)
+        else:
+            # Two rounded sums of the same products in two orders; FP8 also sums with 13 bits.
+            assert float((y - expected).abs().max()) <= 2**-6 * float(expected.abs().max())
+        assert torch.equal(compiled(x), y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = switched(x)
+        captured.fill_(7)
+        graph.replay()
+        assert torch.equal(captured, y)
