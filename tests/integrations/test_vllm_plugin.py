@@ -204,7 +204,7 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
     layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
     assert not hasattr(layer.mlp.down_proj, "slide")
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
-    assert any("mlp.down_proj: dense, 6:8; cusparselt: it needs a CUDA device" in line for line in caplog.messages)
+    assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
