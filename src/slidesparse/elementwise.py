@@ -1,8 +1,8 @@
 """What stands between two linears and can be done while the next one's activations are quantised and lifted.
 
-The torch definitions, in float32 throughout and rounded once to the type of the activations. This is what vLLM's
-definitions (vllm/ir/ops/layernorm.py, ``SiluAndMul.forward_native``) become when Inductor compiles them, as vLLM does by
-default: Inductor keeps what lies between in float32. vLLM's eager kernels round it.
+The torch definitions, in float32 throughout and rounded once to the type of the activations. This is what the
+definitions of vLLM (vllm/ir/ops/layernorm.py, ``SiluAndMul.forward_native``) become when Inductor compiles them, which
+is the default: what lies between stays in float32. The eager kernels of vLLM round it.
 """
 
 from __future__ import annotations
