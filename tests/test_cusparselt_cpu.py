@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slidesparse import Pattern, UnsupportedError
-from slidesparse.gemm import Problem, choose, cusparselt, get_backend
+from slidesparse.gemm import BACKENDS, Problem, choose, cusparselt, get_backend
 from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import with_rows
 from slidesparse.gemm.cusparselt import CuSparseLt, token_bucket
@@ -159,6 +159,7 @@ def _unloaded() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_unloaded")
 def test_a_missing_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(BACKENDS, "hopper")
     monkeypatch.setattr(ctypes, "CDLL", _cannot_open)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
@@ -174,6 +175,7 @@ def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypa
     def refuse(device: int) -> None:
         raise UnsupportedError("cusparseLtInit of cuSPARSELt 0.8.0 failed", got="architecture mismatch (4)")
 
+    monkeypatch.delitem(BACKENDS, "hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(api, "load", lambda: _Library(0, 8, 0))
     monkeypatch.setattr(cusparselt, "_index", lambda device: 0)

@@ -175,7 +175,7 @@ def test_int8_is_exact(encoder, batches, text):
     row = compare(pruned, pattern, "int8", batches, baseline)
     assert row.exact
     assert row.max_difference == 0
-    assert row.why_not_measured == "cusparselt: it needs a CUDA device"
+    assert "cusparselt: it needs a CUDA device" in row.why_not_measured
     # Rounding to 8 bits adds zeros to those of the pattern.
     zeros = sum(
         int((p == 0).sum()) for name, p in pruned.named_parameters() if name.endswith("weight") and "enc" in name

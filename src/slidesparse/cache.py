@@ -12,13 +12,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, and a crash leaves one of them."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new one, and a crash leaves one of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)

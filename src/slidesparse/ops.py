@@ -443,8 +443,8 @@ gemm = torch.ops.slidesparse.gemm
 linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], out, dtype of the weight, switch) -> [M, out] in the type of x.
 
-The three above in one, by the form of the weight that ``switch`` (:class:`slidesparse.gemm.switch.Switch`, as text)
-says for M tokens; ``tensors`` are those of all forms, one after another."""
+``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
+(:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
 """(x [M, K], gain [K], eps, then as ``linear`` behind its x) -> ``linear`` of :func:`slidesparse.elementwise.rms_norm`;

@@ -15,6 +15,16 @@ import pytest
 MISSING = "vLLM's Python is not installed here: python tests/integrations/fetch_vllm.py does that, as CI does"
 
 
+@pytest.fixture(autouse=True)
+def default_type() -> Iterator[None]:
+    """A model that vLLM fails to load leaves torch's default type behind."""
+    import torch
+
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture(scope="session")
 def vllm_on_cpu() -> None:
     if find_spec("vllm") is None:

@@ -21,6 +21,9 @@ from slidesparse.quant import dtype_name
 
 SLABS = Slabs(rows=192, swizzle=True)
 
+REVISION = "hopper-1"
+"""Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
+
 
 class Hopper:
     """2:4 and dense segments times lifted activations on sm_90a, in one launch."""
@@ -43,6 +46,10 @@ class Hopper:
         except UnsupportedError as error:
             return str(error)
         return None
+
+    def library(self) -> str:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return f"slidesparse {REVISION}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`."""

@@ -6,9 +6,8 @@ starts with the digest of its contents: a damaged one is compiled again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.cache import cache_folder, replace_file
 from slidesparse.errors import UnsupportedError
 
 SOURCE = Path(__file__).parent / "csrc" / "sparse_gemm.cu"
@@ -103,18 +103,12 @@ def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
     source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype)
     major, minor = nvrtc_version()
     key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
-    path = cache_directory() / f"{key.hexdigest()[:32]}.cubin"
+    path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
     known = _read(path)
     if known is None:
         known, _ = compile_source(source, opts)
         _write(path, known)
     return known
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "slidesparse" / "hopper"
 
 
 def _read(path: Path) -> bytes | None:
@@ -127,15 +121,9 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Atomically: another process may be reading. A cache that cannot be written is only slower."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(name, path)
-    except OSError:
-        return
+    """A cache that cannot be written makes the next start slower, nothing else."""
+    with contextlib.suppress(OSError):
+        replace_file(path, hashlib.sha256(code).digest() + code)
 
 
 # -- NVRTC -----------------------------------------------------------------------------------------------------------

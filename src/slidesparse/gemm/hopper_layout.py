@@ -65,7 +65,8 @@ def _segment(packed: PackedWeight, kind: str) -> Segment | None:
 
 def _row_tiles(steps: torch.Tensor) -> torch.Tensor:
     """Steps [row blocks, steps, bytes] -> [row tiles, steps, 4, bytes]."""
-    return steps.unflatten(0, (-1, BLOCKS)).transpose(1, 2).contiguous()
+    tiles: torch.Tensor = steps.unflatten(0, (-1, BLOCKS))
+    return tiles.transpose(1, 2).contiguous()
 
 
 def _row_steps(values: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,6 @@ constexpr int META_BYTES = META_WORDS * 512;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
 constexpr int STAGE_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
-constexpr int CHUNKS = CHANNELS / 8;                     // 16-byte chunks of its part of a Y row
 constexpr int PIECE = TOKENS % 64 == 0 ? 64 : 32;        // tokens that a warpgroup transposes at a time
 constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
@@ -391,9 +390,9 @@ struct Epilogue {
         return {own[0], own[CHANNELS]};
     }
 
-    // vLLM's order of operations: token scale times (channel scale times accumulator), plus bias.
+    // vLLM's order of operations, each rounded, as the reference backend does it: a fused multiply-add would differ.
     __device__ __forceinline__ static float finish(acc_t value, float token_scale, const Channel& c) {
-        return fmaf(token_scale, c.scale * (float)value, c.bias);
+        return __fadd_rn(__fmul_rn(token_scale, __fmul_rn(c.scale, (float)value)), c.bias);
     }
 
 #if defined(OUT_F32)
@@ -404,19 +403,22 @@ struct Epilogue {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const Channel c = channel(j, h);
-                const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4;
+                const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4, column = lane % 4 * 2;
+                const int left = row < p.channels ? p.tokens - first_token - column : 0;
+                out_t* to = p.y + (i64)(first_token + column) * p.channels + row;
 #pragma unroll
-                for (int i = 0; i < TOKENS / 4; i++) {
-                    const int column = i / 2 * 8 + lane % 4 * 2 + i % 2, token = first_token + column;
-                    if (token < p.tokens && row < p.channels)
-                        p.y[(i64)token * p.channels + row] = finish(d[j][i / 2 * 4 + h * 2 + i % 2], factors[column], c);
+                for (int q = 0; q < TOKENS / 8; q++, to += (i64)8 * p.channels) {
+                    const float2 scale = *(const float2*)(factors + q * 8 + column);
+                    if (q * 8 < left) to[0] = finish(d[j][q * 4 + h * 2], scale.x, c);
+                    if (q * 8 + 1 < left) to[p.channels] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
+                    asm volatile("" : "+l"(to));  // hidden, lest all addresses be computed ahead, into registers
                 }
             }
         warpgroup_sync(warpgroup);  // all have read the factors
     }
 #else
     // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
-    // Rows are CHUNKS chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
+    // Rows are chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
     __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
         return row * ROW_BYTES + (chunk ^ row % 8) * 16;
     }
@@ -455,9 +457,10 @@ struct Epilogue {
                          own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
     }
 
-    // CHUNKS lanes a row, so that a warp writes whole lines.
+    // Neighbouring lanes write neighbouring chunks, a warp whole lines.
     __device__ __forceinline__ void store_rows(int start) const {
-        constexpr int STEP = 128 / CHUNKS;  // rows a pass: a multiple of 8, so a thread's swizzle stays
+        constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
+        constexpr int STEP = 128 / CHUNKS;    // rows a pass: a multiple of 8, so a thread's swizzle stays
         const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
         const int rows = min(PIECE, p.tokens - first_token - start), channels = min(8, p.channels - channel);
         const u8* from = piece + chunk_offset(first, chunk);

@@ -1,0 +1,85 @@
+"""What the Hopper kernel's tensor instructions would read of its operands, element by element.
+
+Written from the PTX ISA (``wgmma.mma_async.sp``: register fragments of the metadata; matrix descriptors: swizzling),
+not from the packer, with which it shares no code: loops over rows, threads and instructions, as the hardware has them.
+A GPU test compares both with the kernel itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ROWS, SLAB = 64, 128
+LEGAL = {0x4, 0x8, 0x9, 0xC, 0xD, 0xE}
+TYPES = {1: np.uint8, 2: np.uint16}
+
+
+def swizzled(address: int, row_bytes: int) -> int:
+    """Address in shared memory of a byte of an operand whose rows of 64 or 128 bytes are swizzled."""
+    if row_bytes == 128:  # bits 4-6 ^= bits 7-9
+        return address ^ (address >> 7 & 7) << 4
+    return address ^ (address >> 7 & 3) << 4  # 64: bits 4-5 ^= bits 7-8
+
+
+def read_row(memory: np.ndarray, row: int, row_bytes: int) -> np.ndarray:
+    """The bytes of a row, in order."""
+    starts = [swizzled(row * row_bytes + chunk, row_bytes) for chunk in range(0, row_bytes, 16)]
+    return np.concatenate([memory[start : start + 16] for start in starts])
+
+
+def sparse_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
+    """A 2:4 step of a row block, as the matrix that multiplies: [64, 128 / itemsize] of bit patterns."""
+    values = [read_row(memory[:4096], row, 64).view(TYPES[itemsize]) for row in range(ROWS)]
+    columns = SLAB // itemsize
+    matrix = np.zeros((ROWS, columns), TYPES[itemsize])
+    for instruction in range(2):
+        for row in range(ROWS):
+            for window in range(columns // 8):  # windows of four columns of this instruction
+                nibble = metadata(memory[4096:], row, window, instruction, itemsize)
+                assert nibble in LEGAL, f"metadata {nibble:#x} at row {row}"
+                at = instruction * columns // 2 + window * 4
+                kept = at // 2
+                matrix[row, at + (nibble & 3)] = values[row][kept]
+                matrix[row, at + (nibble >> 2)] = values[row][kept + 1]
+    return matrix
+
+
+def metadata(memory: np.ndarray, row: int, window: int, instruction: int, itemsize: int) -> int:
+    """The four bits that say where a window's two values stand, from the register of the thread that holds them."""
+    warp, row_in_warp = divmod(row, 16)
+    lane = row_in_warp % 8 * 4
+    if itemsize == 1:  # 16 windows: lane bit 0 is rows +8, lane bit 1 the second eight windows; all lanes take part
+        lane += row_in_warp // 8 + window // 8 * 2
+        register, shift = memory[instruction * 512 :], window % 8 * 4
+    else:  # 8 windows: lane bit 0 is the second four, lane bit 1 the sparsity selector; rows +8 in the upper half
+        lane += window // 4 + instruction * 2
+        register, shift = memory, window % 4 * 4 + row_in_warp // 8 * 16
+    thread = warp * 32 + lane
+    word = int(register[thread * 4 : thread * 4 + 4].view("<u4")[0])
+    return word >> shift & 15
+
+
+def dense_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
+    """A dense step of a row block: [64, 64 / itemsize] of bit patterns."""
+    return np.stack([read_row(memory, row, 64).view(TYPES[itemsize]) for row in range(ROWS)])
+
+
+def weights(sparse: np.ndarray, dense: np.ndarray, itemsize: int) -> np.ndarray:
+    """Both segments as the matrix [rows, K'] that multiplies: dense columns, then 2:4 ones, rows padded to tiles."""
+    tiles = []
+    for tile in range(sparse.shape[0]):
+        for block in range(sparse.shape[2]):
+            steps = [dense_block(dense[tile, step, block], itemsize) for step in range(dense.shape[1])]
+            steps += [sparse_block(sparse[tile, step, block], itemsize) for step in range(sparse.shape[1])]
+            tiles.append(np.concatenate(steps, 1) if steps else np.zeros((ROWS, 0), TYPES[itemsize]))
+    return np.concatenate(tiles)
+
+
+def activations(tiles: np.ndarray, itemsize: int) -> np.ndarray:
+    """Token tiles uint8 [tiles, slabs, tokens, 128] as [tokens, K'] of bit patterns."""
+    tokens = [
+        np.concatenate([read_row(slab.reshape(-1), row, SLAB).view(TYPES[itemsize]) for slab in tile])
+        for tile in tiles
+        for row in range(tile.shape[1])
+    ]
+    return np.stack(tokens)
