@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
-    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all"))
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm"))
     bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
     bench.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
@@ -108,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+    engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
+    engine.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: the profile's)")
+    engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    engine.add_argument("--backend", metavar="NAME", help="of the sparse layers (default: auto)")
+    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
     report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
@@ -198,11 +203,27 @@ def _tune(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from slidesparse.bench import problems, runner
 
+    if options.benchmark == "vllm":
+        return _bench_vllm(options)
+    if any(value is not None for value in (options.pattern, options.layers, options.backend, options.scratch)):
+        raise InputError("--pattern, --layers, --backend and --scratch", needed="bench vllm")
     profile = runner.adapt(problems.PROFILES[options.profile], options.dtype, options.models, options.budget_s)
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
     return 1 if summary.wrong else 0
+
+
+def _bench_vllm(options: argparse.Namespace) -> int:
+    from slidesparse.bench import vllm
+
+    if options.budget_s is not None:
+        raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
+    choices = options.dtype, options.models, options.pattern, options.layers, options.backend
+    records = vllm.run(vllm.adapt(vllm.PROFILES[options.profile], *choices), options.out, options.scratch)
+    told = {"path": str(options.out), "records": len(records)}
+    print(json.dumps(told) if options.json else f"{len(records)} records: {options.out}")
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -80,26 +80,18 @@ class Engine:
         Raises:
             UnsupportedError: It did not start.
         """
-        self._answer(timeout_s)
+        self.answer(timeout_s)
 
-    def call(self, name: str, *arguments: Any, timeout_s: float = 600.0) -> Any:
-        """Run a method of :class:`Driver` there.
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Start a method of :class:`Driver` there; :meth:`answer` waits for it."""
+        self._near.send((name, arguments))
+
+    def answer(self, timeout_s: float = 600.0) -> Any:
+        """What the method gave that was asked for last.
 
         Raises:
             UnsupportedError: It failed, or took too long.
         """
-        self._near.send((name, arguments))
-        return self._answer(timeout_s)
-
-    def stop(self) -> None:
-        """End it, gently first."""
-        with suppress(OSError):
-            self._near.send(None)
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-
-    def _answer(self, timeout_s: float) -> Any:
         if not self._near.poll(timeout_s):
             raise UnsupportedError("the vLLM engine does not answer", got=f"nothing in {timeout_s:.0f} s")
         try:
@@ -109,6 +101,19 @@ class Engine:
         if error is not None:
             raise UnsupportedError("the vLLM engine failed", got=error)
         return value
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Both."""
+        self.ask(name, *arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        """End it, gently first."""
+        with suppress(OSError):
+            self._near.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
 
 
 def _serve(connection: Connection, options: EngineOptions) -> None:
