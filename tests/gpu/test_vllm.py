@@ -1,7 +1,7 @@
 """The plugin in a real vLLM: the same greedy tokens as stock dense vLLM from the same checkpoint.
 
-Four layers of Qwen2.5-7B's shapes, prompts of uneven lengths of which some share a beginning, prefix caching and chunked
-prefill on. Engines start side by side, each in a process of its own.
+Four layers of Qwen2.5-7B's shapes, prompts of uneven lengths of which some share a beginning, prefix caching and
+chunked prefill on. Engines start side by side, each in a process of its own.
 """
 
 from __future__ import annotations
