@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench_records import IDLE, LOADED, MACHINE, case, too_old
 
-from slidesparse.bench import environment, problems, runner
+from slidesparse.bench import environment, gemm, problems, runner
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
 from slidesparse.bench.problems import PATTERNS, PROFILES, Profile
 from slidesparse.bench.timing import (
@@ -33,7 +33,7 @@ from slidesparse.bench.timing import (
 )
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.reference import Reference
+from slidesparse.gemm.reference import Reference, product
 from slidesparse.pattern import Pattern
 from slidesparse.records import ALL, DENSE, LAYERS, Record, read_records
 
@@ -146,6 +146,11 @@ def test_the_full_profile_covers_the_paper() -> None:
 def test_choices_are_checked() -> None:
     quick = PROFILES["quick"]
     assert runner.adapt(quick) == quick
+    chosen = runner.adapt(quick, patterns=["4:6@50%"], tokens=[64, 64, 7])
+    assert (chosen.model_patterns, chosen.tokens) == (("4:6@50%",), (64, 7))
+    for wrong in ({"patterns": ["5:8"]}, {"tokens": [0]}):
+        with pytest.raises(InputError):
+            runner.adapt(quick, **wrong)  # type: ignore[arg-type]
     adapted = runner.adapt(quick, ["fp16"], ["BitNet-2B"], 5.0)
     assert (adapted.dtypes, adapted.models, adapted.budget_s) == (("fp16",), ("BitNet-2B",), 5.0)
     for arguments in ((["int4"],), (None, ["GPT"]), (None, None, 0.0), (None, None, float("nan"))):
@@ -337,6 +342,27 @@ def test_a_backend_that_auto_never_takes_keeps_its_own_name(tmp_path: Path, monk
     runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
     names = {scaled: {r.variant for r in read_records([path]) if r.case.scaled is scaled} for scaled in (True, False)}
     assert names == {True: {"dense", "reference 6:8"}, False: {"dense", "2:4", "6:8", "inf"}}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_product_alone_is_held_against_the_algorithms_of_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bare(self: Reference, x: torch.Tensor, operand: Any, out_features: int) -> torch.Tensor:
+        return product(x, operand[0])
+
+    def finalists(self: Reference, problem: Any, tokens: int, count: int) -> list[Any]:
+        assert (problem.pattern, tokens in TINY.tokens) == (Pattern(6, 8), True)
+        return [(f"algorithm {i}", partial(bare, self)) for i in range(count)]
+
+    monkeypatch.setattr(Reference, "bare", bare, raising=False)
+    monkeypatch.setattr(Reference, "finalists", finalists, raising=False)
+    path = tmp_path / "r.jsonl"
+    summary = runner.run(["gemm"], replace(TINY, dtypes=("int8",)), session(), path)
+    assert not summary.wrong
+    alone = [r for r in read_records([path]) if r.variant == "reference alone 6:8"]
+    assert {(r.backend, len(r.tried)) for r in alone} == {("reference", 1), ("library", gemm.FINALISTS)}
+    assert all(r.timing is not None and r.case.scaled for r in alone)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_records import MACHINE, SHAPES, case, record
@@ -14,7 +15,7 @@ from matplotlib.image import imread
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.records import ALL, CONTROL, COPY, DENSE, LAYERS, QUANTIZE, SQUARE, Case, Record
-from slidesparse.report import write_report
+from slidesparse.report import plots, write_report
 from slidesparse.report.numbers import Limits, comparisons, limits, points
 from slidesparse.report.tables import Table
 
@@ -222,6 +223,51 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
         assert f"]({name})" in text
     report(pack_records(), tmp_path / "b")
     assert not list((tmp_path / "b").glob("*.png"))
+
+
+def test_no_panel_cuts_another_panels_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: figures.append(figure))
+    # One type with 2:4 at 1.5x, three others at 0.15x, below the usual bottom of the axis.
+    slow = [replace(r, timing=replace(r.timing, median_us=80.0)) for r in square_records() if r.variant == "2:4"]
+    records = square_records()
+    for dtype in ("int8", "bf16", "fp16"):
+        others = [r for r in square_records() if r.variant != "2:4"] + slow
+        records += [replace(r, case=replace(r.case, dtype=dtype)) for r in others]
+    fast_copy = [replace(r, case=replace(r.case, in_features=99)) for r in kernel_records()]
+    fast_copy = [replace(r, n_bytes=r.n_bytes * (1 if r.variant == COPY else 3)) for r in fast_copy]
+    plots.draw_speedups(comparisons(records), "gemm", "t", tmp_path)
+    plots.draw_kernels(comparisons(fast_copy + kernel_records()), tmp_path / "k.png")
+    assert [figure.axes[0].get_subplotspec().get_gridspec().get_geometry() for figure in figures] == [(2, 2), (2, 1)]
+    for figure in figures:
+        drawn = 0
+        for axes in figure.axes:
+            bottom, top = axes.get_ylim()
+            for line in axes.get_lines():
+                if line.get_transform() == axes.transData:
+                    drawn += len(line.get_ydata())
+                    assert all(bottom <= float(y) <= top for y in line.get_ydata())
+        assert drawn
+
+
+def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
+    records = []
+    for layer, chosen in (("qkv", 10.1), ("o", 11.0)):
+        of = case(layer)
+        records += [
+            record(of, DENSE, 9.0),
+            record(of, "6:8", 12.12, backend="cusparselt", ideal=4 / 3),
+            record(of, "cusparselt alone 6:8", chosen, backend="cusparselt", ideal=4 / 3),
+            record(of, "cusparselt alone 6:8", 10.0, backend="library", ideal=4 / 3),
+        ]
+    tables = report(records, tmp_path)
+    qkv, o = tables["library"]
+    assert [float(row["over it"]) for row in (qkv, o)] == pytest.approx([0.01, 0.1])
+    assert float(qkv["scales add"]) == pytest.approx(0.2)
+    assert qkv["library's best"] == "library kernel"
+    (summary,) = tables["library_summary"]
+    assert (summary["problems"], summary["within 2 %"]) == ("2", "1")
+    assert float(summary["worst"]) == pytest.approx(0.1)
 
 
 def test_every_record_is_in_the_flat_table(tmp_path: Path) -> None:

@@ -107,9 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
+    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6@50%%, ... (default: the profile's)")
+    bench.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
+    )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
-    engine.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: the profile's)")
+    engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--backend", metavar="NAME", help="of the sparse layers (default: auto)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
@@ -205,9 +209,16 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    if any(value is not None for value in (options.pattern, options.layers, options.backend, options.scratch)):
-        raise InputError("--pattern, --layers, --backend and --scratch", needed="bench vllm")
-    profile = runner.adapt(problems.PROFILES[options.profile], options.dtype, options.models, options.budget_s)
+    if any(value is not None for value in (options.sequences, options.layers, options.backend, options.scratch)):
+        raise InputError("--sequences, --layers, --backend and --scratch", needed="bench vllm")
+    profile = runner.adapt(
+        problems.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+    )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
@@ -219,8 +230,17 @@ def _bench_vllm(options: argparse.Namespace) -> int:
 
     if options.budget_s is not None:
         raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
-    choices = options.dtype, options.models, options.pattern, options.layers, options.backend
-    records = vllm.run(vllm.adapt(vllm.PROFILES[options.profile], *choices), options.out, options.scratch)
+    profile = vllm.adapt(
+        vllm.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        sequences=options.sequences,
+        layers=options.layers,
+        backend=options.backend,
+    )
+    records = vllm.run(profile, options.out, options.scratch)
     told = {"path": str(options.out), "records": len(records)}
     print(json.dumps(told) if options.json else f"{len(records)} records: {options.out}")
     return 0

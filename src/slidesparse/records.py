@@ -25,6 +25,8 @@ CONTROL = "inf"
 """The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 
 COPY, QUANTIZE = "copy", "quantize"
+ALONE, LIBRARY = "alone", "library"
+"""Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
 SQUARE = "square"
 ALL = "*"
 ENGINE, KERNELS = "vllm", "vllm kernels"

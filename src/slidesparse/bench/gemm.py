@@ -16,7 +16,10 @@ from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.gemm import Backend, Layout, Operand, Problem, get_backend
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import DENSE, Case, Record, Tried
+from slidesparse.records import ALONE, DENSE, LIBRARY, Case, Record, Tried
+
+FINALISTS = 3
+"""Algorithms of a library that its backend's choice is held against."""
 
 
 @runtime_checkable
@@ -25,6 +28,17 @@ class Searched(Protocol):
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
         """(name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
+        ...
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A backend that can run each of its algorithms alone, so that its choice can be held against them."""
+
+    def finalists(
+        self, problem: Problem, tokens: int, count: int
+    ) -> Sequence[tuple[str, Callable[[torch.Tensor, Operand, int], torch.Tensor]]]:
+        """(name, the product alone) of the fastest algorithms of a search at this shape."""
         ...
 
 
@@ -47,7 +61,37 @@ def measure(session: Session, case: Case) -> list[Record]:
                 subjects.append(found)
             else:
                 refusals.append(found)
+        if case.scaled and HEADLINE in session.patterns(case):
+            subjects += _alone(session, case, name)
     return compare(session, case, subjects, refusals)
+
+
+def _alone(session: Session, case: Case, name: str) -> list[Subject]:
+    """A backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
+    backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device)
+    if not (backend.accelerated and isinstance(backend, Bare) and isinstance(backend, Ranked)):
+        return []
+    ranked = [] if backend.why_not(problem) else backend.finalists(problem, case.tokens, FINALISTS)
+    if not ranked:
+        return []
+    weight = (HEADLINE, case.dtype, case.out_features, case.in_features, session.device)
+    x, packed = activations(case, HEADLINE, session.device), packed_weight(*weight)
+    values, _ = lifted(x, packed, backend.layout, name)
+
+    def subject(of: str, algorithm: str, run: Callable[..., torch.Tensor]) -> Subject:
+        return Subject(
+            variant=f"{name} {ALONE} {HEADLINE}",
+            backend=of,
+            algorithm=algorithm,
+            run=lambda x, weight: run(x, weight, case.out_features),
+            operands=(values, operand(name, *weight)),
+            n_bytes=product_bytes(case, packed, values, float_type(case.dtype)),
+            check=error_against(x, packed, False),
+            ideal_speedup=ideal_speedup(HEADLINE),
+        )
+
+    chosen = subject(name, "the backend's choice", backend.bare)
+    return [chosen, *(subject(LIBRARY, algorithm, run) for algorithm, run in ranked)]
 
 
 def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from slidesparse.bench.problems import Profile
 from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
+from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.records import ALL, SQUARE, Case, Record, open_records
 
@@ -87,18 +88,25 @@ def adapt(
     dtypes: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     budget_s: float | None = None,
+    *,
+    patterns: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
 ) -> Profile:
-    """A profile with a user's choices.
+    """A profile with a user's choices; patterns and tokens are those of model shapes.
 
     Raises:
-        InputError: An unknown name, or a budget that is none.
+        InputError: An unknown name, a pattern that is none, a number of tokens below 1, or a budget that is none.
     """
+    if any(m < 1 for m in tokens or ()):
+        raise InputError("tokens", got=min(tokens or ()), needed="at least 1")
     if budget_s is not None and not budget_s > 0:
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
         dtypes=problems.select(dtypes, problems.DTYPES, profile.dtypes, "dtype"),
         models=problems.select(models, problems.MODELS, profile.models, "model"),
+        model_patterns=tuple(str(Pattern.parse(p)) for p in patterns or ()) or profile.model_patterns,
+        tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
         budget_s=profile.budget_s if budget_s is None else budget_s,
     )
 

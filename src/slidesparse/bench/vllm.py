@@ -86,22 +86,32 @@ def adapt(
     profile: EngineProfile,
     dtypes: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
+    *,
     patterns: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
+    sequences: Sequence[int] | None = None,
     layers: int | None = None,
     backend: str | None = None,
 ) -> EngineProfile:
     """A profile with a user's choices.
 
     Raises:
-        InputError: An unknown name, or a number of layers that is none.
+        InputError: An unknown name, or a number below 1.
     """
-    if layers is not None and layers < 1:
-        raise InputError("layers", got=layers, needed="at least 1")
+    for what, numbers in (
+        ("tokens", tokens),
+        ("sequences", sequences),
+        ("layers", None if layers is None else [layers]),
+    ):
+        if any(number < 1 for number in numbers or ()):
+            raise InputError(what, got=min(numbers or ()), needed="at least 1")
     return replace(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
         models=select(models, ARCHITECTURES, profile.models, "model"),
         patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
+        prefill=tuple(tokens or profile.prefill),
+        decode=tuple(sequences or profile.decode),
         layers=layers or profile.layers,
         backend=backend or profile.backend,
     )

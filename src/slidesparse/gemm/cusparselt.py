@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -275,6 +276,8 @@ def compress(matrix: torch.Tensor) -> torch.Tensor:
     return compressed
 
 
+Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
+
 # -- the backend ---------------------------------------------------------------------------------------------------
 
 
@@ -359,17 +362,29 @@ class CuSparseLt:
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
-        groups = problem.pattern.groups(problem.in_features)
-        columns = problem.pattern.following(groups) * problem.pattern.slid_group
-        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
-        device = _index(problem.device)
-        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        shape = Shape(device, out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
+        shape = self._shape(problem, tokens)
         record = nearest(load_table(table_path()), shape.key, shape.rows)
         if record is None:
             return []
         first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
+
+    def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
+        """The fastest algorithms of a search at this shape, each as :meth:`bare`; [] without one."""
+        shape = self._shape(problem, tokens)
+        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        timed = [
+            (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
+        ]
+        fastest = sorted(timed, key=lambda pair: pair[0])[:count]
+        return [(str(algorithm), partial(self._bare, Plan(shape, algorithm))) for _, algorithm in fastest]
+
+    def _shape(self, problem: Problem, tokens: int) -> Shape:
+        groups = problem.pattern.groups(problem.in_features)
+        columns = problem.pattern.following(groups) * problem.pattern.slid_group
+        out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
+        accumulator = self._accumulators.get(problem.dtype, problem.dtype)
+        return Shape(_index(problem.device), out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
 
     def matmul(
         self,
@@ -419,8 +434,11 @@ class CuSparseLt:
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
+        return self._bare(None, x, operand, out_features)
+
+    def _bare(self, plan: Plan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         with torch.cuda.device(x.get_device()):
-            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features)
+            return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features, plan=plan)
 
     def _product(
         self,
@@ -429,12 +447,14 @@ class CuSparseLt:
         weight: torch.Tensor,
         out_features: int,
         bias: torch.Tensor | None = None,
+        plan: Plan | None = None,
     ) -> torch.Tensor:
         """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
         rows, stride = x.shape
         out = out_features + -out_features % MULTIPLE
         accumulator = self._accumulators.get(x.dtype, x.dtype)
-        plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
+        if plan is None:
+            plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
         acc = torch.empty(rows, out, dtype=accumulator, device=x.device)

@@ -42,6 +42,10 @@ ABOUT_BREAKDOWN = """\
 One prefill under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings; each side fuses them
 in its own way. `weights GB` is what parameters and buffers take, both forms where two are kept."""
 
+ABOUT_LIBRARY = """\
+A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
+same comparison; each problem is in `library.csv`."""
+
 ABOUT_PLOTS = """\
 Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
 fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
@@ -56,6 +60,7 @@ SECTIONS: tuple[Section, ...] = (
     ("vLLM, where the time goes", ABOUT_BREAKDOWN, engines.breakdown_tables),
     ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
+    ("Backends and their libraries", ABOUT_LIBRARY, tables.library_summary_tables),
     ("Packing", "", tables.pack_tables),
     ("Dense baselines", "The fastest of these, in each comparison, is the baseline.", tables.baseline_tables),
 )
@@ -92,8 +97,8 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
         for heading, about, make in SECTIONS:
             parts += _section(heading, about, make(found), files)
         parts += _section("Without a time", "", tables.missing_tables(records), files)
-        flat = tables.everything(found)
-        files[f"{flat.name}.csv"] = flat.csv()
+        for table in (*tables.library_tables(found), tables.everything(found)):
+            files[f"{table.name}.csv"] = table.csv()
         files[PAGE] = "\n\n".join(parts) + "\n"
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")

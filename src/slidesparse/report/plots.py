@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: a Figure of its own draws with Agg, without a window or global state
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MultipleLocator
 
 from slidesparse.records import COPY, QUANTIZE, SQUARE
 from slidesparse.report.numbers import Comparison, Limits, Point, limits, median_us, points, ratio
@@ -40,11 +41,17 @@ def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folde
         pictures.setdefault((point.model, point.scaled), {}).setdefault(point.dtype, []).append(point)
     known, paths = limits(found), []
     for (model, scaled), by_dtype in pictures.items():
-        figure, (panels,) = _grid(1, len(by_dtype), f"{title}: {model}{'' if scaled else ', no scales'}")
-        for axes, (dtype, group) in zip(panels, by_dtype.items(), strict=True):
+        rows = 2 if len(by_dtype) == 4 else 1
+        figure, panels = _grid(rows, len(by_dtype) // rows, f"{title}: {model}{'' if scaled else ', no scales'}")
+        for axes, (dtype, group) in zip(panels.flat, by_dtype.items(), strict=True):
             _draw_panel(axes, group, known)
             axes.set_title(dtype.upper(), loc="left", fontsize=10)
-        panels[0].set_ylabel("speed-up over dense")
+        for row in panels:
+            row[0].set_ylabel("speed-up over dense")
+        # The panels share this axis, so its limits wait for all of them. No bars, so no need for zero; half of dense is
+        # the bottom unless something is worse.
+        panels[0][0].set_ylim(bottom=min(0.5, panels[0][0].get_ylim()[0]))
+        panels[0][0].yaxis.set_major_locator(MultipleLocator(0.2))
         names = _patterns([point for group in by_dtype.values() for point in group])
         handles = [_sample(COLOURS[name], MARKERS[name], name) for name in names]
         handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
@@ -70,8 +77,6 @@ def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> None:
         margin = axes.get_yaxis_transform()
         axes.plot((1.01, 1.05), (ideal, ideal), color=COLOURS[name], linewidth=3, transform=margin, clip_on=False)
     _token_axis(axes, [point.tokens for point in group], "M = N = K" if group[0].model == SQUARE else "M (tokens)")
-    # No bars, so no need for zero; half of dense is the bottom unless something is worse.
-    axes.set_ylim(bottom=min(0.5, axes.get_ylim()[0]))
     axes.yaxis.set_major_formatter("{x:.1f}x")
 
 
@@ -102,10 +107,10 @@ def draw_kernels(found: Sequence[Comparison], path: Path) -> bool:
                 drawn = {tokens: share for tokens, share in shares.items() if share is not None}
                 axes.plot(list(drawn), list(drawn.values()), color=colour, marker=marker, markersize=4)
             _token_axis(axes, [one.case.tokens for one in group], "M (tokens)")
-            axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
             axes.set_title(f"K = {columns}, {dtype.upper()}", loc="left", fontsize=10)
         row[0].set_ylabel("of the copy's rate")
+    panels[0][0].set_ylim(bottom=0)  # shared, so it waits for all of them
     label = {QUANTIZE: "quantise only"}
     handles = [_sample(*style, label.get(name, f"quantise + {name}")) for name, style in curves.items()]
     _save(figure, handles, path)

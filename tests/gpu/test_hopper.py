@@ -1,0 +1,275 @@
+"""The Hopper backend against the reference, the emulator and itself, on a GPU."""
+
+from __future__ import annotations
+
+import hopper_emulator as emulator
+import numpy as np
+import pytest
+import torch
+from tolerances import FP8_TENSOR_CORE, assert_product
+from torch import nn
+
+from slidesparse import InputError, UnsupportedError, ops
+from slidesparse.gemm import Problem, get_backend, hopper, hopper_launch
+from slidesparse.gemm.base import slab_view
+from slidesparse.gemm.hopper import SLABS, Hopper
+from slidesparse.gemm.hopper_compile import Tile
+from slidesparse.gemm.hopper_tiles import TILES
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.slide import gather
+
+pytestmark = pytest.mark.gpu
+
+INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")
+TOKENS = (0, 1, 7, 64, 193, 1000)
+OUT, COLUMNS = 300, 1000
+"""Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
+
+
+@pytest.fixture(autouse=True)
+def _can_run() -> None:
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
+    if (why := get_backend("hopper").why_not(problem)) is not None:
+        pytest.skip(why)
+
+
+@pytest.fixture(params=TILES, ids=lambda tile: f"{tile.tokens}x{tile.channels}")
+def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
+    """Every tile in turn, whatever the sizes would choose."""
+    chosen: Tile = request.param
+    monkeypatch.setattr(hopper, "choose_tile", lambda *_: chosen)
+    return chosen
+
+
+def _packed(dtype: torch.dtype, pattern: str, out: int = OUT, columns: int = COLUMNS) -> PackedWeight:
+    if dtype == INT8:
+        weight = torch.randint(-128, 128, (out, columns), dtype=INT8, device="cuda")
+        weight = weight * prune_mask(weight, pattern)
+    else:
+        weight = torch.randn(out, columns, device="cuda")
+        weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    return pack(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if dtype.itemsize == 1 else None)
+
+
+def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
+    if dtype == INT8:
+        return torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
+    return torch.randn(m, columns, device="cuda").to(dtype)
+
+
+def _lifted(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """In slabs; what stands past the tokens is poison, which must not reach a result."""
+    rows, tokens = gather(x, Hopper.layout.column_map(packed)), x.shape[0]
+    padded = rows.new_empty(tokens + -tokens % SLABS.rows, rows.shape[1])
+    padded.view(torch.uint8).fill_(0x7F)  # FP8: NaN
+    padded[:tokens] = rows
+    return SLABS.arrange(padded).view(padded.shape)[:tokens]
+
+
+def _layer(pattern: str, dtype: str, backend: str = "hopper", *, biased: bool = True) -> SlideLinear:
+    torch.manual_seed(1)
+    linear = nn.Linear(COLUMNS, OUT, bias=biased).to(BF16).cuda()
+    return SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_int8_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> None:
+    packed, backend = _packed(INT8, pattern), get_backend("hopper")
+    operand, bias = backend.prepare(packed), torch.randn(OUT, device="cuda")
+    for m in TOKENS:
+        x, scale_x = _tokens(INT8, m), torch.rand(m, 1, device="cuda")
+        for out_dtype in (BF16, FP16, FP32):
+            y = backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, OUT, out_dtype)
+            expected = apply_scales(product(x, packed.unpack()), scale_x, packed.scale, bias, out_dtype)
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("out", [1, 63, 257, 320])
+def test_any_number_of_channels(out: int, tile: Tile) -> None:
+    packed, backend = _packed(INT8, "6:8", out, 256), get_backend("hopper")
+    x = _tokens(INT8, 200, 256)
+    for bias in (None, torch.randn(out, device="cuda").to(BF16), torch.randn(out, device="cuda").to(FP16)):
+        y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, bias, out, BF16)
+        assert torch.equal(y, apply_scales(product(x, packed.unpack()), None, packed.scale, bias, BF16))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", [FP8, BF16, FP16], ids=str)
+def test_floats_stay_within_the_table(pattern: str, dtype: torch.dtype, tile: Tile) -> None:
+    packed, backend = _packed(dtype, pattern), get_backend("hopper")
+    operand, bias = backend.prepare(packed), torch.randn(OUT, device="cuda") * 1e-2
+    weight, scale_w = packed.unpack().double(), packed.scale
+    for m in TOKENS:
+        x, scale_x = _tokens(dtype, m), torch.rand(m, 1, device="cuda") if scale_w is not None else None
+        y = backend.matmul(_lifted(x, packed), scale_x, operand, scale_w, bias, OUT, BF16)
+        scale = 1.0 if scale_x is None or scale_w is None else scale_x.double() * scale_w.double()
+        exact = scale * (x.double() @ weight.T) + bias.double()
+        magnitude = scale * (x.double().abs() @ weight.abs().T) + bias.double().abs()
+        assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
+
+
+def test_the_emulator_reads_what_the_kernel_reads() -> None:
+    for dtype, pattern in ((INT8, "6:8"), (INT8, "4:6@50%"), (BF16, "8:10"), (BF16, "2:4@30%")):
+        packed, backend = _packed(dtype, pattern, 70, 320), get_backend("hopper")
+        operand = backend.prepare(packed)
+        decoded = emulator.weights(*(tensor.cpu().numpy() for tensor in operand), dtype.itemsize)
+        # One token a column of K': the product is the operand itself, element by element.
+        width = decoded.shape[1]
+        identity = torch.eye(width, device="cuda").to(dtype)
+        x = SLABS.arrange(identity).view(-1, width)[:width]
+        assert slab_view(x, SLABS).shape[0] == -(-width // SLABS.rows)
+        y = backend.matmul(x, None, operand, None, None, 70, FP32)
+        bits = torch.from_numpy(decoded[:70].view(np.int8 if dtype == INT8 else np.int16).copy()).cuda()
+        assert torch.equal(y.T, (bits if dtype == INT8 else bits.view(dtype)).float())
+
+
+def test_a_shard_that_starts_inside_a_group() -> None:
+    whole, backend = _packed(INT8, "6:8", OUT, 1600).unpack(), get_backend("hopper")
+    shard = whole[:, 803:].contiguous()
+    packed = pack(shard, "6:8", scale=torch.ones(OUT, device="cuda"), k_offset=803 % 8)
+    x = _tokens(INT8, 100, shard.shape[1])
+    y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, None, OUT, FP32)
+    assert torch.equal(y, product(x, shard).float())
+
+
+def test_more_than_2_31_outputs() -> None:
+    tokens, out, columns = 65536, 37888, 64
+    needed = tokens * out * 2 + (4 << 30)
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory")
+    packed, backend = _packed(INT8, "6:8", out, columns), get_backend("hopper")
+    assert packed.scale is not None
+    x, scale_x = _tokens(INT8, tokens, columns), torch.rand(tokens, 1, device="cuda")
+    y = backend.matmul(_lifted(x, packed), scale_x, backend.prepare(packed), packed.scale, None, out, BF16)
+    for start in (0, 28340, 56680, tokens - 64):  # 2^31 / out = 56680 is where 32 bits end
+        some = slice(start, start + 64)
+        expected = apply_scales(product(x[some], packed.unpack()), scale_x[some], packed.scale, None, BF16)
+        assert torch.equal(y[some], expected)
+
+
+def test_every_output_is_written() -> None:
+    packed, backend = _packed(INT8, "6:8"), get_backend("hopper")
+    x, operand = _lifted(_tokens(INT8, 777), packed), backend.prepare(packed)
+    expected = backend.matmul(x, None, operand, packed.scale, None, OUT, BF16)
+    for _ in range(3):  # the allocator gives the memory of the one before, poisoned
+        poison = torch.full_like(expected, float("nan"))
+        address = poison.data_ptr()
+        del poison
+        y = backend.matmul(x, None, operand, packed.scale, None, OUT, BF16)
+        assert y.data_ptr() == address
+        assert torch.equal(y, expected)
+        del y
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_ten_thousand_launches_give_the_same_bits(dtype: torch.dtype) -> None:
+    packed, backend = _packed(dtype, "4:6@50%", 1024, 2000), get_backend("hopper")
+    x, operand = _lifted(_tokens(dtype, 1500, 2000), packed), backend.prepare(packed)
+    expected = backend.matmul(x, None, operand, packed.scale, None, 1024, BF16)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        y = backend.matmul(x, None, operand, packed.scale, None, 1024, BF16)
+        different += (y.view(torch.int16) != expected.view(torch.int16)).any()
+    assert int(different) == 0
+
+
+# -- graphs, streams, devices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_layer_eager_compiled_and_captured(pattern: str, dtype: str) -> None:
+    layer, reference = _layer(pattern, dtype), _layer(pattern, dtype, "reference")
+    x = torch.randn(199, COLUMNS, dtype=BF16, device="cuda")
+    eager = layer(x)
+    if dtype == "int8":
+        assert torch.equal(eager, reference(x))
+    assert torch.equal(torch.compile(layer, fullgraph=True, dynamic=True)(x), eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    for other in (x, torch.randn_like(x)):
+        x.copy_(other)
+        expected = layer(x)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def test_two_streams() -> None:
+    layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
+    streams = [torch.cuda.Stream() for _ in layers]
+    inputs = [[torch.randn(m, COLUMNS, dtype=BF16, device="cuda") for m in (1000, 17) * 20] for _ in layers]
+    expected = [[layer(x) for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for i in range(40):
+        for stream, layer, xs, ys in zip(streams, layers, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                ys.append(layer(xs[i]))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_second_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    layer, x = _layer("6:8", "int8"), torch.randn(100, COLUMNS, dtype=BF16, device="cuda")
+    expected = layer(x)
+    assert torch.equal(layer.to("cuda:1")(x.to("cuda:1")).to("cuda:0"), expected)
+
+
+def test_a_kernel_cannot_be_loaded_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = _layer("6:8", "int8"), torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
+    layer(x)
+    hopper_launch.load.cache_clear()
+    with (
+        pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        layer(x)
+    torch.cuda.synchronize()
+    assert torch.isfinite(layer(x)).all()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_another_layout_are_refused() -> None:
+    packed, backend = _packed(INT8, "6:8"), get_backend("hopper")
+    rows = gather(_tokens(INT8, 100), Hopper.layout.column_map(packed))
+    with pytest.raises(InputError, match="activations in slabs"):
+        backend.matmul(rows, None, backend.prepare(packed), packed.scale, None, OUT, BF16)
+
+
+def test_wrong_types_are_refused() -> None:
+    packed, backend = _packed(INT8, "6:8"), get_backend("hopper")
+    x, operand = _lifted(_tokens(INT8, 3), packed), backend.prepare(packed)
+    with pytest.raises(InputError, match="output type"):
+        backend.matmul(x, None, operand, packed.scale, None, OUT, torch.float64)
+    with pytest.raises(InputError, match="bias"):
+        backend.matmul(x, None, operand, packed.scale, torch.zeros(OUT, dtype=torch.int32, device="cuda"), OUT, BF16)
+
+
+def test_quantise_and_lift_writes_what_the_kernel_reads() -> None:
+    packed = _packed(INT8, "6:8")
+    columns = Hopper.layout.columns(packed)
+    assert columns is not None
+    x = torch.randn(100, COLUMNS, dtype=BF16, device="cuda")
+    lifted, scale = ops.quantize_lift(
+        x, Hopper.layout.column_map(packed), INT8, "hopper", columns.groups, columns.order
+    )
+    y = get_backend("hopper").matmul(
+        lifted, scale, get_backend("hopper").prepare(packed), packed.scale, None, OUT, BF16
+    )
+    layer = SlideLinear(packed, backend="reference")
+    assert torch.equal(y, layer(x))
