@@ -23,7 +23,7 @@ from slidesparse.pattern import Pattern
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 
 SETTINGS = {"enable_prefix_caching": True, "max_num_batched_tokens": 2048, "max_num_seqs": 64}
-PROMPTS, TOKENS, LIKELIEST = 64, 64, 20
+LAYERS, PROMPTS, TOKENS, LIKELIEST = 4, 64, 64, 20
 
 CASES = {
     "eager int8": (torch.int8, "6:8", True),
@@ -58,7 +58,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         for engine in engines.values():
             engine.ready()
         yield {
-            key: (engine.call("tokens", prompts(), TOKENS), engine.call("first_logprobs", prompts()[:16], LIKELIEST))
+            key: (
+                engine.call("tokens", prompts(), TOKENS),
+                engine.call("first_logprobs", prompts()[:16], LIKELIEST),
+                engine.call("kernels", "prefill", 1024),
+            )
             for key, engine in engines.items()
         }
 
@@ -66,13 +70,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def checkpoint(folder: Path, dtype: torch.dtype, pattern: str) -> Path:
     path = folder / f"{dtype}-{pattern.replace(':', 'of')}"
     if not path.exists():
-        write_checkpoint(path, model_config("Qwen2.5-7B", 4), dtype, Pattern.parse(pattern), torch.device("cuda"))
+        write_checkpoint(path, model_config("Qwen2.5-7B", LAYERS), dtype, Pattern.parse(pattern), torch.device("cuda"))
     return path
 
 
 @pytest.mark.parametrize("case", [case for case, (dtype, *_) in CASES.items() if dtype == torch.int8])
 def test_int8_gives_the_tokens_of_stock_vllm(answers: Any, case: str) -> None:
-    (stock, _), (ours, _) = answers[case, False], answers[case, True]
+    (stock, *_), (ours, *_) = answers[case, False], answers[case, True]
     same = sum(one == other for one, other in zip(stock, ours, strict=True))
     # Eager runs the same norms, so all bits are equal. Compiled, a bf16 rounding may fall to the other side.
     assert same >= (PROMPTS if case.startswith("eager") else 0.99 * PROMPTS)
@@ -80,8 +84,16 @@ def test_int8_gives_the_tokens_of_stock_vllm(answers: Any, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_logits_agree(answers: Any, case: str) -> None:
-    (_, stock), (_, ours) = answers[case, False], answers[case, True]
+    (_, stock, _), (_, ours, _) = answers[case, False], answers[case, True]
     differences = [abs(a[t] - b[t]) for a, b in zip(stock, ours, strict=True) for t in a.keys() & b.keys()]
     assert len(differences) >= 0.9 * 16 * LIKELIEST
     # Logits are bf16, of size 4: a step is 2^-6. FP8 sums in another order, which moves later roundings too.
     assert max(differences) <= (2**-6 if CASES[case][0] == torch.int8 else 0.1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layer_said_to_be_sparse_runs_a_sparse_kernel(answers: Any, case: str) -> None:
+    kernels = answers[case, True][2]
+    assert sum(launches for name, (_, launches) in kernels.items() if "sparse_gemm" in name) == 4 * LAYERS
+    assert not any("cutlass_3x_gemm" in name for name in kernels)
+    assert any("cutlass_3x_gemm" in name for name in answers[case, False][2])

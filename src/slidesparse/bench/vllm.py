@@ -245,13 +245,13 @@ def _kernel_records(engines: Mapping[str, Engine], case: Case, backend: str) -> 
             )
 
 
-def by_class(kernels: Mapping[str, float]) -> dict[str, float]:
-    """Microseconds by what kernels do.
+def by_class(kernels: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Microseconds by what kernels do, from the time and the launches of each.
 
-    >>> by_class({"flash::Kernel": 1.0, "sparse_gemm_kernel": 5.0, "held_kernel": 2.0, "copy": 0.5})
+    >>> by_class({"flash::Kernel": (1.0, 1), "sparse_gemm": (5.0, 4), "held_kernel": (2.0, 4), "copy": (0.5, 1)})
     {'attention': 1.0, 'gemm': 5.0, 'elementwise': 2.0, 'rest': 0.5}
     """
     times = dict.fromkeys((name for name, _ in CLASSES), 0.0)
-    for kernel, time_us in kernels.items():
+    for kernel, (time_us, _) in kernels.items():
         times[next(name for name, pattern in CLASSES if pattern.search(kernel))] += time_us
     return times

@@ -179,8 +179,8 @@ class Driver:
         outputs = self._generate(prompts, 1, logprobs=count)
         return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
 
-    def kernels(self, kind: str, size: int) -> dict[str, float]:
-        """Microseconds of every kernel in one prefill, or in one decode of :data:`DECODE_STEPS` steps."""
+    def kernels(self, kind: str, size: int) -> dict[str, tuple[float, int]]:
+        """Microseconds and launches of every kernel in one prefill, or in one decode of :data:`DECODE_STEPS` steps."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -189,10 +189,12 @@ class Driver:
             else:
                 self._seconds(size, DECODE_PROMPT, 1 + DECODE_STEPS, 1)
         times: Counter[str] = Counter()
+        launches: Counter[str] = Counter()
         for event in profiler.events() or ():
             if event.device_type is not None and event.device_type.name == "CUDA":
                 times[event.name] += event.device_time
-        return dict(times)
+                launches[event.name] += 1
+        return {name: (time_us, launches[name]) for name, time_us in times.items()}
 
     def weights_gb(self) -> float:
         """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
