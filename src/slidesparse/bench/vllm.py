@@ -27,7 +27,7 @@ from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
 from slidesparse.bench.problems import ideal_speedup, select
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions
+from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
@@ -171,7 +171,11 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: str
     write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant), device)
     torch.cuda.empty_cache()
     arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant != DENSE else {}
-    return EngineOptions(folder, variant != DENSE, {"slidesparse": {"backend": profile.backend}}, arguments)
+    # A key and a value of two bytes for every token of the largest request, and room to round to blocks.
+    token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    tokens = max(*profile.prefill, DECODE_TOKENS * max(profile.decode))
+    additional = {"slidesparse": {"backend": profile.backend}}
+    return EngineOptions(folder, variant != DENSE, additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens)
 
 
 @dataclass(frozen=True)

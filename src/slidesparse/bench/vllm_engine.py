@@ -26,6 +26,9 @@ PROMPT = 1024
 DECODE_PROMPT, DECODE_STEPS = 16, 64
 """Tokens of a prompt, and of the output, in decoding."""
 
+DECODE_TOKENS = 128
+"""What a sequence of decoding takes of the key-value cache, at most."""
+
 BATCHED_TOKENS = 16384
 SEQUENCES = 512
 
