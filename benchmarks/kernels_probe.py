@@ -123,7 +123,8 @@ def launches(columns: int) -> list[Launch]:
     """What is worth trying where a row is held: one to four times as few lanes as possible, a store or two a step."""
     fewest = min(warps for warps in WARPS if columns <= CHUNKS * HELD_COLUMNS * warps)
     tried = [warps for warps in WARPS if fewest <= warps <= 8 * fewest and HELD_COLUMNS * warps < 2 * columns]
-    return [Launch(HELD_COLUMNS * warps, 512 * warps * stores, warps) for warps in tried for stores in (1, 2)]
+    made = [Launch(HELD_COLUMNS * warps, 512 * warps * stores, warps) for warps in tried for stores in (1, 2)]
+    return made + [replace(launch, registers=most) for launch in made if launch.num_warps == 16 for most in (40, 48)]
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def report(case: Case, tokens: int, only: float | None = None) -> float:
     share = copy_time(n_bytes // 2**20 * 2**20 or n_bytes) / seconds
     launch = launch_of(case, tokens)
     chosen = " *" if case.launch is None else ""
-    cut = f"{launch.write // 4}/{launch.num_warps}{chosen}"
+    cut = f"{launch.write // 4}/{launch.num_warps}/{launch.registers}{chosen}"
     ratio = "" if only is None else f"{seconds / only:6.2f}"
     print(
         f"{case.label:22s} {tokens:6d} {case.columns:6d} {cut:14s} {seconds * 1e6:9.1f} us"
@@ -294,11 +295,12 @@ def main() -> None:
     widths = (2560, 3584, 8192, 18944) if quick else (2048, 2560, 3584, 4096, 8192, 14336, 18944)
     plain = [Case(p, k, dtype) for k in widths for dtype in (INT8, FP8) for p in ("identity", "4:6", "6:8")]
     fused = [Case("6:8", k, dtype, f) for k in (3584, 8192) for f in ("rms_norm", "add_rms_norm") for dtype in (INT8,)]
-    fused += [Case("6:8", 18944, dtype, "silu_mul") for dtype in (INT8, FP8)]
-    others = [Case("4:6@50%", k) for k in (3584, 18944)] + [Case("14:16", 8192), Case("6:8", 8192, BF16)]
+    fused += [Case(p, 18944, dtype, "silu_mul") for dtype in (INT8, FP8) for p in ("6:8", "4:6@50%")]
+    others = [Case("4:6@50%", k, dtype) for k in (3584, 18944) for dtype in (INT8, FP8)]
+    others += [Case("14:16", 8192), Case("6:8", 8192, BF16)]
     others += [Case("8:10", 2560), Case("6:8", 8192, slabs=Slabs(64, swizzle=True))]
     cases = [*plain, *fused, *others]
-    swept = [Case("6:8", k, FP8) for k in widths] + fused + others[:2]
+    swept = [Case("6:8", 18944, FP8), *fused[-3:], *others[:4]]
     swept += [] if quick else [c for c in plain if c not in swept]
     tried = [replace(case, launch=launch) for case in swept for launch in launches(case.columns)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -26,6 +28,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
     "phi3": ("Phi3", {}),
     "bitnet": ("BitNet", {"tie_word_embeddings": True}),
 }
@@ -52,6 +55,25 @@ def make_checkpoint(
     model.save_pretrained(path, max_shard_size=shard_size)
     (path / "tokenizer.json").write_text('{"made": "for the test"}')
     return model
+
+
+def add_tokenizer(path: Path) -> None:
+    """A tokenizer for those checkpoints: one token for each letter, figure and sign."""
+    signs = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:!?-()'\n"
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {sign: 3 + i for i, sign in enumerate(signs)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
+
+
+def write_text(path: Path, words: int = 800) -> Path:
+    """A text file with something to foresee in it."""
+    rng = random.Random(0)
+    vocabulary = ["sparse", "dense", "weights", "slide", "over", "windows", "of", "four", "and", "keep", "two"]
+    path.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)) + ".\n", encoding="utf-8")
+    return path
 
 
 def tokens(vocabulary: int = SMALL["vocab_size"]) -> torch.Tensor:

@@ -72,18 +72,7 @@ def weights(sparse: np.ndarray, dense: np.ndarray, itemsize: int) -> np.ndarray:
             steps = [dense_block(dense[tile, step, block], itemsize) for step in range(dense.shape[1])]
             steps += [sparse_block(sparse[tile, step, block], itemsize) for step in range(sparse.shape[1])]
             tiles.append(np.concatenate(steps, 1) if steps else np.zeros((ROWS, 0), TYPES[itemsize]))
-    matrix = np.concatenate(tiles)
-    channels = [channel_of(*divmod(row, ROWS)) for row in range(len(matrix))]
-    assert sorted(channels) == list(range(len(matrix)))
-    ordered = np.empty_like(matrix)
-    ordered[channels] = matrix
-    return ordered
-
-
-def channel_of(block: int, row: int) -> int:
-    """The channel that the epilogue takes a row of a row block for."""
-    warp, row_in_warp = divmod(row, 16)
-    return block // 2 * 128 + warp * 32 + block % 2 * 16 + row_in_warp
+    return np.concatenate(tiles)
 
 
 def activations(tiles: np.ndarray, itemsize: int) -> np.ndarray:

@@ -119,6 +119,11 @@ def vllm_fp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def scaled_product(
     accumulator: np.ndarray, scale_x: np.ndarray, scale_w: np.ndarray, bias: np.ndarray | None
 ) -> np.ndarray:
-    """vLLM's epilogue in float32: accumulator [M, out] int64, scale_x [M, 1], scale_w [out] -> float32 [M, out]."""
-    y = scale_x * (scale_w.reshape(1, -1) * accumulator.astype(np.float32))
-    return y if bias is None else y + bias.astype(np.float32)
+    """vLLM's epilogue: accumulator [M, out] int64, scale_x [M, 1], scale_w [out] -> float32 [M, out].
+
+    Token scale and bias are one fused multiply-add: in long double, whose sum is as good as exact before it is rounded.
+    """
+    y = scale_w.reshape(1, -1) * accumulator.astype(np.float32)
+    if bias is None:
+        return scale_x * y
+    return (scale_x.astype(np.longdouble) * y + bias.astype(np.float32)).astype(np.float32)

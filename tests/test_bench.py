@@ -17,6 +17,7 @@ from bench_records import IDLE, LOADED, MACHINE, case, too_old
 
 from slidesparse.bench import environment, gemm, problems, runner
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
+from slidesparse.bench.kernels import any_weight
 from slidesparse.bench.problems import PATTERNS, PROFILES, Profile
 from slidesparse.bench.timing import (
     MAX_COPIES,
@@ -314,7 +315,7 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert {r.case for r in records} == cases
     measured = {name: {r.variant for r in records if r.case.benchmark == name} for name in problems.BENCHMARKS}
     assert measured["gemm"] == {"dense", "2:4", "6:8", "inf"}
-    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 6:8"}
+    assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
     fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
@@ -322,6 +323,15 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
     assert all(r.error == 0 for r in exact)
     assert all(r.timing and (r.timing.host_us == 3.0) == (r.case.benchmark == "linear") for r in records)
+
+
+def test_partial_patterns_of_the_kernel_benchmark_scatter_their_groups() -> None:
+    packed = any_weight(Pattern.parse("4:6@50%"), 60, torch.device("cpu"))
+    assert [(s.kind, s.groups.tolist()) for s in packed.segments] == [
+        ("dense", [1, 3, 5, 7, 9]),
+        ("2:4", [0, 2, 4, 6, 8]),
+    ]
+    assert [s.kind for s in any_weight(Pattern.parse("6:8"), 60, torch.device("cpu")).segments] == ["2:4"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -491,6 +501,7 @@ def test_without_a_gpu_there_is_one_clear_line(
     [
         (["--dtype", "int4"], "unknown dtype; got 'int4'; needed int8, fp8, bf16, fp16"),
         (["--models", "GPT-2"], "unknown model; got 'GPT-2'"),
+        (["--backends", "dense", "cutlass"], "unknown backend; got 'cutlass'"),
         (["--budget-s", "-1"], "budget; got -1.0"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse import InputError, Pattern, prune_mask
-from slidesparse.prune import METHODS, Linears, get_pruner, prune_masks
+from slidesparse.prune import METHODS, Linears, get_pruner, output_error, prune_masks
 from slidesparse.support import INT_VIEW, check_pattern, following_groups
 
 
@@ -166,3 +166,152 @@ def test_linears_of_different_width() -> None:
 def test_nan_weight_is_named() -> None:
     with pytest.raises(InputError, match="up_proj holds NaN"):
         get_pruner("magnitude").prune(Linears({"up_proj": torch.full((2, 8), float("nan"))}, Pattern(6, 8)))
+
+
+# -- calibrated methods --------------------------------------------------------------------------------------------
+
+
+def correlated_inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Activations as models have them: columns of very different size, and dependent on each other."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(columns // 4 + 1, columns, generator=generator)
+    x = torch.randn(tokens, len(mixing), generator=generator) @ mixing
+    x += 0.5 * torch.randn(tokens, columns, generator=generator)
+    return x * torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
+
+
+def linears_with(columns: int, pattern: str, *rows: int) -> tuple[Linears, torch.Tensor]:
+    x = correlated_inputs(512, columns)
+    weights = {f"w{i}": torch.randn(out, columns) for i, out in enumerate(rows)}
+    return Linears(weights, Pattern.parse(pattern), x.T @ x), x
+
+
+CALIBRATED = sorted(name for name in METHODS if get_pruner(name).needs_calibration)
+
+
+def test_there_are_calibrated_methods() -> None:
+    assert CALIBRATED == ["sparsegpt", "wanda"]
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "30:32"])
+@pytest.mark.parametrize("columns", [8, 190, 384, 130])
+def test_groups_start_at_column_zero_of_the_whole_weight(method: str, pattern: str, columns: int) -> None:
+    """Also where the sweep's blocks of about 128 columns end inside a group of 6 or 10."""
+    linears, _ = linears_with(columns, pattern, 5, 3)
+    pruned = get_pruner(method).prune(linears)
+    together = torch.cat(list(pruned.values()))
+    assert len(check_pattern(together, pattern)) >= linears.pattern.following(linears.pattern.groups(columns))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "4:6@50%"])
+def test_the_more_a_method_knows_the_less_it_costs(pattern: str) -> None:
+    linears, x = linears_with(240, pattern, 40, 24)
+    assert linears.input_gram is not None
+    errors = {}
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        pruned = get_pruner(method).prune(linears)
+        errors[method] = output_error(linears.weights, pruned, linears.input_gram)
+        direct = sum(float((x @ (w - pruned[n]).T).double().square().sum()) for n, w in linears.weights.items())
+        energy = sum(float((x @ w.T).double().square().sum()) for w in linears.weights.values())
+        assert errors[method] == pytest.approx(direct / energy, rel=1e-4)  # float32 sums over 512 tokens
+    assert errors["sparsegpt"] < errors["wanda"] < errors["magnitude"]
+
+
+def test_wanda_on_equal_inputs_is_magnitude() -> None:
+    weight = torch.randn(7, 64)
+    linears = Linears({"w": weight}, Pattern.parse("6:8"), torch.eye(64))
+    assert torch.equal(get_pruner("wanda").prune(linears)["w"], get_pruner("magnitude").prune(linears)["w"])
+
+
+def test_wanda_keeps_a_small_weight_of_a_large_input() -> None:
+    gram = torch.diag(torch.tensor([1.0, 1, 1, 10_000]))
+    pruned = get_pruner("wanda").prune(Linears({"w": torch.tensor([[1.0, 3, 2, 0.1]])}, Pattern.parse("2:4"), gram))
+    assert torch.equal(pruned["w"], torch.tensor([[0, 3, 0, 0.1]]))
+
+
+def test_sparsegpt_on_independent_inputs_changes_nothing_that_it_keeps() -> None:
+    weight = torch.randn(7, 64)
+    linears = Linears({"w": weight}, Pattern.parse("6:8"), torch.eye(64))
+    assert torch.equal(get_pruner("sparsegpt").prune(linears)["w"], get_pruner("magnitude").prune(linears)["w"])
+
+
+def sparsegpt_by_definition(weight: torch.Tensor, gram: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Optimal brain surgery, a column at a time, with the inverse of the Hessian of what is left; float64."""
+    weight, columns = weight.double().clone(), weight.shape[1]
+    hessian = gram.double() + 0.01 * gram.double().diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    for row in weight:
+        leaving: list[int] = []
+        for column in range(columns):
+            if column % pattern.group == 0:
+                members = range(column, min(column + pattern.group, columns))
+                # what a removal costs when everything from that column on is free
+                costs = [float(row[j] ** 2 / torch.linalg.inv(hessian[j:, j:])[0, 0]) for j in members]
+                room = max(len(members) - pattern.keep, 0)
+                leaving = [members[i] for i in sorted(range(len(costs)), key=costs.__getitem__)[:room]]
+            if column in leaving:
+                inverse = torch.linalg.inv(hessian[column:, column:])
+                row[column:] -= row[column].clone() / inverse[0, 0] * inverse[0]
+                row[column] = 0
+    return weight
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
+def test_sparsegpt_is_what_its_definition_says(pattern: str) -> None:
+    linears, _ = linears_with(34, pattern, 6)
+    assert linears.input_gram is not None
+    expected = sparsegpt_by_definition(linears.weights["w0"], linears.input_gram, linears.pattern)
+    # float32 updates against float64 ones
+    torch.testing.assert_close(get_pruner("sparsegpt").prune(linears)["w0"].double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_zeros_that_are_there_stay_and_count(method: str) -> None:
+    linears, _ = linears_with(96, "6:8", 16)
+    weight = linears.weights["w0"] * prune_mask(linears.weights["w0"], "6:8")
+    pruned = get_pruner(method).prune(Linears({"w": weight}, linears.pattern, linears.input_gram))["w"]
+    assert torch.equal(pruned, weight)
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_dead_and_dependent_inputs_do_no_harm(method: str) -> None:
+    x = correlated_inputs(64, 48)  # fewer tokens than it takes to tell the columns apart
+    x[:, 5] = 0
+    x[:, 9] = x[:, 8]
+    linears = Linears({"w": torch.randn(9, 48)}, Pattern.parse("6:8"), x.T @ x)
+    pruned = get_pruner(method).prune(linears)["w"]
+    assert bool(torch.isfinite(pruned).all())
+    check_pattern(pruned, "6:8")
+    if method == "wanda":  # SparseGPT's damping makes it cost a little, like an input that is hardly ever there
+        assert not bool(pruned[:, 5].any())
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_unusable_statistics(method: str) -> None:
+    weights, pattern = {"q_proj": torch.randn(4, 16)}, Pattern.parse("6:8")
+    for gram, says in (
+        (None, "q_proj: no calibration inputs"),
+        (torch.eye(8), r"input_gram of q_proj; got \[8, 8\]"),
+        (torch.full((16, 16), torch.nan), "NaN or Inf"),
+        (torch.zeros(16, 16), "all zero"),
+    ):
+        with pytest.raises(InputError, match=says):
+            get_pruner(method).prune(Linears(weights, pattern, gram))
+    with pytest.raises(InputError, match="unsupported type"):
+        get_pruner(method).prune(Linears({"w": torch.ones(4, 16, dtype=torch.int8)}, pattern, torch.eye(16)))
+
+
+def test_what_is_no_gram_matrix_is_refused() -> None:
+    gram = torch.eye(16)
+    gram[3, 3] = -1
+    with pytest.raises(InputError, match="Hessian of w is not positive definite; got it fails at column 4"):
+        get_pruner("sparsegpt").prune(Linears({"w": torch.randn(4, 16)}, Pattern.parse("6:8"), gram))
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_types_and_shapes_are_kept(method: str) -> None:
+    x = correlated_inputs(64, 24)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        pruned = get_pruner(method).prune(Linears({"w": torch.randn(3, 24).to(dtype)}, Pattern.parse("4:6"), x.T @ x))
+        assert pruned["w"].dtype == dtype
+        assert pruned["w"].shape == (3, 24)

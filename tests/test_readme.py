@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse.cli import main
 from slidesparse.pattern import Pattern
@@ -34,6 +34,17 @@ def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert main(line.split()[1:]) == 0
     (load,) = (text for text in blocks("python") if "ss.load" in text)
     exec(load, {})
+
+
+def test_plan_prune_and_eval_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "Qwen2.5-7B", "qwen2", max_position_embeddings=24)  # windows of 24 tokens, not of 2048
+    add_tokenizer(tmp_path / "Qwen2.5-7B")
+    write_text(tmp_path / "text.txt")
+    write_text(tmp_path / "held-out.txt", words=30)
+    (commands,) = (text for text in blocks("bash") if text.startswith("slidesparse plan"))
+    for line in commands.splitlines():
+        assert main(line.split()[1:]) == 0
 
 
 def test_python_block_runs() -> None:
@@ -70,3 +81,14 @@ def test_demo_table_is_that_of_the_record() -> None:
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_accuracy_figures_are_those_of_the_tables() -> None:
+    tables = (ROOT / "results/accuracy/tables.md").read_text()
+    perplexity = tables[tables.index("11 M parameters: held-out") :]
+    for pattern, sparsegpt, magnitude in (("6:8", "3.5", "9"), ("4:6", "9", "25"), ("2:4", "51", "203")):
+        cells = next(line for line in perplexity.splitlines() if line.startswith(f"| {pattern} |")).split("|")
+        measured = {name: float(cells[i].split("±")[0]) for name, i in (("magnitude", 2), ("sparsegpt", 4))}
+        assert f"{measured['sparsegpt']:.{1 if '.' in sparsegpt else 0}f}" == sparsegpt
+        assert f"{measured['magnitude']:.0f}" == magnitude
+    assert "6:8 raises held-out perplexity by 3.5 %, 4:6 by 9 % and 2:4 by 51 %; by magnitude 9, 25 and 203 %" in README

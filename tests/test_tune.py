@@ -103,13 +103,15 @@ def test_a_plan_names_each_packed_shape_once() -> None:
     assert (2560, 2560) in what.packed_shapes()
     assert (2560, 3840) in what.packed_shapes()
     assert len(what.packed_shapes()) == len(set(what.packed_shapes())) == 8
+    # Half of 320 groups slide, to 12 columns each.
+    assert (2560, 1920) in tune.plan(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ((["GPT"], None, None, [64]), "unknown model"),
-        ((None, ["4:6@50%"], None, [64]), "a pattern to tune"),
+        ((None, ["dense"], None, [64]), "a pattern to tune"),
         ((None, None, ["int4"], [64]), "unknown dtype"),
         ((None, None, None, [0]), "tokens to tune for"),
         ((None, None, None, []), "tokens to tune for"),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from slidesparse.convert import sparsify_
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import lift

@@ -55,11 +55,17 @@ def _parser() -> argparse.ArgumentParser:
     prune = add("prune", _prune, "Prune and quantise a local Hugging Face checkpoint.")
     prune.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors")
     prune.add_argument("destination", type=Path, metavar="DST", help="folder to make")
-    prune.add_argument("--pattern", required=True, help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
+    which = prune.add_mutually_exclusive_group(required=True)
+    which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
+    which.add_argument("--plan", type=Path, metavar="FILE", help="patterns that slidesparse plan chose")
     prune.add_argument(
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
     prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
+    _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, .jsonl with text, or a data set on disk")
+    prune.add_argument(
+        "--device", help="where calibration runs the layers: cpu or cuda (default: cuda when there is one)"
+    )
     prune.add_argument(
         "--recipe",
         default="absmax",
@@ -77,6 +83,39 @@ def _parser() -> argparse.ArgumentParser:
         help="another pattern for a layer (name or re:...)",
     )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
+
+    plan = add("plan", _plan, "Choose a pattern for every layer: the least damage at a speed, share of zeros or size.")
+    plan.add_argument(
+        "source", type=Path, metavar="SRC", help="folder with config.json and safetensors, in a float type"
+    )
+    plan.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="plan to make, for prune --plan")
+    target = plan.add_mutually_exclusive_group(required=True)
+    target.add_argument("--speedup", type=float, help="modelled, of all treated matrix products together: 1.2")
+    target.add_argument("--sparsity", type=float, help="share of zeros: 0.25")
+    target.add_argument("--memory", type=float, metavar="GB", help="treated weights in 8 bits, 2:4 form")
+    plan.add_argument(
+        "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
+    )
+    plan.add_argument("--method", default="sparsegpt", choices=sorted(METHODS), help="(default: %(default)s)")
+    plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, beside staying dense")
+    plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
+    plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
+    plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
+    _add_calibration(plan, "text to measure on: UTF-8, .jsonl with text, or a data set on disk", required=True)
+
+    evaluate = add("eval", _eval, "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness.")
+    evaluate.add_argument("path", type=Path, metavar="PATH", help="any local checkpoint, pruned or not")
+    evaluate.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text, .jsonl with text, or a data set on disk"
+    )
+    evaluate.add_argument(
+        "--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)"
+    )
+    evaluate.add_argument("--stride", type=int, help="tokens between windows (default: half a window)")
+    evaluate.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="needs the extra [eval]")
+    evaluate.add_argument("--limit", type=int, help="examples of each task (default: all)")
+    evaluate.add_argument("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
+    evaluate.add_argument("--device", help="cpu or cuda (default: cuda when there is one)")
 
     pack = add("pack", _pack, "Write the packed form of a pruned checkpoint beside it, to load it faster.")
     pack.add_argument("path", type=Path, metavar="PATH")
@@ -111,6 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )
+    bench.add_argument(
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run)"
+    )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
@@ -124,6 +166,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+    parser.add_argument("--calibration", metavar="FILE", required=required, help=text)
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows (%(default)s)")
+    parser.add_argument("--length", type=int, help="tokens of a window (default: 2048, or what the model can read)")
+    parser.add_argument("--seed", type=int, default=0, help="which windows of the text are taken (%(default)s)")
+
+
 def _info(options: argparse.Namespace) -> int:
     from slidesparse import info
 
@@ -132,38 +181,93 @@ def _info(options: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _device(options: argparse.Namespace) -> str:
     import torch
 
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _demo(options: argparse.Namespace) -> int:
     from slidesparse.demo import run_demo
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    report = run_demo(options.plot, device=device)
+    report = run_demo(options.plot, device=_device(options))
     print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
     return 0 if report.exact else 1
 
 
 def _prune(options: argparse.Namespace) -> int:
+    from slidesparse.calibration import Calibration
+    from slidesparse.plan_checkpoint import as_options, read_plan
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
+    pattern = options.pattern
+    if options.plan is not None:
+        if layers:
+            raise InputError("--layer beside --plan", needed="one of them")
+        pattern, layers = as_options(read_plan(options.plan))
+    calibration = None
+    if options.calibration is not None:
+        calibration = Calibration(options.calibration, options.samples, options.length, options.seed)
     summary = prune_checkpoint(
         options.source,
         options.destination,
         PruneOptions(
-            pattern=options.pattern,
+            pattern=pattern,
             dtype=options.dtype,
             method=options.method,
+            calibration=calibration,
             recipe=options.recipe,
             ignore=tuple(options.ignore),
             layers=layers,
             lm_head=options.lm_head,
         ),
+        device=_device(options),
     )
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from slidesparse import plan_checkpoint as planning
+    from slidesparse.calibration import Calibration
+    from slidesparse.plan import Target
+
+    plan = planning.plan_checkpoint(
+        options.source,
+        options.out,
+        planning.PlanOptions(
+            target=Target(options.speedup, options.sparsity, options.memory),
+            calibration=Calibration(options.calibration, options.samples, options.length, options.seed),
+            method=options.method,
+            patterns=tuple(options.patterns or planning.CANDIDATES),
+            mma_gain=planning.parse_gain(options.mma_gain),
+            ignore=tuple(options.ignore),
+            backend=options.backend,
+        ),
+        device=_device(options),
+    )
+    print(options.out.read_text().rstrip() if options.json else planning.describe(plan, options.out))
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from slidesparse.evaluation import evaluate
+
+    evaluation = evaluate(
+        options.path,
+        text=options.text,
+        window=options.window,
+        stride=options.stride,
+        batch=options.batch,
+        tasks=options.tasks,
+        limit=options.limit,
+        device=_device(options),
+    )
+    print(json.dumps(evaluation.to_json(), indent=2) if options.json else evaluation.describe())
     return 0
 
 
@@ -218,6 +322,7 @@ def _bench(options: argparse.Namespace) -> int:
         options.budget_s,
         patterns=options.patterns,
         tokens=options.tokens,
+        backends=options.backends,
     )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)

@@ -15,7 +15,7 @@ from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.marker import Marker
-from slidesparse.packed import pack
+from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar, table
 from slidesparse.skeleton import skeleton

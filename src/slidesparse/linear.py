@@ -15,7 +15,8 @@ from slidesparse.errors import InputError
 from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.switch import Form, Switch
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight
@@ -39,7 +40,7 @@ class WeightForm(nn.Module):
     """
 
     column_map: torch.Tensor
-    groups: torch.Tensor
+    pairs: torch.Tensor
 
     def __init__(self, packed: PackedWeight, backend: str) -> None:
         super().__init__()
@@ -48,9 +49,9 @@ class WeightForm(nn.Module):
         columns = chosen.layout.columns(packed)
         self._order = () if columns is None else tuple(columns.order)
         self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
-        moved = None if columns is None else columns.groups
+        moved = None if columns is None else columns.pairs
         nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
-        self.register_buffer("groups", nothing if moved is None else moved, persistent=False)
+        self.register_buffer("pairs", nothing if moved is None else moved, persistent=False)
         operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):
@@ -68,8 +69,8 @@ class WeightForm(nn.Module):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the operator ``linear`` takes."""
-        return [self.column_map, self.groups, *self.operand]
+        """What the operator ``linear`` takes: all buffers, in the order in which they were registered."""
+        return cast("list[torch.Tensor]", list(self._buffers.values()))
 
     def describe(self) -> Form:
         """What the operator is told of them."""
@@ -165,19 +166,19 @@ class SlideLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
-        bias = self.bias if bias is None else bias
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
-        tokens = x.reshape(-1, self.in_features)
         if self.weight_dtype in QUANTISED:
             if x.dtype not in ACTIVATION_TYPES:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         tensors = [tensor for form in self.forms for tensor in form.tensors]
-        weight = (self.weight_scale, bias, self.out_features, self.weight_dtype)
-        y = ops.linear(tokens, tensors, *weight, self._switch)
-        out: torch.Tensor = y.reshape(*x.shape[:-1], self.out_features)
+        # Not by attribute, which a Module looks for in several places: half a microsecond each.
+        scales = (self._buffers["weight_scale"], self._buffers["bias"] if bias is None else bias)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        y = ops.linear(tokens, tensors, *scales, self.out_features, self.weight_dtype, self._switch)
+        out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> SlideLinear:

@@ -14,11 +14,11 @@ from slidesparse.device import usable_device
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
 from slidesparse.marker import Marker, quantisation_dtype
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
 from slidesparse.packed_file import FILE_NAME, PackedFile
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.skeleton import Skeleton, skeleton
-from slidesparse.support import check_pattern
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,8 +73,7 @@ def _read_and_pack(
     checkpoint: Checkpoint, prefix: str, pattern: Pattern, scale: torch.Tensor | None, device: str | torch.device
 ) -> PackedWeight:
     weight = checkpoint.tensor(f"{prefix}.weight", device)
-    groups = check_pattern(weight, pattern, name=f"{prefix}.weight")
-    return pack(weight, pattern, scale=scale, groups=groups, name=f"{prefix}.weight")
+    return pack(weight, pattern, scale=scale, name=f"{prefix}.weight")
 
 
 def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:

@@ -6,10 +6,9 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,7 +18,8 @@ from slidesparse.gemm.base import Layout, with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
-from slidesparse.quant import QUANTISED, quantize_rows
+from slidesparse.kernels.plan import First
+from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 
 KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,53 +44,77 @@ def _check_finite(x: torch.Tensor) -> None:
         raise InputError("activations hold NaN or Inf", needed="finite activations")
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with contiguous columns, as the kernels read it; rows may lie anywhere."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @lru_cache(maxsize=4096)
 def _columns(order: tuple[int, ...]) -> Columns:
     return Columns(*order)  # type: ignore[arg-type] # mypy does not count them
 
 
-def _kernel_columns(
-    x: torch.Tensor, groups: torch.Tensor | None, order: Sequence[int], dtype: torch.dtype
-) -> Columns | None:
-    """What the Triton kernels need to write ``dtype``, or None where the torch definition must do."""
-    if not x.is_cuda or not order or x.dtype not in KERNEL_INPUTS or not _kernels_run(x.device, dtype):
-        return None
-    columns = _columns(tuple(order))
-    return columns if groups is None else replace(columns, groups=groups)
-
-
 @lru_cache(maxsize=64)
-def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    needed = (8, 9) if dtype == torch.float8_e4m3fn else (8, 0)
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= needed
+def _kernel(device: torch.device, source: torch.dtype, target: torch.dtype) -> Callable[..., Any] | None:
+    """:func:`slidesparse.kernels.quantize_lift.quantize_lift`, or None where the torch definition must do."""
+    needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
+    if device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(device) < needed:
+        return None
+    from slidesparse.kernels.quantize_lift import quantize_lift
+
+    return quantize_lift
 
 
-# -- where the lifted bytes go -------------------------------------------------------------------------------------
+def _lifted(
+    first: First,
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    backend: str,
+    pairs: torch.Tensor | None,
+    order: Sequence[int],
+    weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Lifted values in the layout of a backend, their scale, and the new residual, of all operators but ``gemm``."""
+    layout = get_backend(backend).layout
+    kernel = _kernel(x.device, x.dtype, dtype) if order else None
+    if kernel is not None:
+        lifted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = kernel(
+            _dense_rows(x),
+            _columns(tuple(order)),
+            dtype,
+            first,
+            pairs=pairs,
+            weight=weight,
+            residual=None if residual is None else _dense_rows(residual),
+            eps=eps,
+            slabs=layout.slabs,
+            rows=layout.rows(x.shape[0]) if layout.slabs is None else None,
+        )
+        return lifted
+    total = None
+    if first == "silu_mul":
+        x = silu_mul(x)
+    elif first == "rms_norm" and weight is not None:
+        x = rms_norm(x, weight, eps)
+    elif first == "add_rms_norm" and weight is not None and residual is not None:
+        x, total = add_rms_norm(x, residual, weight, eps)
+    _check_finite(x)
+    if dtype == x.dtype:
+        return _for_backend(gather(x, column_map), layout), None, total
+    values, scale = quantize_rows(x, dtype)
+    return _for_backend(gather(values, column_map), layout), scale, total
 
 
-def _place(layout: Layout, tokens: int) -> dict[str, Any]:
-    """What the Triton kernels must know of a backend's layout besides the columns."""
-    return {"rows": layout.rows(tokens)} if layout.slabs is None else {"slabs": layout.slabs}
-
-
-def _as_rows(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """What a kernel wrote, as the [M, K'] that all layouts are handed around as."""
-    if values.dim() == 2:
-        return values
-    tiles, slabs, rows, slab = values.shape
-    return values.view(tiles * rows, slabs * slab)[:tokens]
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with contiguous columns, as the kernels read it; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Row-major activations [M, K'] in a backend's layout, through torch."""
-    tokens = lifted.shape[0]
+    tokens, width = lifted.shape
     if layout.slabs is not None:
-        return _as_rows(layout.slabs.arrange(lifted), tokens)
+        return layout.slabs.arrange(lifted).view(-1, width)[:tokens]
     return with_rows(lifted, layout.rows(tokens))[:tokens]
 
 
@@ -102,18 +126,10 @@ def _quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_finite(x)
-    layout, columns = get_backend(backend).layout, _kernel_columns(x, groups, order, dtype)
-    if columns is not None:
-        from slidesparse.kernels import quantize_lift
-
-        values, scale = quantize_lift.quantize_lift(_dense_rows(x), columns, dtype, **_place(layout, x.shape[0]))
-        return _as_rows(values, x.shape[0]), scale
-    values, scale = quantize_rows(x, dtype)
-    return _for_backend(gather(values, column_map), layout), scale
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 def _quantize_lift_fake(
@@ -127,17 +143,10 @@ def _lift(
     x: torch.Tensor,
     column_map: torch.Tensor,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    _check_finite(x)
-    layout, columns = get_backend(backend).layout, _kernel_columns(x, groups, order, x.dtype)
-    if columns is not None:
-        from slidesparse.kernels import quantize_lift
-
-        values = quantize_lift.lift(_dense_rows(x), columns, **_place(layout, x.shape[0]))
-        return _as_rows(values, x.shape[0])
-    return _for_backend(gather(x, column_map), layout)
+    return _lifted("none", x, column_map, x.dtype, backend, pairs, order)[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -151,17 +160,10 @@ def _rms_norm_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = _kernel_columns(x, groups, order, dtype)
-    if columns is None:
-        return _quantize_lift(rms_norm(x, weight, eps), column_map, dtype, backend)
-    from slidesparse.kernels import quantize_lift
-
-    place = _place(get_backend(backend).layout, x.shape[0])
-    values, scale = quantize_lift.rms_norm_quantize_lift(_dense_rows(x), weight, eps, columns, dtype, **place)
-    return _as_rows(values, x.shape[0]), scale
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, weight, eps=eps)[:2]
 
 
 def _rms_norm_quantize_lift_fake(
@@ -178,18 +180,10 @@ def _add_rms_norm_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    columns = _kernel_columns(x, groups, order, dtype)
-    if columns is None:
-        normed, total = add_rms_norm(x, residual, weight, eps)
-        return *_quantize_lift(normed, column_map, dtype, backend), total
-    from slidesparse.kernels import quantize_lift
-
-    place, rows = _place(get_backend(backend).layout, x.shape[0]), (_dense_rows(x), _dense_rows(residual))
-    values, scale, total = quantize_lift.add_rms_norm_quantize_lift(*rows, weight, eps, columns, dtype, **place)
-    return _as_rows(values, x.shape[0]), scale, total
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, weight, residual, eps)
 
 
 def _add_rms_norm_quantize_lift_fake(
@@ -209,17 +203,10 @@ def _silu_mul_quantize_lift(
     column_map: torch.Tensor,
     dtype: torch.dtype,
     backend: str = "reference",
-    groups: torch.Tensor | None = None,
+    pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = _kernel_columns(x, groups, order, dtype)
-    if columns is None:
-        return _quantize_lift(silu_mul(x), column_map, dtype, backend)
-    from slidesparse.kernels import quantize_lift
-
-    place = _place(get_backend(backend).layout, x.shape[0])
-    values, scale = quantize_lift.silu_mul_quantize_lift(_dense_rows(x), columns, dtype, **place)
-    return _as_rows(values, x.shape[0]), scale
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
@@ -251,25 +238,8 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
-class _Chosen(NamedTuple):
-    """The form of a weight that runs a number of tokens, as the operators take it."""
-
-    column_map: torch.Tensor
-    where: tuple[str, torch.Tensor | None, tuple[int, ...]]
-    operand: list[torch.Tensor]
-
-    @property
-    def backend(self) -> str:
-        return self.where[0]
-
-
-def _pick(tensors: list[torch.Tensor], switch: str, tokens: int) -> _Chosen:
-    form, start = parse_switch(switch).pick(tokens)
-    column_map, groups, *operand = tensors[start : start + form.tensors]
-    return _Chosen(column_map, (form.backend, groups if len(groups) else None, form.order), operand)
-
-
-def _linear(
+def _multiplied(
+    first: First,
     x: torch.Tensor,
     tensors: list[torch.Tensor],
     scale_w: torch.Tensor | None,
@@ -277,14 +247,18 @@ def _linear(
     out_features: int,
     dtype: torch.dtype,
     switch: str,
-) -> torch.Tensor:
-    form = _pick(tensors, switch, x.shape[0])
-    scale_x: torch.Tensor | None = None
-    if dtype in QUANTISED:
-        lifted, scale_x = _quantize_lift(x, form.column_map, dtype, *form.where)
-    else:
-        lifted = _lift(x, form.column_map, *form.where)
-    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
+    **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The product of the form that runs so many tokens, and the new residual."""
+    form, start = parse_switch(switch).pick(x.shape[0])
+    column_map, moved, *operand = tensors[start : start + form.tensors]
+    pairs = moved if len(moved) else None
+    lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
+    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
+
+
+def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    return _multiplied("none", x, *weight)[0]
 
 
 def _linear_fake(
@@ -293,26 +267,13 @@ def _linear_fake(
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_features: int,
-    dtype: torch.dtype,
-    switch: str,
+    *_: Any,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], out_features)
 
 
-def _rms_norm_linear(
-    x: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
-    tensors: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    switch: str,
-) -> torch.Tensor:
-    form = _pick(tensors, switch, x.shape[0])
-    lifted, scale_x = _rms_norm_quantize_lift(x, gain, eps, form.column_map, dtype, *form.where)
-    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
+def _rms_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+    return _multiplied("rms_norm", x, *weight, weight=gain, eps=eps)[0]
 
 
 def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
@@ -320,20 +281,9 @@ def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weig
 
 
 def _add_rms_norm_linear(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    gain: torch.Tensor,
-    eps: float,
-    tensors: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    switch: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    form = _pick(tensors, switch, x.shape[0])
-    lifted, scale_x, total = _add_rms_norm_quantize_lift(x, residual, gain, eps, form.column_map, dtype, *form.where)
-    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend), total
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _multiplied("add_rms_norm", x, *weight, weight=gain, residual=residual, eps=eps)
 
 
 def _add_rms_norm_linear_fake(
@@ -342,50 +292,40 @@ def _add_rms_norm_linear_fake(
     return _linear_fake(x, *weight), x.new_empty(x.shape)
 
 
-def _silu_mul_linear(
-    x: torch.Tensor,
-    tensors: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
-    switch: str,
-) -> torch.Tensor:
-    form = _pick(tensors, switch, x.shape[0])
-    lifted, scale_x = _silu_mul_quantize_lift(x, form.column_map, dtype, *form.where)
-    return _gemm(lifted, scale_x, form.operand, scale_w, bias, out_features, x.dtype, form.backend)
+def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    return _multiplied("silu_mul", x, *weight)[0]
 
 
 _define(
     "quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
     " -> (Tensor, Tensor)",
     _quantize_lift,
     _quantize_lift_fake,
 )
 _define(
     "lift",
-    "(Tensor x, Tensor column_map, str backend='reference', Tensor? groups=None, int[] order=[]) -> Tensor",
+    "(Tensor x, Tensor column_map, str backend='reference', Tensor? pairs=None, int[] order=[]) -> Tensor",
     _lift,
     _lift_fake,
 )
 _define(
     "rms_norm_quantize_lift",
     "(Tensor x, Tensor weight, float eps, Tensor column_map, ScalarType dtype, str backend='reference',"
-    " Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor)",
+    " Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor)",
     _rms_norm_quantize_lift,
     _rms_norm_quantize_lift_fake,
 )
 _define(
     "add_rms_norm_quantize_lift",
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor column_map, ScalarType dtype,"
-    " str backend='reference', Tensor? groups=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
+    " str backend='reference', Tensor? pairs=None, int[] order=[]) -> (Tensor, Tensor, Tensor)",
     _add_rms_norm_quantize_lift,
     _add_rms_norm_quantize_lift_fake,
 )
 _define(
     "silu_mul_quantize_lift",
-    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? groups=None, int[] order=[])"
+    "(Tensor x, Tensor column_map, ScalarType dtype, str backend='reference', Tensor? pairs=None, int[] order=[])"
     " -> (Tensor, Tensor)",
     _silu_mul_quantize_lift,
     _quantize_lift_fake,
@@ -416,25 +356,25 @@ _define(
 _define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
-"""(x [M, K], column_map int64 [K'], dtype, backend, groups, order) -> lifted values [M, K'], scale float32 [M, 1].
+"""(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
 
 The bytes of the values stand as the layout of ``backend`` asks (:class:`slidesparse.gemm.base.Layout`). ``order`` and
-``groups`` are the fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch
+``pairs`` are the fields of :class:`slidesparse.kernels.columns.Columns`; with them a GPU runs one kernel, else torch
 its definition."""
 
 lift = torch.ops.slidesparse.lift
-"""(x [M, K], column_map int64 [K'], backend, groups, order) -> lifted activations [M, K'], as ``quantize_lift``."""
+"""(x [M, K], column_map int64 [K'], backend, pairs, order) -> lifted activations [M, K'], as ``quantize_lift``."""
 
 rms_norm_quantize_lift = torch.ops.slidesparse.rms_norm_quantize_lift
-"""(x [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]:
+"""(x [M, K], weight [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]:
 :func:`slidesparse.elementwise.rms_norm`, then ``quantize_lift``, in one launch where there is a kernel."""
 
 add_rms_norm_quantize_lift = torch.ops.slidesparse.add_rms_norm_quantize_lift
-"""(x [M, K], residual [M, K], weight [K], eps, column_map, dtype, backend, groups, order) -> values [M, K'],
+"""(x [M, K], residual [M, K], weight [K], eps, column_map, dtype, backend, pairs, order) -> values [M, K'],
 scale [M, 1], new residual [M, K]: the same with :func:`slidesparse.elementwise.add_rms_norm`."""
 
 silu_mul_quantize_lift = torch.ops.slidesparse.silu_mul_quantize_lift
-"""(x [M, 2K] gate then up, column_map, dtype, backend, groups, order) -> values [M, K'], scale [M, 1]: the same with
+"""(x [M, 2K] gate then up, column_map, dtype, backend, pairs, order) -> values [M, K'], scale [M, 1]: the same with
 :func:`slidesparse.elementwise.silu_mul`."""
 
 gemm = torch.ops.slidesparse.gemm

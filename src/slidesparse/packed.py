@@ -8,14 +8,25 @@ is neutral: a backend reorders it once into the operand that its kernel reads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.slide import compress, decompress, expand, gather, metadata
-from slidesparse.support import as_bits, check_groups, check_k_offset, check_pattern, check_weight, grouped, is_nonzero
+from slidesparse.support import (
+    as_bits,
+    check_ascending,
+    check_form,
+    check_groups,
+    check_k_offset,
+    check_share,
+    check_weight,
+    following_groups,
+    grouped,
+    is_nonzero,
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,50 @@ class PackedWeight:
         return gather(x, self.column_map())
 
 
+class Packer(Protocol):
+    """What packing does with the bits of a weight; the forms of it give the same bits and raise the same errors.
+
+    Weights are [out, in] tensors that passed ``support.check_form``, with any row stride.
+    """
+
+    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+        """``support.following_groups`` of a weight, int64 [n]; raises InputError where it holds NaN or Inf."""
+        ...
+
+    def compress(
+        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``slide.compress`` of some ascending groups, all when None.
+
+        Raises:
+            PatternViolation: When one of them violates the pattern.
+            InputError: When one of them holds NaN or Inf.
+        """
+        ...
+
+
+class TorchPacker:
+    """The definition, on any device."""
+
+    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+        """See :class:`Packer`."""
+        check_weight(weight, name)
+        return following_groups(weight, pattern, k_offset)
+
+    def compress(
+        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Packer`."""
+        check_weight(weight, name)
+        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+        by_group = grouped(as_bits(weight), pattern, k_offset)
+        chosen = by_group if groups is None else by_group[:, groups]
+        return compress(chosen.view(weight.dtype), pattern)
+
+
+TORCH = TorchPacker()
+
+
 def pack(
     weight: torch.Tensor,
     pattern: Pattern | str,
@@ -137,6 +192,7 @@ def pack(
     k_offset: int = 0,
     groups: torch.Tensor | None = None,
     name: str = "weight",
+    packer: Packer = TORCH,
 ) -> PackedWeight:
     """Slide and compress a weight.
 
@@ -149,6 +205,7 @@ def pack(
             partial one those that the zeros show, which must be at least its share. A shard of a partial weight has a
             share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
         name: What error messages call the weight.
+        packer: Whose code reads the weight's bits: :func:`slidesparse.packing.pack` chooses.
 
     Raises:
         PatternViolation: When a group that should follow the pattern does not. Nothing is ever dropped.
@@ -162,32 +219,36 @@ def pack(
     True
     """
     pattern = Pattern.parse(pattern)
-    check_weight(weight, name)
+    check_form(weight, name)
     check_k_offset(pattern, k_offset)
-    weight = weight.contiguous()
     out, columns = weight.shape
     total = pattern.groups(columns, k_offset)
-    if groups is None and (pattern == DENSE or (not pattern.is_uniform and k_offset == 0)):
-        groups = check_pattern(weight, pattern, name=name)
-    elif groups is None and not pattern.is_uniform:
+    everything = torch.arange(total, device=weight.device)
+    if not pattern.is_uniform and groups is None and k_offset and pattern != DENSE:
         raise InputError(
             f"a shard of {pattern} has a share of its own",
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
-    else:
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
-    by_group = grouped(as_bits(weight), pattern, k_offset).view(weight.dtype)
-    everything = torch.arange(total, device=weight.device)
-    slid = everything if groups is None else groups.to(weight.device)
-    dense = everything[~torch.isin(everything, slid)]
+    if pattern == DENSE:
+        check_weight(weight, name)
+        slid = everything[:0] if groups is None else groups.to(weight.device)
+    elif groups is None and pattern.is_uniform:
+        slid = everything
+    else:  # also for the sake of NaN and Inf in the groups that stay dense
+        following = packer.following(weight, pattern, k_offset, name)
+        if groups is None:
+            check_share(len(following), total, pattern, name)
+        slid = following if groups is None else groups.to(weight.device)
+    check_ascending(slid, total, name)
     segments = []
-    if len(dense):
-        kept = as_bits(by_group)[:, dense].view(weight.dtype)
+    if len(slid) < total:
+        dense = everything[~torch.isin(everything, slid)]
+        kept = grouped(as_bits(weight), pattern, k_offset)[:, dense].view(weight.dtype)
         values = torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
         segments.append(Segment("dense", dense, values))
     if len(slid):
-        chosen = by_group if len(slid) == total else as_bits(by_group)[:, slid].view(weight.dtype)
-        segments.append(Segment("2:4", slid, *compress(chosen, pattern)))
+        chosen = None if len(slid) == total else slid
+        segments.append(Segment("2:4", slid, *packer.compress(weight, pattern, chosen, k_offset, name)))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
 
 

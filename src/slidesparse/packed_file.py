@@ -22,7 +22,8 @@ import torch
 from slidesparse.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.errors import CheckpointError
 from slidesparse.marker import KEY, Marker
-from slidesparse.packed import PackedWeight, Segment, pack
+from slidesparse.packed import PackedWeight, Segment
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.skeleton import skeleton
@@ -66,18 +67,22 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
         raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
     bones = skeleton(checkpoint)
     prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
+    groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
-        layouts |= {
-            part: _stored(tensor) for part, tensor in _parts(name, _pack(checkpoint, marker, name, prefix)).items()
-        }
+        weight = checkpoint.tensor(f"{prefix}.weight")
+        groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
+        no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
+        layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
     metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint)}
     with (
         TensorWriter(file, layouts, metadata) as writer,
         progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
     ):
         for name, prefix in prefixes.items():
-            for part, tensor in _parts(name, _pack(checkpoint, marker, name, prefix)).items():
+            weight = checkpoint.tensor(f"{prefix}.weight")
+            packed = pack(weight, marker.pattern_of(name), groups=groups[name], name=name)
+            for part, tensor in _parts(name, packed).items():
                 writer.write(part, tensor)
             advance(1)
     return file
@@ -128,12 +133,6 @@ class PackedFile:
         return PackedWeight(pattern, shape, 0, tuple(segments), scale)
 
 
-def _pack(checkpoint: Checkpoint, marker: Marker, name: str, prefix: str) -> PackedWeight:
-    weight = checkpoint.tensor(f"{prefix}.weight")
-    pattern = marker.pattern_of(name)
-    return pack(weight, pattern, groups=check_pattern(weight, pattern, name=name), name=name)
-
-
 def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
     parts: dict[str, torch.Tensor] = {}
     for segment in packed.segments:
@@ -146,5 +145,7 @@ def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _stored(tensor: torch.Tensor) -> Stored:
-    return Stored(STORED_NAMES[tensor.dtype], tuple(tensor.shape))
+def _stored(tensor: torch.Tensor, rows: int) -> Stored:
+    """How a part without rows is stored when it has them; the list of groups has none to begin with."""
+    shape = (rows, *tensor.shape[1:]) if tensor.dim() == 2 else tuple(tensor.shape)
+    return Stored(STORED_NAMES[tensor.dtype], shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,10 +15,16 @@ from rich.table import Table
 MAX_WIDTH = 160
 
 
+class Advance(Protocol):
+    """Moves a bar on."""
+
+    def __call__(self, amount: int, note: str = "") -> None:
+        """By ``amount``; ``note`` then stands behind the title."""
+        ...
+
+
 @contextmanager
-def progress_bar(
-    title: str, total: int, *, unit: str = "bytes", show: bool | None = None
-) -> Iterator[Callable[[int], None]]:
+def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | None = None) -> Iterator[Advance]:
     """A bar on standard error; yields the function that advances it.
 
     Args:
@@ -31,7 +38,11 @@ def progress_bar(
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda amount: bar.advance(task, amount)
+
+        def advance(amount: int, note: str = "") -> None:
+            bar.update(task, advance=amount, description=f"{title} {note}".rstrip())
+
+        yield advance
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> str:

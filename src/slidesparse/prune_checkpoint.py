@@ -18,9 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slidesparse.calibrated_checkpoint import CalibratedWeights, calibrate
+from slidesparse.calibration import Calibration, calibration_windows
 from slidesparse.checkpoint import INDEX_FILE, SINGLE_FILE, STORED_NAMES, Checkpoint, Stored, TensorWriter, write_json
 from slidesparse.convert import layer_patterns, run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.layerwise import find_stack
 from slidesparse.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar
@@ -43,6 +46,9 @@ from slidesparse.targets import describe_dense, find_targets
 
 Recipe = Literal["absmax", "ternary"]
 
+CALIBRATED = "calibrated"
+"""Folder of layers that calibration has pruned and that are not in a shard yet."""
+
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
 """Files that hold weights, which a pruned checkpoint must not carry along."""
 
@@ -56,6 +62,7 @@ class PruneOptions:
         dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: the type of a
             source that is quantised already.
         method: Pruning method.
+        calibration: Text for methods that need it.
         recipe: How INT8 weights are rounded: ``absmax`` per channel, or ``ternary`` (BitNet b1.58).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
@@ -65,6 +72,7 @@ class PruneOptions:
     pattern: str
     dtype: str | None = None
     method: str = "magnitude"
+    calibration: Calibration | None = None
     recipe: Recipe = "absmax"
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
@@ -82,6 +90,8 @@ class PruneSummary:
         not_copied: Files of the source that hold other copies of the weights.
         homeless: Tensors copied although the model has no place for them.
         resumed: Shards taken over from an interrupted run.
+        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
+            empty without calibration.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
     """
@@ -92,6 +102,7 @@ class PruneSummary:
     not_copied: list[str]
     homeless: list[str]
     resumed: list[str]
+    losses: dict[str, float]
     source_bytes: int
     destination_bytes: int
 
@@ -103,6 +114,10 @@ class PruneSummary:
         """For people."""
         counts = Counter(self.patterns.values())
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        if self.losses:
+            worst = max(self.losses, key=self.losses.__getitem__)
+            mean = sum(self.losses.values()) / len(self.losses)
+            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
         lines += describe_dense(self.dense)
         lines += (
             [f"copied, though the model has no place for them: {', '.join(self.homeless)}"] if self.homeless else []
@@ -114,7 +129,12 @@ class PruneSummary:
 
 
 def prune_checkpoint(
-    source: str | Path, destination: str | Path, options: PruneOptions, *, progress: bool | None = None
+    source: str | Path,
+    destination: str | Path,
+    options: PruneOptions,
+    *,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
 ) -> PruneSummary:
     """Prune and quantise a checkpoint into a new folder. The source is never touched.
 
@@ -122,6 +142,7 @@ def prune_checkpoint(
         source: A local Hugging Face checkpoint.
         destination: A folder that does not exist.
         options: What to do.
+        device: Where calibration runs the model's layers, one at a time.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
@@ -133,8 +154,9 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
-    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
+    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint, options.calibration)}
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
+        job.calibrate(folder / CALIBRATED, torch.device(device), progress)
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
                 if shard in finished:
@@ -148,6 +170,7 @@ def prune_checkpoint(
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(checkpoint.path / file, folder / file)
         write_json(folder / "config.json", job.config())
+        shutil.rmtree(folder / CALIBRATED, ignore_errors=True)
     return PruneSummary(
         destination=str(destination),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
@@ -155,6 +178,7 @@ def prune_checkpoint(
         not_copied=[str(file) for file in not_copied],
         homeless=list(job.bones.homeless),
         resumed=sorted(finished),
+        losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )
@@ -174,12 +198,48 @@ class _Job:
         self.targets = find_targets(self.bones.model, options.ignore, options.lm_head, already_ignored)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
+        self.windows = self._calibration_windows(options)
+        self.calibrated: CalibratedWeights | None = None
         run = run_once(self.bones.model)
-        sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
-        self.set_of = {name: names for names in sets for name in names}
+        self.sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
+        self.set_of = {name: names for names in self.sets for name in names}
         self.prefixes = {name: self.bones.prefix(name) for name in self.targets.linears}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
+
+    def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
+        """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
+        if self.windows is not None:
+            self.calibrated = calibrate(
+                self.checkpoint,
+                self.sets,
+                self.patterns,
+                self.pruner,
+                self.windows,
+                folder,
+                device,
+                progress=progress,
+            )
+
+    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
+        """What can be wrong with calibration is found before anything is written."""
+        calibration = options.calibration
+        if not self.pruner.needs_calibration:
+            if calibration is None:
+                return None
+            raise InputError(
+                f"{self.pruner.name} takes no calibration text",
+                got=calibration.file,
+                remedy="use --method wanda or sparsegpt",
+            )
+        if calibration is None:
+            raise InputError(f"{self.pruner.name} needs calibration text", remedy="add --calibration FILE")
+        if options.recipe == "ternary":
+            raise InputError(
+                "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
+            )
+        find_stack(self.bones.model, self.patterns)
+        return calibration_windows(self.checkpoint.path, getattr(self.bones.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:
         allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
@@ -255,8 +315,10 @@ class _Job:
         return {tensor: values, f"{tensor}_scale": scale}
 
     def _prune_set(self, names: list[str]) -> dict[str, torch.Tensor]:
-        weights = {name: self._float_weight(name) for name in names}
         pattern = self.patterns[names[0]]
+        if self.calibrated is not None and pattern != DENSE:
+            return {name: self.calibrated.weight(name) for name in names}
+        weights = {name: self._float_weight(name) for name in names}
         return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
 
     def _float_weight(self, name: str) -> torch.Tensor:
@@ -353,8 +415,10 @@ def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Pa
     return [f for f in others if f not in weights], weights
 
 
-def _fingerprint(checkpoint: Checkpoint) -> dict[str, list[int]]:
+def _fingerprint(checkpoint: Checkpoint, calibration: Calibration | None) -> dict[str, list[int]]:
     """Size and time of every file that the output depends on."""
-    names = ["config.json", *checkpoint.shards]
-    stats = {name: (checkpoint.path / name).stat() for name in names}
+    paths = {name: checkpoint.path / name for name in ("config.json", *checkpoint.shards)}
+    if calibration is not None:
+        paths["calibration"] = Path(calibration.file)
+    stats = {name: path.stat() for name, path in paths.items()}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

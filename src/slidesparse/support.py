@@ -39,8 +39,8 @@ def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
     return (as_bits(weight) << 1) != 0
 
 
-def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight: rank, type, K = 0, NaN or Inf.
+def check_form(weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse a tensor that cannot be a weight, whatever it holds: rank, type, K = 0.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
@@ -52,6 +52,15 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
         raise InputError(f"{name} has an unsupported type", got=weight.dtype, needed=f"one of {types}")
     if weight.shape[1] == 0:
         raise InputError(f"{name} has no input columns", got=list(weight.shape), needed="[out, in] with in > 0")
+
+
+def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
+    """Refuse a tensor that cannot be a weight: :func:`check_form`, NaN or Inf.
+
+    Raises:
+        InputError: Naming ``name`` and what is wrong with it.
+    """
+    check_form(weight, name)
     if weight.dtype == torch.int8:
         return
     wide = weight.to(torch.float32) if weight.dtype == torch.float8_e4m3fn else weight
@@ -108,22 +117,37 @@ def check_groups(
 
     Raises:
         PatternViolation: Naming the first row and group that do not, and how many there are.
-        InputError: When ``groups`` are not ascending groups of this weight: a repeated one would count twice.
+        InputError: When ``groups`` are not ascending groups of this weight.
     """
     counts = group_counts(weight, pattern, k_offset)
     if groups is not None:
-        bounded = F.pad(F.pad(groups, (1, 0), value=-1), (0, 1), value=counts.shape[1])
-        misplaced = (bounded.diff() <= 0).nonzero().flatten()
-        if len(misplaced):
-            last = counts.shape[1] - 1
-            got = f"{int(bounded[misplaced[0] + 1])} after {int(bounded[misplaced[0]])}"
-            raise InputError(f"column groups of {name}", got=got, needed=f"ascending numbers from 0 to {last}")
+        check_ascending(groups, counts.shape[1], name)
         counts = counts[:, groups]
     bad = (counts > pattern.keep).nonzero()
     if len(bad):
         row, column = (int(i) for i in bad[0])
         group = column if groups is None else int(groups[column])
         raise PatternViolation(name, pattern.uniform, row, group, int(counts[row, column]), len(bad))
+
+
+def check_ascending(groups: torch.Tensor, total: int, name: str = "weight") -> None:
+    """Refuse ``groups`` that are not ascending numbers below ``total``: a repeated one would count twice."""
+    bounded = F.pad(F.pad(groups, (1, 0), value=-1), (0, 1), value=total)
+    misplaced = (bounded.diff() <= 0).nonzero().flatten()
+    if len(misplaced):
+        got = f"{int(bounded[misplaced[0] + 1])} after {int(bounded[misplaced[0]])}"
+        raise InputError(f"column groups of {name}", got=got, needed=f"ascending numbers from 0 to {total - 1}")
+
+
+def check_share(following: int, total: int, pattern: Pattern, name: str = "weight") -> None:
+    """Refuse a weight of which ``following`` column groups of ``total`` follow, when its pattern claims more."""
+    if following < pattern.following(total):
+        raise InputError(
+            f"{name} violates {pattern}",
+            got=f"{following} of {total} column groups that follow {pattern.uniform}",
+            needed=f"at least {pattern.following(total)}",
+            remedy="prune it first (slidesparse.prune_mask)",
+        )
 
 
 def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "weight") -> torch.Tensor:
@@ -143,14 +167,7 @@ def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "
     if pattern == DENSE:
         return everything[:0]
     following = following_groups(weight, pattern)
-    total = len(everything)
-    if len(following) < pattern.following(total):
-        raise InputError(
-            f"{name} violates {pattern}",
-            got=f"{len(following)} of {total} column groups that follow {pattern.uniform}",
-            needed=f"at least {pattern.following(total)}",
-            remedy="prune it first (slidesparse.prune_mask)",
-        )
+    check_share(len(following), len(everything), pattern, name)
     return following
 
 

@@ -106,7 +106,7 @@ def test_every_pattern_on_the_gpu(pattern: str, dtype: torch.dtype) -> None:
         order, column_map = Columns.of(packed, 32), packed.column_map(32)
         for m in (1, 64, 300):
             x = torch.randn(m, columns, dtype=torch.bfloat16, device="cuda")
-            values, scale = ops.quantize_lift(x, column_map, dtype, groups=order.groups, order=order.order)
+            values, scale = ops.quantize_lift(x, column_map, dtype, pairs=order.pairs, order=order.order)
             expected = quantize_rows(x, dtype)
             assert torch.equal(scale, expected.scale)
             assert torch.equal(as_bits(values), as_bits(gather(expected.values, column_map)))

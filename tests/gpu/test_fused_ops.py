@@ -48,7 +48,7 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
         "silu_mul": (torch.cat([x, residual], 1),),
     }[first]
     run = getattr(ops, f"{first}_quantize_lift")
-    return given, (layout.column_map(packed), (backend, order.groups, order.order)), run
+    return given, (layout.column_map(packed), (backend, order.pairs, order.order)), run
 
 
 @pytest.mark.parametrize("backend", ["reference", "padded", "tiled"])
@@ -112,3 +112,58 @@ def test_any_strides(backend: str) -> None:
         got, wanted = (run(rows, column_map, torch.int8, *where) for rows in (x, x.contiguous()))
         assert torch.equal(got[0], wanted[0])
         assert torch.equal(got[1], wanted[1])
+
+
+# -- launches that are remembered ----------------------------------------------------------------------------------
+
+
+def test_a_remembered_launch_follows_the_current_stream() -> None:
+    given, (column_map, where), run = problem("silu_mul", "6:8", 64, 512, "padded")
+    (x,) = given
+    wanted = run(x, column_map, torch.int8, *where)
+    late, stream = torch.zeros_like(x), torch.cuda.Stream()
+    run(late, column_map, torch.int8, *where)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # some 50 ms: on any other stream the kernel would read zeros
+        late.copy_(x)
+        got = run(late, column_map, torch.int8, *where)
+    stream.synchronize()
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+
+
+def test_a_remembered_launch_belongs_to_its_types_and_alignment() -> None:
+    packed = pack(torch.zeros(1, 512, dtype=torch.int8), "6:8").to("cuda")
+    order, column_map = Layout(multiple=32).columns(packed), packed.column_map(32)
+    for source in (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
+        for start, stride in ((0, 512), (1, 513), (0, 520), (8, 528), (0, 512)):
+            x = torch.randn(9, 512, device="cuda").to(source)
+            x = (
+                torch.empty(9 * stride + start, dtype=source, device="cuda")
+                .as_strided((9, 512), (stride, 1), start)
+                .copy_(x)
+            )
+            for target in EIGHT_BITS:
+                values, scale = ops.quantize_lift(x, column_map, target, order=order.order)
+                wanted = quantize_rows(x, target)
+                assert torch.equal(scale, wanted.scale)
+                assert torch.equal(as_bits(values), as_bits(gather(wanted.values, column_map)))
+
+
+def test_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    given, (column_map, where), run = problem("silu_mul", "6:8", 64, 512, "padded")
+    wanted = run(*given, column_map, torch.int8, *where)
+    backend, pairs, order = where
+    for _ in range(2):  # compiled there, then remembered
+        got = run(
+            given[0].to("cuda:1"),
+            column_map.to("cuda:1"),
+            torch.int8,
+            backend,
+            None if pairs is None else pairs.to("cuda:1"),
+            order,
+        )
+        assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(got, wanted, strict=True))

@@ -265,9 +265,7 @@ def test_quantise_and_lift_writes_what_the_kernel_reads() -> None:
     columns = Hopper.layout.columns(packed)
     assert columns is not None
     x = torch.randn(100, COLUMNS, dtype=BF16, device="cuda")
-    lifted, scale = ops.quantize_lift(
-        x, Hopper.layout.column_map(packed), INT8, "hopper", columns.groups, columns.order
-    )
+    lifted, scale = ops.quantize_lift(x, Hopper.layout.column_map(packed), INT8, "hopper", columns.pairs, columns.order)
     y = get_backend("hopper").matmul(
         lifted, scale, get_backend("hopper").prepare(packed), packed.scale, None, OUT, BF16
     )

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, configure
-from slidesparse.kernels.pack import MAGNITUDE, PackPlan, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, count_kernel, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.packed import pack
@@ -45,7 +45,9 @@ NAMES = {
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
 
 
-def build(kernel: object, arguments: dict[str, object], arch: int, num_warps: int) -> dict[str, object]:
+def build(
+    kernel: object, arguments: dict[str, object], arch: int, num_warps: int, registers: int | None = None
+) -> dict[str, object]:
     """Compile.
 
     Args:
@@ -54,6 +56,7 @@ def build(kernel: object, arguments: dict[str, object], arch: int, num_warps: in
             one-element tuple around a constant.
         arch: Compute capability.
         num_warps: Warps of a program.
+        registers: Most registers of a lane.
     """
     names = list(arguments)
     constants = {(i,): value[0] for i, value in enumerate(arguments.values()) if isinstance(value, tuple)}
@@ -61,7 +64,9 @@ def build(kernel: object, arguments: dict[str, object], arch: int, num_warps: in
     aligned = [n for n, t in signature.items() if t.startswith("*") or (n.endswith("_stride") and t != "constexpr")]
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps, "maxnreg": registers}
+    )
     return resources(compiled.asm["cubin"]) | accesses(compiled.asm["ptx"])
 
 
@@ -91,6 +96,8 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
+    cases += [(p, 18944, BF16, types[-1], first, None) for p in ("6:8", "4:6@50%") for first in ("none", "silu_mul")]
+    cases += [("6:8", 40960, BF16, types[-1], first, None) for first in ("none", "silu_mul")]  # too long to be held
     cases += [("6:8", 4096, BF16, types[-1], first, None) for first in ("rms_norm", "add_rms_norm")]
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
@@ -106,7 +113,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "residual": pointer if added else (None,),
             "total": pointer if added else (None,),
             "weight": pointer if "norm" in first else (None,),
-            "group_ids": (None,) if packed.groups is None else "*i32",
+            "map_of_pairs": (None,) if packed.pairs is None else "*i16",
             "out": pointer if plan.quant == "none" else "*i16" if plan.held else "*i8",
             "scales": "*fp32",
             "tokens": "i32",
@@ -116,7 +123,16 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "P": (plan,),
         }
         label = f"{pattern} {columns} {NAMES[source]}->{target} {first}{' slabs' if slabs else ''} {launch}"
-        yield label, build(held_kernel if plan.held else walking_kernel, arguments, arch, launch.num_warps)
+        yield (
+            label,
+            build(
+                held_kernel if plan.held else walking_kernel,
+                arguments,
+                arch,
+                launch.num_warps,
+                launch.registers or None,
+            ),
+        )
 
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
@@ -134,6 +150,16 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "P": (plan,),
         }
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
+        arguments = {
+            "weight": pointer,
+            "fullest": "*i32",
+            "faults": "*i32",
+            "rows": "i32",
+            "row_stride": "i32",
+            "P": (plan,),
+            "ROWS": (COUNTED_ROWS,),
+        }
+        yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
 
 
 if __name__ == "__main__":

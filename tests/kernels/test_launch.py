@@ -17,6 +17,7 @@ from slidesparse.kernels.plan import Plan
 from slidesparse.kernels.quantize_lift import make_plan
 
 ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "read": 1024, "write": 2048, "num_warps": 4}
+ENTRY["registers"] = 0
 
 
 def table(path: Path, content: object) -> Path:
@@ -58,6 +59,16 @@ def test_held_rows_get_few_lanes_and_few_rows_many() -> None:
     assert warps == {2048: 1, 3584: 2, 8192: 4, 18944: 16}
     assert configure(0, 1, Columns.identity(3584), 2, "none").num_warps == 8
     assert configure(0, 1, Columns.identity(600), 2, "none").num_warps == 2
+    assert configure(0, 4096, Columns.identity(3584), 2, "add_rms_norm").num_warps == 8
+    assert configure(0, 4096, Columns.identity(18944), 2, "add_rms_norm").num_warps == 16
+
+
+def test_three_programs_share_a_multiprocessor_where_they_can() -> None:
+    def registers(columns: int, itemsize: int = 2, first: str = "none") -> int:
+        return configure(90, 4096, Columns.identity(columns), itemsize, first).registers
+
+    assert [registers(columns) for columns in (8192, 18944, 24576, 32768)] == [0, 40, 40, 0]
+    assert registers(18944, itemsize=4) == registers(18944, first="silu_mul") == 0
 
 
 def test_walked_rows_in_flight_fit_l1_and_few_rows_get_all_lanes() -> None:
@@ -94,6 +105,8 @@ def test_a_measured_launch_beats_the_rule(tmp_path: Path, monkeypatch: pytest.Mo
         {"version": 1, "sm_90": [{**ENTRY, "write": True}]},
         {"version": 1, "sm_90": [{**ENTRY, "write": 96}]},
         {"version": 1, "sm_90": [{**ENTRY, "num_warps": 64}]},
+        {"version": 1, "sm_90": [{**ENTRY, "registers": 42}]},
+        {"version": 1, "sm_90": [{k: v for k, v in ENTRY.items() if k != "registers"}]},
     ],
 )
 def test_a_malformed_table_is_refused(tmp_path: Path, content: object) -> None:

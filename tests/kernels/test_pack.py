@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, PatternViolation
-from slidesparse.kernels.pack import BLOCK, compress
+from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress, following_groups
 from slidesparse.packed import pack
+from slidesparse.packing import KernelPacker
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import metadata
 from slidesparse.support import as_bits, grouped
+from slidesparse.support import following_groups as defined_following_groups
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
 
@@ -115,3 +117,93 @@ def test_what_is_no_weight_is_refused(device: str) -> None:
         compress(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
     with pytest.raises(InputError, match="k_offset"):
         compress(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
+
+
+# -- the whole of pack ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k_offset", [0, 3])
+@pytest.mark.parametrize(("pattern", "columns"), [("4:6", 100), ("2:4", 4 * BLOCK + 6), ("14:16", 50)])
+@pytest.mark.parametrize("rows", [0, 1, 2 * COUNTED_ROWS + 3])
+def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_offset: int) -> None:
+    wide = torch.randn(rows, columns).masked_fill(torch.rand(rows, columns) < 0.1, -0.0)
+    wide[:, : columns // 2] *= (torch.arange(columns // 2) % 2).float()  # every other column is zero here
+    weight = wide.to(torch.float8_e4m3fn)
+    parsed = Pattern.parse(pattern)
+    wanted = defined_following_groups(weight, parsed, k_offset)
+    got = following_groups(weight.to(device), parsed, k_offset=k_offset)
+    assert got.dtype == wanted.dtype
+    assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
+    assert torch.equal(got.cpu(), wanted)
+
+
+def partial(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in which every second group of 6 columns follows 4:6."""
+    weight = (torch.randn(40, columns) * 20 + 30).to(dtype)
+    by_group = (
+        weight[:, : columns // 6 * 6].view(torch.uint8 if dtype.itemsize == 1 else torch.int16).unflatten(1, (-1, 6))
+    )
+    by_group[:, ::2, 1:3] = 0
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%", "4:6@37.5%", "2:4@0%"])
+def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
+    weight = sparse(pattern, 100, dtype) if pattern == "6:8" else partial(100, dtype)
+    scale = torch.rand(len(weight))
+    wanted = pack(weight, pattern, scale=scale)
+    for given in (weight, weight.T.contiguous().T):  # any strides
+        got = pack(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
+        assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
+        assert torch.equal(got.scale.cpu(), scale)
+        for ours, theirs in zip(got.segments, wanted.segments, strict=True):
+            assert ours.kind == theirs.kind
+            assert torch.equal(ours.groups.cpu(), theirs.groups)
+            assert torch.equal(as_bits(ours.values).cpu(), as_bits(theirs.values))
+            assert ours.code is None if theirs.code is None else torch.equal(ours.code.cpu(), theirs.code)
+
+
+def test_chosen_groups_of_a_shard(device: str) -> None:
+    weight = partial(100, torch.int8)[:, 9:].contiguous()
+    groups = defined_following_groups(weight, Pattern(4, 6), 3)
+    wanted = pack(weight, "4:6@50%", k_offset=3, groups=groups)
+    got = pack(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
+    for ours, theirs in zip(got.segments, wanted.segments, strict=True):
+        assert torch.equal(ours.groups.cpu(), theirs.groups)
+        assert torch.equal(ours.values.cpu(), theirs.values)
+
+
+def faulty() -> dict[str, tuple[torch.Tensor, str, dict[str, object]]]:
+    """Weight, pattern and arguments of what pack must refuse."""
+    weight, floats = sparse("6:8", 64, torch.int8), sparse("6:8", 64, torch.bfloat16)
+    dense, mixed = torch.ones(3, 64, dtype=torch.int8), partial(60, torch.bfloat16)
+    broken, also_broken = floats.clone(), mixed.clone()
+    broken[2, 5], also_broken[1, 7] = float("nan"), float("inf")
+    return {
+        "violation": (dense, "6:8", {}),
+        "a share too small": (partial(60, torch.int8), "4:6@75%", {}),
+        "a chosen group violates": (dense, "4:6@50%", {"groups": torch.tensor([1, 4])}),
+        "groups that do not ascend": (weight, "6:8", {"groups": torch.tensor([2, 2])}),
+        "groups out of range": (weight, "6:8", {"groups": torch.tensor([2, 8])}),
+        "a shard without groups": (weight, "4:6@50%", {"k_offset": 2}),
+        "an offset that is none": (weight, "6:8", {"k_offset": 8}),
+        "NaN": (broken, "6:8", {}),
+        "Inf in a dense group": (also_broken, "4:6@50%", {}),
+        "NaN in a dense weight": (broken, "dense", {}),
+        "a scale too long": (weight, "6:8", {"scale": torch.ones(4)}),
+        "no columns": (weight[:, :0], "6:8", {}),
+        "three dimensions": (weight.unsqueeze(0), "6:8", {}),
+    }
+
+
+@pytest.mark.parametrize("case", faulty())
+def test_errors_are_those_of_the_definition(device: str, case: str) -> None:
+    weight, pattern, arguments = faulty()[case]
+    there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    with pytest.raises(InputError) as wanted:
+        pack(weight, pattern, name="q_proj", **arguments)
+    with pytest.raises(InputError) as got:
+        pack(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
+    assert type(got.value) is type(wanted.value)
+    assert str(got.value) == str(wanted.value)

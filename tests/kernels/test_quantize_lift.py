@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.base import slab_view
 from slidesparse.kernels import quantize_lift as kernels
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.launch import Launch
+from slidesparse.kernels.quantize_lift import quantize_lift
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows
@@ -69,11 +71,11 @@ def rows(columns: int) -> torch.Tensor:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of more than 64 columns take several steps to read, and those of more than 128 to write."""
-    kernels._variant.cache_clear()
+    """A chunk has 64 columns and a step writes 128: rows of more than 512 columns are walked, in steps of 64."""
+    kernels._call.cache_clear()
     monkeypatch.setattr(kernels, "configure", lambda *_: Launch(read=64, write=128, num_warps=1))
     yield
-    kernels._variant.cache_clear()
+    kernels._call.cache_clear()
 
 
 # -- the column order ----------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def test_every_order_matches_the_column_map(
 ) -> None:
     packed = packed_weight(pattern, columns, k_offset)
     x = torch.randn(2, columns, dtype=torch.bfloat16, device=device)
-    got = kernels.quantize_lift(x, on(device, packed, multiple), torch.int8)
+    got = quantize_lift(x, on(device, packed, multiple), torch.int8)
     assert_same(got, expected(x, packed, torch.int8, multiple))
 
 
@@ -103,7 +105,7 @@ def test_every_order_matches_the_column_map(
 def test_rows_of_several_steps(device: str, small_steps: None, pattern: str, dtype: torch.dtype) -> None:
     packed = packed_weight(pattern, 500)
     x = torch.randn(2, 500, dtype=torch.bfloat16, device=device)
-    assert_same(kernels.quantize_lift(x, on(device, packed, 32), dtype), expected(x, packed, dtype, 32))
+    assert_same(quantize_lift(x, on(device, packed, 32), dtype), expected(x, packed, dtype, 32))
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
@@ -112,9 +114,42 @@ def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) ->
     x, residual = (torch.randint(-40, 41, (2, 2, 500)) / 8).to(device, torch.bfloat16).unbind(0)
     weight = torch.randn(500).to(device, torch.bfloat16)
     total = x.to(torch.float32) + residual.to(torch.float32)
-    *got, after = kernels.add_rms_norm_quantize_lift(x, residual, weight, 1e-6, on(device, packed, 32), torch.int8)
+    columns = on(device, packed, 32)
+    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
     assert_same(got, expected(rms_norm(total, weight, 1e-6), packed, torch.int8, 32))
     assert same_bits(after, total.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("k_offset", [0, 2, 3])
+@pytest.mark.parametrize("columns", [64, 65, 500, 512, 516, 1100])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "14:16", "4:6@50%"])
+def test_held_and_walked_rows_agree_with_the_definition(
+    device: str, small_steps: None, pattern: str, columns: int, k_offset: int
+) -> None:
+    # From one chunk to more than can be held; an odd offset is never held.
+    packed = packed_weight(pattern, columns, k_offset)
+    x = torch.randn(2, columns, dtype=torch.bfloat16, device=device)
+    assert_same(quantize_lift(x, on(device, packed, 32), torch.int8), expected(x, packed, torch.int8, 32))
+
+
+@pytest.mark.parametrize("first", ["rms_norm", "add_rms_norm", "silu_mul"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_walked_rows_are_held_rows(
+    device: str, monkeypatch: pytest.MonkeyPatch, first: str, dtype: torch.dtype
+) -> None:
+    packed = packed_weight("6:8", 700)
+    x, residual = torch.randint(-40, 41, (2, 2, 700)).div(8).to(device, torch.bfloat16).unbind(0)
+    weight = torch.randn(700).to(device, torch.bfloat16)
+    given = {"x": torch.cat([x, residual], 1)} if first == "silu_mul" else {"x": x, "weight": weight, "eps": 1e-6}
+    given |= {"residual": residual} if first == "add_rms_norm" else {}
+    results = []
+    for read in (1024, 64):  # held in one chunk, and walked
+        kernels._call.cache_clear()
+        monkeypatch.setattr(kernels, "configure", lambda *_, read=read: Launch(read, 256, 1))
+        results.append(quantize_lift(columns=on(device, packed, 32), target=dtype, first=first, **given))
+    kernels._call.cache_clear()
+    for one, other in zip(*results, strict=True):
+        assert one is None if other is None else same_bits(one, other)
 
 
 @pytest.mark.parametrize("multiple", [1, 32])
@@ -122,7 +157,7 @@ def test_columns_as_they_are(device: str, multiple: int) -> None:
     x = torch.randn(3, 90, dtype=torch.bfloat16, device=device)
     values, scale = quantize_rows(x, torch.int8)
     padded = torch.nn.functional.pad(values, (0, -90 % multiple))
-    assert_same(kernels.quantize_lift(x, Columns.identity(90, multiple), torch.int8), (padded, scale))
+    assert_same(quantize_lift(x, Columns.identity(90, multiple), torch.int8), (padded, scale))
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------------
@@ -133,7 +168,7 @@ def test_columns_as_they_are(device: str, multiple: int) -> None:
 def test_every_kind_of_row(device: str, source: torch.dtype, dtype: torch.dtype) -> None:
     packed = packed_weight("6:8", 64)
     x = rows(64).to(device, source)
-    assert_same(kernels.quantize_lift(x, on(device, packed), dtype), expected(x, packed, dtype))
+    assert_same(quantize_lift(x, on(device, packed), dtype), expected(x, packed, dtype))
 
 
 def test_fp8_divides_exactly(device: str) -> None:
@@ -147,9 +182,7 @@ def test_fp8_divides_exactly(device: str) -> None:
     x = torch.nn.functional.pad(x, (0, 144 - x.shape[1]))
     packed = packed_weight("2:4", 144)
     assert (x.abs().amax(1, keepdim=True) == absmax.to(device)).all()
-    assert_same(
-        kernels.quantize_lift(x, on(device, packed), torch.float8_e4m3fn), expected(x, packed, torch.float8_e4m3fn)
-    )
+    assert_same(quantize_lift(x, on(device, packed), torch.float8_e4m3fn), expected(x, packed, torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
@@ -158,7 +191,7 @@ def test_a_fault_shows_in_its_scale_and_nowhere_else(device: str, dtype: torch.d
     packed = packed_weight("2:4", 16)
     x = torch.randn(3, 16, device=device)
     x[1, 7] = fault
-    values, scale = kernels.quantize_lift(x, on(device, packed), dtype)
+    values, scale, _ = quantize_lift(x, on(device, packed), dtype)
     wanted = expected(x, packed, dtype)
     assert bool(torch.isfinite(scale[1]).all()) is False
     for row in (0, 2):
@@ -172,7 +205,7 @@ def test_lift_alone_moves_bits(device: str, source: torch.dtype) -> None:
     x = rows(40)[3:6].to(source)
     x[0, 3], x[1, 4] = float("nan"), float("-inf")
     x = x.to(device)
-    lifted = kernels.lift(x, on(device, packed, 16))
+    lifted = quantize_lift(x, on(device, packed, 16), source)[0]
     assert same_bits(lifted, gather(x, packed.column_map(16).to(device)))
 
 
@@ -183,20 +216,19 @@ def test_lift_alone_moves_bits(device: str, source: torch.dtype) -> None:
 def test_any_number_of_tokens(device: str, tokens: int) -> None:
     packed = packed_weight("2:4", 20)
     x = torch.randn(tokens, 20, dtype=torch.bfloat16, device=device)
-    assert_same(kernels.quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
+    assert_same(quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
 
 
 @pytest.mark.parametrize("rows", [None, 2, 8])
 def test_rows_past_the_tokens_are_there_to_be_read(device: str, rows: int | None) -> None:
     packed = packed_weight("6:8", 64)
     x = torch.randn(3, 64, dtype=torch.bfloat16, device=device)
-    got = kernels.quantize_lift(x, on(device, packed), torch.int8, rows=rows)
+    got = quantize_lift(x, on(device, packed), torch.int8, rows=rows)
     assert_same(got, expected(x, packed, torch.int8))
     assert got.values.is_contiguous()
     assert got.values.untyped_storage().nbytes() == max(3, rows or 0) * 96
-    assert got.scale.untyped_storage().nbytes() == max(3, rows or 0) * 4
     with pytest.raises(InputError, match="rows and slabs"):
-        kernels.lift(x, on(device, packed), slabs=Slabs(8), rows=8)
+        quantize_lift(x, on(device, packed), x.dtype, slabs=Slabs(8), rows=8)
 
 
 @pytest.mark.parametrize(("stride", "start"), [(96, 0), (96, 3), (81, 0), (80, 8)])
@@ -205,8 +237,8 @@ def test_rows_may_lie_anywhere(device: str, stride: int, start: int) -> None:
     around = torch.full((4, stride), 1e4, dtype=torch.bfloat16, device=device)
     x = around[:, start : start + 64]
     x.normal_()
-    assert_same(kernels.quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
-    assert_same(kernels.quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
+    assert_same(quantize_lift(x, on(device, packed), torch.int8), expected(x, packed, torch.int8))
+    assert_same(quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
 
 
 def test_one_variant_serves_all_rows(device: str) -> None:
@@ -215,7 +247,7 @@ def test_one_variant_serves_all_rows(device: str) -> None:
     columns = on(device, packed)
     for tokens, stride, start in [(5, 64, 0), (1, 64, 0), (40, 80, 16), (5, 72, 0), (5, 96, 3), (7, 64, 0)]:
         x = torch.randn(tokens, stride, dtype=torch.bfloat16, device=device)[:, start : start + 64]
-        assert_same(kernels.quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8))
+        assert_same(quantize_lift(x, columns, torch.int8), expected(x, packed, torch.int8))
 
 
 def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
@@ -238,11 +270,13 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
     x = torch.randn(9, 90, dtype=torch.bfloat16, device=device)
     columns = on(device, packed, 128)
     if dtype == torch.bfloat16:
-        got, wanted = kernels.lift(x, columns, slabs=slabs), gather(x, packed.column_map(128).to(device))
+        got, wanted = quantize_lift(x, columns, dtype, slabs=slabs)[0], gather(x, packed.column_map(128).to(device))
     else:
-        got, wanted = kernels.quantize_lift(x, columns, dtype, slabs=slabs)[0], expected(x, packed, dtype, 128)[0]
-    assert tuple(got.shape) == slabs.shape(9, columns.width, dtype.itemsize)
-    assert torch.equal(got.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
+        got, wanted = quantize_lift(x, columns, dtype, slabs=slabs)[0], expected(x, packed, dtype, 128)[0]
+    assert got.shape == wanted.shape
+    view = slab_view(got, slabs)
+    assert tuple(view.shape) == slabs.shape(9, columns.width, dtype.itemsize)
+    assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
@@ -252,20 +286,19 @@ def test_fused_kernels_write_slabs_too(device: str, pattern: str, first: str) ->
     columns = on(device, packed, 128)
     x, residual = torch.randn(2, 25, 90, dtype=torch.bfloat16, device=device).unbind(0)
     weight = torch.randn(90, dtype=torch.bfloat16, device=device)
-    run = {
-        "rms_norm": lambda **where: kernels.rms_norm_quantize_lift(x, weight, 1e-6, columns, torch.int8, **where),
-        "add_rms_norm": lambda **where: kernels.add_rms_norm_quantize_lift(
-            x, residual, weight, 1e-6, columns, torch.int8, **where
-        ),
-        "silu_mul": lambda **where: kernels.silu_mul_quantize_lift(
-            torch.cat([x, residual], 1), columns, torch.int8, **where
-        ),
+    given = {
+        "rms_norm": {"x": x, "weight": weight, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "weight": weight, "residual": residual, "eps": 1e-6},
+        "silu_mul": {"x": torch.cat([x, residual], 1)},
     }[first]
     # The row-major results are tested below; here the same bytes must stand elsewhere, and all else be the same.
-    wanted, *others = run()
-    got, *same = run(slabs=slabs)
-    assert torch.equal(got.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
-    assert all(torch.equal(one, other) for one, other in zip(same, others, strict=True))
+    wanted = quantize_lift(columns=columns, target=torch.int8, first=first, **given)
+    got = quantize_lift(columns=columns, target=torch.int8, first=first, slabs=slabs, **given)
+    view = slab_view(got.values, slabs)
+    assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.values.cpu(), slabs))
+    assert torch.equal(got.scale, wanted.scale)
+    assert (got.residual is None) == (first != "add_rms_norm")
+    assert got.residual is None or torch.equal(got.residual, wanted.residual)
 
 
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.bfloat16, torch.float32])
@@ -284,7 +317,7 @@ def test_slabs_are_arranged_in_torch_as_well(tokens: int, slabs: Slabs, dtype: t
 def test_offsets_beyond_two_to_the_31() -> None:
     packed = packed_weight("6:8", 37888)
     x = torch.randn(65536, 37888, dtype=torch.bfloat16, device="cuda")
-    values, scale = kernels.quantize_lift(x, on("cuda", packed, 32), torch.int8)
+    values, scale, _ = quantize_lift(x, on("cuda", packed, 32), torch.int8)
     assert values.numel() > 2**31
     for part in (slice(0, 4), slice(-4, None)):
         assert_same((values[part], scale[part]), expected(x[part], packed, torch.int8, 32))
@@ -317,11 +350,11 @@ def test_rms_norm_first(
     wanted = expected(rms_norm(total, weight, 1e-6), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
-        *got, after = kernels.add_rms_norm_quantize_lift(x, residual, weight, 1e-6, columns, dtype)
+        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
         assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
-        got = kernels.rms_norm_quantize_lift(x, weight, 1e-6, columns, dtype)
+        got = quantize_lift(x, columns, dtype, "rms_norm", weight=weight, eps=1e-6)
     assert_same(got, wanted)
 
 
@@ -335,7 +368,7 @@ def test_silu_mul_first(device: str, dtype: torch.dtype, source: torch.dtype) ->
     silu = torch.where(gate <= 0, -torch.zeros_like(gate), gate)
     silu = torch.where(gate == 0, torch.zeros_like(gate), silu)
     wanted = expected(silu * up, packed, dtype)
-    assert_same(kernels.silu_mul_quantize_lift(torch.cat([gate, up], 1), on(device, packed), dtype), wanted)
+    assert_same(quantize_lift(torch.cat([gate, up], 1), on(device, packed), dtype, "silu_mul"), wanted)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
@@ -345,7 +378,7 @@ def test_silu_of_ordinary_values(device: str, small_steps: None, dtype: torch.dt
     gate, up = x.to(torch.float32).chunk(2, -1)
     product = (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
     wanted, wanted_scale = expected(product, packed, dtype)
-    got, scale = kernels.silu_mul_quantize_lift(x, on(device, packed), dtype)
+    got, scale, _ = quantize_lift(x, on(device, packed), dtype, "silu_mul")
     # The two exponentials differ in their last bit, which moves a value over a rounding boundary of bfloat16 once in
     # some 2^14 times: at most a few values differ, and by one step.
     different = as_bits(got) != as_bits(wanted)
@@ -362,17 +395,21 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     columns = on(device, packed)
     x = torch.randn(4, 64, device=device)
     with pytest.raises(InputError, match="activations to lift"):
-        kernels.quantize_lift(x[:, :32], columns, torch.int8)
+        quantize_lift(x[:, :32], columns, torch.int8)
     with pytest.raises(InputError, match="columns contiguous"):
-        kernels.quantize_lift(torch.randn(64, 4, device=device).T, columns, torch.int8)
+        quantize_lift(torch.randn(64, 4, device=device).T, columns, torch.int8)
     with pytest.raises(InputError, match="activations to lift"):
-        kernels.silu_mul_quantize_lift(x, columns, torch.int8)
+        quantize_lift(x, columns, torch.int8, "silu_mul")
     with pytest.raises(InputError, match="type to lift to"):
-        kernels.quantize_lift(x, columns, torch.bfloat16)
+        quantize_lift(x, columns, torch.bfloat16)
     with pytest.raises(InputError, match="weight of RMSNorm"):
-        kernels.rms_norm_quantize_lift(x, x[0, :32], 1e-6, columns, torch.int8)
+        quantize_lift(x, columns, torch.int8, "rms_norm", weight=x[0, :32], eps=1e-6)
+    with pytest.raises(InputError, match="weight of RMSNorm"):
+        quantize_lift(x, columns, torch.int8, "rms_norm")
     with pytest.raises(InputError, match="residual"):
-        kernels.add_rms_norm_quantize_lift(x, x[:2], x[0], 1e-6, columns, torch.int8)
+        quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=x[0], residual=x[:2], eps=1e-6)
+    with pytest.raises(InputError, match="residual"):
+        quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=x[0], eps=1e-6)
     with pytest.raises(InputError, match="even number"):
         Columns.of(packed, 3)
     with pytest.raises(InputError, match="even number"):
@@ -380,18 +417,16 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     with pytest.raises(InputError, match="slab"):
         Slabs(12)
     with pytest.raises(InputError, match="slabs"):
-        kernels.quantize_lift(x, columns, torch.int8, slabs=Slabs(8))
+        quantize_lift(x, columns, torch.int8, slabs=Slabs(8))
     # Together these segments fill whole slabs, but the second starts inside one.
     partial = on(device, packed_weight("4:6@50%", 60), 64)
     assert (partial.dense_columns, partial.slid_columns) == (64, 64)
     with pytest.raises(InputError, match="segment in slabs"):
-        kernels.quantize_lift(torch.randn(1, 60, device=device), partial, torch.int8, slabs=Slabs(8))
+        quantize_lift(torch.randn(1, 60, device=device), partial, torch.int8, slabs=Slabs(8))
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels._variant.cache_clear()
+    kernels._call.cache_clear()
     monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
     with pytest.raises(UnsupportedError, match="sm_89"):
-        kernels.quantize_lift(
-            torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn
-        )
+        quantize_lift(torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn)

@@ -1,6 +1,9 @@
-"""cuBLASLt with its best algorithm: every one that its heuristics name for a problem, raced.
+"""cuBLASLt with its best algorithm: every one that its heuristics name for a problem, and their neighbours, raced.
 
     y[M, N] = x[M, K] @ w[N, K]^T,  FP8 with scales: y = scale_x[M] * scale_w[N] * (x @ w^T), rounded once to bf16
+
+The heuristics name one to eight. A neighbour differs from one of them in its tile or in its cluster of thread blocks,
+and the library says that it can run the problem.
 
 The library thinks in columns: y row-major is its column-major [N, M], which is w, transposed, times x. Written against
 ``cublasLt.h`` of CUDA 12.9 and 13; scales along rows and columns ("outer vectors") are Hopper's.
@@ -11,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -24,7 +27,7 @@ from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
 
 REQUESTED = 64
-"""Algorithms asked for, of each way to sum; cuSPARSELt's searches try 50."""
+"""Algorithms asked for and at most tried, of each way to sum; cuSPARSELt's searches try 50."""
 
 WORKSPACE = 64 << 20
 """Bytes that every algorithm may use."""
@@ -38,6 +41,13 @@ TRANSPOSE = 1
 TRANSPOSE_A, SCALE_OF_A, SCALE_OF_B, FAST_ACCUMULATION, SCALE_MODE_A, SCALE_MODE_B = 3, 17, 18, 25, 31, 32
 OUTER_VECTOR = 3
 MAX_WORKSPACE = 1
+
+# cublasLtMatmulAlgoCapAttributes_t, cublasLtMatmulAlgoConfigAttributes_t
+TILES_OF = 6
+TILE, CLUSTER = 1, 8
+CLUSTERS = range(2, 15)
+"""cublasLtClusterShape_t: 1x1, 2x1, 4x1, 1x2, ... 2x8."""
+MOST_TILES = 1024
 
 CUDA_TYPES = {
     torch.float32: 0,
@@ -96,6 +106,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     # handle, operation, A, B, C, D, preference, requested, results, returned
     "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(_Result), POINTER(c_int)),
+    # handle, operation, A, B, C, D, algorithm, result
+    "cublasLtMatmulAlgoCheck": (*[c_void_p] * 7, POINTER(_Result)),
+    "cublasLtMatmulAlgoCapGetAttribute": (c_void_p, c_int, c_void_p, c_size_t, POINTER(c_size_t)),
+    "cublasLtMatmulAlgoConfigSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     # handle, operation, alpha, A, A's layout, B, its, beta, C, its, D, its, algorithm, workspace, its size, stream
     "cublasLtMatmul": (*[c_void_p] * 14, c_size_t, c_void_p),
 }
@@ -173,16 +187,38 @@ class Product:
         self._set(SCALE_OF_A, c_void_p(scale_w.data_ptr()))
         self._set(SCALE_OF_B, c_void_p(scale_x.data_ptr()))
 
-    def algorithms(self) -> list[_Result]:
-        """What the heuristics name, their favourite first; empty when the library has no kernel."""
+    def algorithms(self) -> dict[str, _Result]:
+        """Name -> what the heuristics name, their favourite first, then the neighbours; empty without a kernel."""
         preference = _made("cublasLtMatmulPreferenceCreate")
         size = c_size_t(WORKSPACE)
         _call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
         results, count = (_Result * REQUESTED)(), c_int()
-        where = (_handle(self.problem.device), self._operation, self._w, self._x, self._y, self._y, preference)
         # Its status only repeats that there is no kernel.
-        _library().cublasLtMatmulAlgoGetHeuristic(*where, REQUESTED, results, byref(count))
-        return [result for result in results[: count.value] if result.state == 0]
+        _library().cublasLtMatmulAlgoGetHeuristic(*self._what, preference, REQUESTED, results, byref(count))
+        named = [result for result in results[: count.value] if result.state == 0]
+        found = {bytes(result.algorithm): (f"heuristic {rank}", result) for rank, result in enumerate(named)}
+        for rank, result in enumerate(named):
+            clusters = ((CLUSTER, "cluster", c_uint16(shape)) for shape in CLUSTERS)
+            tiles = ((TILE, "tile", c_uint32(tile)) for tile in _tiles(result))
+            for attribute, word, value in (*clusters, *tiles):
+                if len(found) < REQUESTED and (neighbour := self._neighbour(result, attribute, value)) is not None:
+                    found.setdefault(bytes(neighbour.algorithm), (f"heuristic {rank}, {word} {value.value}", neighbour))
+        return dict(found.values())
+
+    @property
+    def _what(self) -> tuple[c_void_p, ...]:
+        return _handle(self.problem.device), self._operation, self._w, self._x, self._y, self._y
+
+    def _neighbour(self, result: _Result, attribute: int, value: ctypes._SimpleCData[int]) -> _Result | None:
+        """The algorithm with one attribute changed, where the library can run that."""
+        algorithm, checked = type(result.algorithm)(*result.algorithm), _Result()
+        library, size = _library(), ctypes.sizeof(value)
+        if library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), attribute, byref(value), size):
+            return None
+        if library.cublasLtMatmulAlgoCheck(*self._what, byref(algorithm), byref(checked)) or checked.state:
+            return None
+        checked.algorithm = algorithm
+        return checked if checked.workspace <= WORKSPACE else None
 
     def run(self, algorithm: _Result, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """``y = x @ w^T`` on the current stream."""
@@ -202,6 +238,14 @@ class Best:
     tried: tuple[Tried, ...]
 
 
+def _tiles(result: _Result) -> list[int]:
+    """The tiles that an algorithm can have."""
+    tiles, written = (c_uint32 * MOST_TILES)(), c_size_t()
+    where = (byref(result.algorithm), TILES_OF, tiles, ctypes.sizeof(tiles), byref(written))
+    failed = _library().cublasLtMatmulAlgoCapGetAttribute(*where)
+    return [] if failed else list(tiles[: written.value // ctypes.sizeof(c_uint32)])
+
+
 @lru_cache(maxsize=1024)
 def search(problem: Problem) -> Best:
     """Race everything that the heuristics name for a problem, once.
@@ -213,9 +257,9 @@ def search(problem: Problem) -> Best:
         products = [Product(problem, fast) for fast in ((True, False) if problem.dtype == "fp8" else (False,))]
         bench = _Bench(problem, products)
         entries = {
-            f"heuristic {rank}{_fast(problem, index)}": (product, algorithm)
+            f"{name}{_fast(problem, index)}": (product, algorithm)
             for index, product in enumerate(products)
-            for rank, algorithm in enumerate(product.algorithms())
+            for name, algorithm in product.algorithms().items()
         }
         if not entries:
             raise UnsupportedError(

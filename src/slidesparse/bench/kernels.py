@@ -18,7 +18,8 @@ from slidesparse.bench.operands import activations, gaussian
 from slidesparse.bench.problems import HEADLINE
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.kernels.columns import Columns
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
@@ -41,7 +42,7 @@ def measure(session: Session, case: Case) -> list[Record]:
             "slidesparse",
             "",
             partial(_quantize_lift, dtype, Columns.identity(case.in_features).order),
-            (x, columns),
+            (x, columns, None),
             moved,
             _check(x, columns, dtype),
         ),
@@ -54,12 +55,10 @@ def measure(session: Session, case: Case) -> list[Record]:
         if variant == CONTROL:
             continue  # nobody lifts for it: its columns do not repeat
         packed = any_weight(Pattern.parse(variant), case.in_features, session.device)
-        lifted = packed.column_map(MULTIPLE)
+        lifted, order = packed.column_map(MULTIPLE), Columns.of(packed, MULTIPLE)
         moved = x.nbytes + case.tokens * (len(lifted) + 4)
-        run = partial(_quantize_lift, dtype, Columns.of(packed, MULTIPLE).order)
-        subjects.append(
-            Subject(f"lift {variant}", "slidesparse", "", run, (x, lifted), moved, _check(x, lifted, dtype))
-        )
+        run, operands = partial(_quantize_lift, dtype, order.order), (x, lifted, order.pairs)
+        subjects.append(Subject(f"lift {variant}", "slidesparse", "", run, operands, moved, _check(x, lifted, dtype)))
     return compare(session, case, subjects + _fused_subjects(session, case, x))
 
 
@@ -115,14 +114,17 @@ def _fused_error(
 
 
 def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:
-    """A weight of this (uniform) pattern and width: all have one column order."""
-    return pack(torch.zeros(1, columns, dtype=torch.int8, device=device), pattern)
+    """A weight of this pattern and width; all uniform ones have one column order, partial ones scatter their groups."""
+    total = pattern.groups(columns)
+    spread = torch.arange(pattern.following(total), device=device) * total // max(1, pattern.following(total))
+    zeros = torch.zeros(1, columns, dtype=torch.int8, device=device)
+    return pack(zeros, pattern, groups=None if pattern.is_uniform else spread)
 
 
 def _quantize_lift(
-    dtype: torch.dtype, order: list[int], x: torch.Tensor, columns: torch.Tensor
+    dtype: torch.dtype, order: list[int], x: torch.Tensor, columns: torch.Tensor, pairs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale = ops.quantize_lift(x, columns, dtype, order=order)
+    values, scale = ops.quantize_lift(x, columns, dtype, pairs=pairs, order=order)
     return values, scale
 
 

@@ -27,6 +27,9 @@ from slidesparse.records import CONTROL, DENSE, Case, Record
 AUTO = "auto"
 """With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
 
+AUTO_PATTERNS = ("2:4", HEADLINE)
+"""Those at which it is: one that often wins, and one that seldom does."""
+
 
 def measure(session: Session, case: Case) -> list[Record]:
     """The records of one case, dense first."""
@@ -37,7 +40,8 @@ def measure(session: Session, case: Case) -> list[Record]:
         for label, variant in variants_of(session, case, get_backend(name))
         if variant != CONTROL  # not a layer: its activations have twice the columns
     ]
-    for label, variant, name in [*wanted, (f"{AUTO} {HEADLINE}", HEADLINE, AUTO)]:
+    wanted += [(f"{AUTO} {pattern}", pattern, AUTO) for pattern in AUTO_PATTERNS if pattern in session.patterns(case)]
+    for label, variant, name in wanted:
         try:
             subjects.append(layer_subject(session, case, label, variant, name))
         except UnsupportedError as error:

@@ -78,7 +78,7 @@ def lifted(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations [M, K] as a backend of this layout wants them, with their scale [M, 1] if they are quantised."""
     columns, column_map = layout.columns(packed), layout.column_map(packed)
-    order = {} if columns is None else {"groups": columns.groups, "order": columns.order}
+    order = {} if columns is None else {"pairs": columns.pairs, "order": columns.order}
     if packed.dtype not in QUANTISED:
         return ops.lift(x, column_map, backend, **order), None
     values, scale = ops.quantize_lift(x, column_map, packed.dtype, backend, **order)

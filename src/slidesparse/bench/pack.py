@@ -10,7 +10,8 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare, relative_error
 from slidesparse.bench.operands import expected, float_type, gaussian, lifted, packed_weight, problem_of
 from slidesparse.gemm import Operand, get_backend
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.records import CONTROL, Case, Record
 from slidesparse.support import as_bits

@@ -47,6 +47,7 @@ class Profile:
         kernel_columns: K of the kernel benchmark.
         budget_s: Seconds that a run may take unless the user says otherwise.
         samples_s: Seconds of GPU time that one comparison aims at.
+        backends: Ours to be measured; empty for all but the reference, which defines results, not speed.
     """
 
     models: tuple[str, ...]
@@ -59,6 +60,7 @@ class Profile:
     kernel_columns: tuple[int, ...]
     budget_s: float
     samples_s: float
+    backends: tuple[str, ...] = ()
 
 
 PROFILES = {

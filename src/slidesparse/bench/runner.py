@@ -91,6 +91,7 @@ def adapt(
     *,
     patterns: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
+    backends: Sequence[str] | None = None,
 ) -> Profile:
     """A profile with a user's choices; patterns and tokens are those of model shapes.
 
@@ -107,15 +108,16 @@ def adapt(
         models=problems.select(models, problems.MODELS, profile.models, "model"),
         model_patterns=tuple(str(Pattern.parse(p)) for p in patterns or ()) or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
+        backends=problems.select(backends, BACKENDS, profile.backends, "backend"),
         budget_s=profile.budget_s if budget_s is None else budget_s,
     )
 
 
 def cuda_session(profile: Profile) -> Session:
-    """A session on the current CUDA device with every backend but the reference, which defines results, not speed.
+    """A session on the current CUDA device.
 
     Args:
-        profile: Its patterns and the time that a comparison takes.
+        profile: Its patterns, its backends, and the time that a comparison takes.
 
     Raises:
         UnsupportedError: When there is no such device.
@@ -127,7 +129,7 @@ def cuda_session(profile: Profile) -> Session:
         clocks=environment.clocks,
         samples_s=profile.samples_s,
         patterns=lambda case: profile.square_patterns if case.model == SQUARE else profile.model_patterns,
-        backends=tuple(name for name in BACKENDS if name != "reference"),
+        backends=profile.backends or tuple(name for name in BACKENDS if name != "reference"),
         device=torch.device("cuda", torch.cuda.current_device()),
     )
 

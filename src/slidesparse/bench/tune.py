@@ -16,7 +16,7 @@ from slidesparse.errors import InputError
 from slidesparse.gemm.cusparselt_table import Record, table_path
 from slidesparse.gemm.cusparselt_tune import tune_shapes
 from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar, table
 from slidesparse.quant import parse_dtype
 from slidesparse.records import LAYERS, Case, read_records
@@ -31,7 +31,7 @@ class Plan:
 
     Attributes:
         models: Names out of ``bench.problems.MODELS``.
-        patterns: Uniform patterns.
+        patterns: Patterns, uniform or partial.
         dtypes: Names out of ``bench.problems.DTYPES``.
         tokens: M's, ascending.
     """
@@ -54,10 +54,12 @@ class Plan:
         ]
 
     def packed_shapes(self) -> list[tuple[int, int]]:
-        """(out, K') of all weights, each once."""
+        """(out, K') of the 2:4 segments of all weights, each once."""
         sizes = {size for model in self.models for size in MODELS[model]}
         patterns = [Pattern.parse(text) for text in self.patterns]
-        return sorted({(out, p.groups(columns) * p.slid_group) for out, columns in sizes for p in patterns})
+        return sorted(
+            {(out, p.following(p.groups(columns)) * p.slid_group) for out, columns in sizes for p in patterns}
+        )
 
 
 def plan(
@@ -69,12 +71,12 @@ def plan(
     """A plan of a user's choices; None stands for all models, 2:4 to 8:10, and INT8 and FP8.
 
     Raises:
-        InputError: An unknown name, a partial pattern, or an M below 1.
+        InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
     """
     chosen = tuple(str(Pattern.parse(text)) for text in patterns or PATTERNS)
     for text in chosen:
-        if not Pattern.parse(text).is_uniform:
-            raise InputError("a pattern to tune", got=text, needed="a uniform one")
+        if Pattern.parse(text) == DENSE:
+            raise InputError("a pattern to tune", got=text, needed="one that slides something")
     if not tokens or min(tokens) < 1:
         raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
     return Plan(

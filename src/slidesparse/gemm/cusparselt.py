@@ -28,6 +28,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import Layout, Operand, Problem, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
+from slidesparse.kernels.launcher import current_stream
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
@@ -201,7 +202,7 @@ class Plan:
         workspace = None
         if self.workspace:
             workspace = torch.empty(self.workspace, dtype=torch.uint8, device=y.device).data_ptr()
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(current_stream(y.get_device()))
         pointer = y.data_ptr()
         beta = _ONE_POINTER if accumulate else _ZERO_POINTER
         status = self._matmul(

@@ -16,6 +16,7 @@ from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, load
 from slidesparse.gemm.hopper_layout import dense_steps, sparse_steps
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
 from slidesparse.kernels.columns import Slabs
+from slidesparse.kernels.launcher import current_stream
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 
@@ -71,30 +72,32 @@ class Hopper:
             raise InputError("output type", got=out_dtype, needed="bfloat16, float16 or float32")
         if bias is not None and bias.dtype not in BIAS_TYPES:
             raise InputError("bias", got=bias.dtype, needed="float32, bfloat16 or float16")
+        device = x.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens = x.shape[0]
         y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
         if y.numel() == 0:
             return y
         sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
         tile = choose_tile(tokens, out_features, sparse_slabs, dense_slabs)
-        device = x.get_device()
-        with torch.cuda.device(device):
-            kernel = load(tile, x.dtype, out_dtype, device)
-            arguments = Arguments(
-                slab_view(x, SLABS).data_ptr(),
-                dense.data_ptr(),
-                sparse.data_ptr(),
-                None if scale_x is None else scale_x.data_ptr(),
-                None if scale_w is None else scale_w.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                y.data_ptr(),
-                tokens,
-                out_features,
-                dense_slabs,
-                sparse_slabs,
-                0 if bias is None else BIAS_TYPES[bias.dtype],
-                GROUP,
-            )
-            tiles = -(-tokens // tile.tokens) * -(-out_features // tile.channels)
-            kernel.launch(arguments, tiles, torch.cuda.current_stream().cuda_stream)
+        kernel = load(tile, x.dtype, out_dtype, device)
+        arguments = Arguments(
+            slab_view(x, SLABS).data_ptr(),
+            dense.data_ptr(),
+            sparse.data_ptr(),
+            None if scale_x is None else scale_x.data_ptr(),
+            None if scale_w is None else scale_w.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            tokens,
+            out_features,
+            dense_slabs,
+            sparse_slabs,
+            0 if bias is None else BIAS_TYPES[bias.dtype],
+            GROUP,
+        )
+        tiles = -(-tokens // tile.tokens) * -(-out_features // tile.channels)
+        kernel.launch(arguments, tiles, current_stream(device))
         return y

@@ -64,7 +64,7 @@ class Tile:
         blocks = self.warpgroups * self.row_blocks
         stage = self.tokens * 128 + blocks * (4096 + 1024 // itemsize)
         channels = self.row_blocks * 64
-        piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2  # of four warps
+        piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2
         factors = (self.tokens + 2 * channels) * 4
         return 1024 + self.stages * stage + self.warpgroups * (piece + factors) + self.stages * 16
 

@@ -5,9 +5,6 @@ A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a ro
 * in the 2:4 segment, one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
 * in the dense segment, two steps a slab: 64 bytes of weights a row each.
 
-Rows of two row blocks are dealt out to the four warps that multiply a block: of 128 rows, warp w has the 32 from 32w on,
-16 in either block, so that what a warp computes are neighbouring channels.
-
 Four row blocks are a *row tile*: a step of a tile lies in one piece, and so does a step of a half or a quarter of it.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
@@ -47,7 +44,7 @@ def sparse_steps(packed: PackedWeight) -> torch.Tensor:
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)
     missing = values.shape[1] * windows - nibbles.shape[1]
-    nibbles = _dealt(F.pad(nibbles, (0, missing, 0, -out % TILE_ROWS), value=ZERO_NIBBLE))
+    nibbles = F.pad(nibbles, (0, missing, 0, -out % TILE_ROWS), value=ZERO_NIBBLE)
     words = _metadata_words(nibbles, windows) if itemsize == 1 else _metadata_words_16(nibbles, windows)
     return _row_tiles(torch.cat([values, words], -1))
 
@@ -66,12 +63,6 @@ def _segment(packed: PackedWeight, kind: str) -> Segment | None:
     return next((segment for segment in packed.segments if segment.kind == kind), None)
 
 
-def _dealt(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [n * 256, ...] in the order in which row blocks hold them."""
-    by_warp = rows.unflatten(0, (-1, 4, 2, 16))  # 128 rows, warp, block, row
-    return by_warp.transpose(1, 2).flatten(0, 3)
-
-
 def _row_tiles(steps: torch.Tensor) -> torch.Tensor:
     """Steps [row blocks, steps, bytes] -> [row tiles, steps, 4, bytes]."""
     tiles: torch.Tensor = steps.unflatten(0, (-1, BLOCKS))
@@ -81,7 +72,7 @@ def _row_tiles(steps: torch.Tensor) -> torch.Tensor:
 def _row_steps(values: torch.Tensor) -> torch.Tensor:
     """Rows [out, columns], cut into steps of 64 bytes and swizzled: uint8 [row blocks, steps, 4096]."""
     data = as_bits(values).contiguous().view(torch.uint8)
-    data = _dealt(F.pad(data, (0, -data.shape[1] % STEP_BYTES, 0, -data.shape[0] % TILE_ROWS)))
+    data = F.pad(data, (0, -data.shape[1] % STEP_BYTES, 0, -data.shape[0] % TILE_ROWS))
     chunks = data.view(-1, ROWS, data.shape[1] // STEP_BYTES, STEP_BYTES // CHUNK_BYTES, CHUNK_BYTES).transpose(1, 2)
     chunk, row = torch.arange(4, device=data.device), torch.arange(ROWS, device=data.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.

@@ -36,13 +36,19 @@ def apply_scales(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``scale_x * (scale_w * accumulator) + bias`` in float32, rounded once: [M, out]."""
+    """``scale_x * (scale_w * accumulator) + bias`` in float32, rounded to the output type at the end: [M, out].
+
+    ``scale_x`` and ``bias`` are applied in one fused multiply-add, as vLLM's CUTLASS epilogue does
+    (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``). Torch has none: through float64, whose product is exact.
+    """
     y = accumulator.to(torch.float32)
     if scale_w is not None:
         y = scale_w * y
-    if scale_x is not None:
+    if scale_x is not None and bias is not None:
+        y = (scale_x.to(torch.float64) * y + bias.to(torch.float64)).to(torch.float32)
+    elif scale_x is not None:
         y = scale_x * y
-    if bias is not None:
+    elif bias is not None:
         y = y + bias.to(torch.float32)
     return y.to(out_dtype)
 

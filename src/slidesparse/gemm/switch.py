@@ -32,7 +32,8 @@ class Form:
         backend: Whose.
         order: :attr:`slidesparse.kernels.columns.Columns.order` of its activations; empty where the torch definition
             must write them.
-        tensors: How many of the operator's tensors are its own: column map, moved groups (or an empty tensor), operand.
+        tensors: How many of the operator's tensors are its own: column map, index of pairs (or an empty tensor),
+            operand.
     """
 
     backend: str

@@ -1,13 +1,14 @@
 """What the quantise-and-lift kernels must know of the packed column order, and of the layout that they write.
 
 :meth:`slidesparse.packed.PackedWeight.column_map` defines the order as an index vector. A kernel that read it would
-load eight bytes of index for every byte that it writes; these few numbers say the same, plus one number a group when a
-partial pattern moves whole groups.
+load eight bytes of index for every byte that it writes; these few numbers say the same, plus an index of two bytes for
+every pair of columns when a partial pattern moves whole groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -34,7 +35,8 @@ class Columns:
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        groups: int32 [dense_groups + slid_groups], the groups in packed order; None when they are in input order.
+        pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
+            int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
 
     columns: int
@@ -44,7 +46,7 @@ class Columns:
     slid_groups: int
     dense_columns: int
     slid_columns: int
-    groups: torch.Tensor | None = field(default=None, compare=False)
+    pairs: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1) -> Columns:
@@ -58,7 +60,7 @@ class Columns:
         pattern = packed.pattern
         count = {segment.kind: len(segment.groups) for segment in packed.segments}
         dense, slid = count.get("dense", 0), count.get("2:4", 0)
-        moved = torch.cat([s.groups for s in packed.segments]).to(torch.int32) if len(packed.segments) > 1 else None
+        moved = _pairs(packed.column_map(multiple), packed.shape[1]) if len(packed.segments) > 1 else None
         return cls(
             columns=packed.shape[1],
             group=pattern.group,
@@ -67,7 +69,7 @@ class Columns:
             slid_groups=slid,
             dense_columns=_padded(dense * pattern.group, multiple),
             slid_columns=_padded(slid * pattern.slid_group, multiple),
-            groups=moved,
+            pairs=moved,
         )
 
     @classmethod
@@ -80,8 +82,18 @@ class Columns:
         return cls(columns, 4, 0, 0, -(-columns // 4), 0, width)
 
     @property
+    def gathered(self) -> bool:
+        """The groups stand in an order of their own, which ``pairs`` says."""
+        return self.dense_groups > 0 and self.slid_groups > 0
+
+    @cached_property
+    def without_pairs(self) -> Columns:
+        """The same numbers without the tensor: something to remember calls by."""
+        return self if self.pairs is None else replace(self, pairs=None)
+
+    @property
     def order(self) -> list[int]:
-        """All fields but ``groups``, in order: what an operator can take as an argument."""
+        """All fields but ``pairs``, in order: what an operator can take as an argument."""
         return [
             self.columns,
             self.group,
@@ -137,6 +149,13 @@ class Slabs:
             source = (at ^ row.unsqueeze(1) % 8)[None, None, :, :, None].expand_as(chunks)
             chunks = chunks.gather(3, source)
         return chunks.reshape(tiles, slabs, rows, slab).view(values.dtype)
+
+
+def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
+    # Where one column of a pair does not exist (an odd k_offset, an odd K) the other one tells.
+    first, second = column_map[::2], column_map[1::2]
+    pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
+    return pairs.to(torch.int16 if columns < 2**15 else torch.int32)
 
 
 def _padded(columns: int, multiple: int) -> int:

@@ -152,23 +152,25 @@ def _in_order(pairs, P: tl.constexpr):
 
 
 @triton.jit
-def _source(group_ids, start, SLID: tl.constexpr, P: tl.constexpr):
+def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
     """The input pairs behind a step's positions in a segment, int32 [WRITE / 2]; outside the row where none is."""
-    SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
-    SPANS: tl.constexpr = P.half - 1 if SLID else P.half
-    span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
-    group = span // SPANS
-    within = span % SPANS
     if P.gathered:
-        FIRST: tl.constexpr = P.dense_groups if SLID else 0
-        COUNT: tl.constexpr = P.slid_groups if SLID else P.dense_groups
-        group = tl.load(group_ids + FIRST + group, mask=group < COUNT, other=-1)
-    first = group * P.half + within - P.k_offset // 2
-    return tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
+        START: tl.constexpr = P.dense_columns if SLID else 0
+        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+        position = start // 2 + tl.arange(0, P.write // 2)
+        column = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2)
+        source = column.to(tl.int32) >> 1
+    else:
+        SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
+        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
+        span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
+        first = span // SPANS * P.half + span % SPANS - P.k_offset // 2
+        source = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
+    return source
 
 
 @triton.jit
-def _lift(whole, group_ids, out, row, SLID: tl.constexpr, P: tl.constexpr):
+def _lift(whole, map_of_pairs, out, row, SLID: tl.constexpr, P: tl.constexpr):
     """Write one segment of a row: int16 ``out``."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
@@ -178,7 +180,7 @@ def _lift(whole, group_ids, out, row, SLID: tl.constexpr, P: tl.constexpr):
     END: tl.constexpr = ((P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)) * GROUP
     STEP: tl.constexpr = P.write
     for start in tl.static_range(0, LENGTH, STEP):
-        source = _source(group_ids, start, SLID, P)
+        source = _source(map_of_pairs, start, SLID, P)
         if start < BEGIN or start + P.write > END:
             exists = (source >= 0) & (2 * source < P.columns)
             pairs = tl.where(exists, tl.gather(whole, tl.where(exists, source, 0), 0), 0)
@@ -203,7 +205,7 @@ def _copy(pairs, out, row, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def held_kernel(
-    x, residual, total, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
     """One row a program; see the top of this file. ``out`` is int16, a pair of columns each."""
     row = tl.program_id(0).to(tl.int64)
@@ -222,6 +224,6 @@ def held_kernel(
     else:
         whole = _in_order(pairs, P)
         if P.dense_columns > 0:
-            _lift(whole, group_ids, out, row, False, P)
+            _lift(whole, map_of_pairs, out, row, False, P)
         if P.slid_columns > 0:
-            _lift(whole, group_ids, out, row, True, P)
+            _lift(whole, map_of_pairs, out, row, True, P)

@@ -6,7 +6,7 @@ times, and all passes but the first should find it in L1, so the rows that a mul
 there. What was measured to be faster than the rule is data, in ``launch.json`` beside this file::
 
     {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
-                              "read": 2048, "write": 4096, "num_warps": 8}]}
+                              "read": 2048, "write": 4096, "num_warps": 8, "registers": 0}]}
 
 The entry of the largest ``min_tokens`` that the problem reaches counts.
 """
@@ -28,6 +28,9 @@ from slidesparse.kernels.plan import CHUNKS
 TABLE = Path(__file__).with_name("launch.json")
 VERSION = 1
 
+LAUNCH = ("read", "write", "num_warps", "registers")
+"""Keys of an entry that are the launch, in the order of its fields."""
+
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
 
@@ -44,6 +47,9 @@ LOAD_BYTES = 16
 """What a lane loads at once while it reads a row."""
 WRITE_COLUMNS = 16
 """Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
+THREE_PROGRAMS = 40
+"""Registers of a lane with which a multiprocessor's 65536 serve three programs of 16 warps. The compiler would take a
+few more for FP8, and the rows in flight would be two: 20 % slower on an H200 at K = 18944."""
 HELD_COLUMNS = 256
 """Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
 
@@ -56,13 +62,17 @@ class Launch:
         read: Input columns of a step while a row is read, a power of two.
         write: Packed columns of a step while it is written, a power of two.
         num_warps: Warps of a program, a power of two.
+        registers: Registers that a lane may have, a multiple of 8; 0 leaves it to the compiler.
     """
 
     read: int
     write: int
     num_warps: int
+    registers: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.registers) is not int or not 0 <= self.registers <= 256 or self.registers % 8:
+            raise InputError("registers of a launch", got=self.registers, needed="a multiple of 8 up to 256")
         limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
         for name, limit in limits.items():
             value = getattr(self, name)
@@ -83,17 +93,29 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: st
         quantised: False to lift only.
 
     >>> configure(80, 4096, Columns.identity(8192), 2, "none")
-    Launch(read=1024, write=2048, num_warps=4)
+    Launch(read=1024, write=4096, num_warps=4, registers=0)
     """
+    holding = [warps for warps in WARPS if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
+    if not quantised or columns.k_offset % 2 or not holding:
+        return _walk(tokens, columns, itemsize, first)
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
     if measured:
         return max(measured, key=lambda entry: entry.min_tokens).launch
-    holding = [warps for warps in WARPS if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
-    if quantised and columns.k_offset % 2 == 0 and holding:
-        useful = [warps for warps in holding if warps == 1 or HELD_COLUMNS * warps <= columns.columns]
-        warps = min(holding) if tokens > FEW_TOKENS or not useful else max(useful)
-        return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS, warps)
-    return _walk(tokens, columns, itemsize, first)
+    return _hold(tokens, columns, itemsize, first, holding)
+
+
+def _hold(tokens: int, columns: Columns, itemsize: int, first: str, holding: list[int]) -> Launch:
+    most = max(WARPS)
+    if tokens > FEW_TOKENS:
+        # What also writes the sum of its rows has more to wait for: four times the lanes were 10 % faster on an H200.
+        warps = min(holding[0] * (4 if first == "add_rms_norm" else 1), most)
+    else:
+        warps = max([w for w in holding if HELD_COLUMNS * w <= columns.columns], default=holding[0])
+    # With more than 6 chunks of a 16-bit type, or a function of the columns first, a lane needs more than that.
+    light = first == "none" and itemsize == 2 and columns.columns <= 6 * HELD_COLUMNS * warps
+    stores = 1 if warps == most else 2
+    registers = THREE_PROGRAMS if warps == most and light else 0
+    return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
 
 
 def _walk(tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
@@ -151,8 +173,8 @@ def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
 
 
 def _entry(path: Path, entry: object) -> Entry:
-    kinds = {"first": str, **dict.fromkeys(("columns", "group", "min_tokens", "read", "write", "num_warps"), int)}
+    kinds = {"first": str, **dict.fromkeys(("columns", "group", "min_tokens", *LAUNCH), int)}
     if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
         raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
-    launch = Launch(entry["read"], entry["write"], entry["num_warps"])
+    launch = Launch(*(entry[key] for key in LAUNCH))
     return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)

@@ -11,6 +11,8 @@ One program treats ``BLOCK`` groups of one row, a group along the second dimensi
     values  [BLOCK, 2N - 2]   entry i stands at i + (i >= a) + (i + 1 >= b); read again, now from L1
 
 Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
+
+Which groups of a weight follow a partial pattern is found by a second kernel, which reads it once.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import triton.language as tl
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.support import INT_VIEW, as_bits, check_groups, check_k_offset, check_weight
+from slidesparse.support import as_bits, check_form, check_groups, check_k_offset, check_weight
 
 BLOCK = 128
 """Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
+
+COUNTED_ROWS = 32
+"""Rows in which a program counts before it tells the others, by one atomic operation a group."""
 
 CODE_TYPES = {True: torch.uint8, False: torch.int16}
 
@@ -136,6 +141,83 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
         tl.store(at, (low | high << 2).to(tl.uint8), mask=exists & (window < WINDOWS))
 
 
+@triton.jit
+def count_kernel(weight, fullest, faults, rows, row_stride, P: tl.constexpr, ROWS: tl.constexpr):
+    """Non-zeros of the fullest row of every group: int32 ``fullest`` [groups], zeroed; ``faults`` as in pack_kernel."""
+    nth = tl.program_id(1) * P.block + tl.arange(0, P.block)
+    exists = (nth < P.groups)[:, None]
+    column, inside = _column((nth * P.group - P.k_offset)[:, None], tl.arange(0, P.width)[None, :], P)
+    largest = tl.full((P.block,), 0, tl.int32)
+    broken = 0
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for r in range(ROWS):
+        row = first + r
+        here = inside & exists & (row < rows)
+        magnitude = tl.load(weight + row * row_stride + column, mask=here, other=0) & P.magnitude
+        largest = tl.maximum(largest, tl.sum((magnitude != 0).to(tl.int32), 1))
+        if P.non_finite > 0:
+            broken += tl.sum((magnitude >= P.non_finite).to(tl.int32))
+    tl.atomic_max(fullest + nth, largest, mask=nth < P.groups)
+    tl.atomic_add(faults + 1, broken, mask=broken > 0)
+
+
+def following_groups(
+    weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
+) -> torch.Tensor:
+    """:func:`slidesparse.support.following_groups` of a weight that holds neither NaN nor Inf, int64 [n].
+
+    Args:
+        weight: As :func:`compress` takes it.
+        pattern: The pattern.
+        k_offset: Position inside its group at which column 0 stands.
+        name: What error messages call the weight.
+
+    Raises:
+        InputError: When the weight is malformed or holds NaN or Inf.
+    """
+    _check(weight, pattern, k_offset, name)
+    rows, device = weight.shape[0], weight.device
+    plan = _plan(weight, pattern, pattern.groups(weight.shape[1], k_offset), k_offset)
+    fullest = torch.zeros(plan.groups, dtype=torch.int32, device=device)
+    faults = torch.zeros(2, dtype=torch.int32, device=device)
+    if rows:
+        grid = (-(-rows // COUNTED_ROWS), -(-plan.groups // BLOCK))
+        count_kernel[grid](as_bits(weight), fullest, faults, rows, weight.stride(0), plan, COUNTED_ROWS)
+    if bool(faults.any()):
+        check_weight(weight, name)
+    return (fullest <= pattern.keep).nonzero().flatten()
+
+
+def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> None:
+    check_form(weight, name)
+    check_k_offset(pattern, k_offset)
+    if weight.stride(1) != 1:
+        raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
+
+
+def _plan(
+    weight: torch.Tensor,
+    pattern: Pattern,
+    groups: int,
+    k_offset: int,
+    *,
+    gathered: bool = False,
+    metadata: bool = False,
+) -> PackPlan:
+    magnitude, non_finite = MAGNITUDE[weight.dtype]
+    return PackPlan(
+        columns=weight.shape[1],
+        group=pattern.group,
+        k_offset=k_offset,
+        groups=groups,
+        gathered=gathered,
+        magnitude=magnitude,
+        non_finite=non_finite,
+        metadata=metadata,
+        width=1 << (pattern.group - 1).bit_length(),
+    )
+
+
 def compress(
     weight: torch.Tensor,
     pattern: Pattern,
@@ -159,24 +241,10 @@ def compress(
         PatternViolation: Naming the first row and group that violate the pattern.
         InputError: When the weight is malformed or a compressed group holds NaN or Inf.
     """
-    check_k_offset(pattern, k_offset)
-    if weight.dim() != 2 or weight.dtype not in INT_VIEW or weight.shape[1] == 0:
-        check_weight(weight, name)
-    if weight.stride(1) != 1:
-        raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
+    _check(weight, pattern, k_offset, name)
     out, columns = weight.shape
     count = pattern.groups(columns, k_offset) if groups is None else len(groups)
-    plan = PackPlan(
-        columns=columns,
-        group=pattern.group,
-        k_offset=k_offset,
-        groups=count,
-        gathered=groups is not None,
-        magnitude=MAGNITUDE[weight.dtype][0],
-        non_finite=MAGNITUDE[weight.dtype][1],
-        metadata=metadata,
-        width=1 << (pattern.group - 1).bit_length(),
-    )
+    plan = _plan(weight, pattern, count, k_offset, gathered=groups is not None, metadata=metadata)
     device = weight.device
     values = torch.empty(out, count * pattern.keep, dtype=weight.dtype, device=device)
     code = torch.empty(out, count, dtype=CODE_TYPES[pattern.codes <= 256], device=device)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+First: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "silu_mul"]
+"""What happens to a row before it is quantised: a function of :mod:`slidesparse.elementwise`."""
 
 CHUNKS = 8
 """Chunks of a row that a program may hold: 64 columns a lane, of the 128 registers that 16 warps leave it."""
@@ -21,7 +25,7 @@ class Plan:
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
         gathered: The groups stand in an order of their own.
-        first: What happens to a row before it is quantised: ``none``, ``rms_norm``, ``add_rms_norm`` or ``silu_mul``.
+        first: See :data:`First`.
         quant: ``none``, ``int8`` or ``fp8``.
         itemsize: Bytes of an output column.
         slab_rows: Tokens of a slab; 0 for row-major output.
@@ -38,7 +42,7 @@ class Plan:
     dense_columns: int
     slid_columns: int
     gathered: bool
-    first: str
+    first: First
     quant: str
     itemsize: int
     slab_rows: int

@@ -9,178 +9,79 @@ are those of :func:`slidesparse.quant.quantize_rows` and :func:`slidesparse.slid
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-import triton
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, Launch, configure, device_arch
-from slidesparse.kernels.plan import Plan
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
+from slidesparse.kernels.plan import First, Plan
 from slidesparse.kernels.walking_kernel import walking_kernel
-from slidesparse.quant import QUANTISED, Quantised
+from slidesparse.quant import QUANTISED
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+NORMS = ("rms_norm", "add_rms_norm")
+
+
+class Lifted(NamedTuple):
+    """What a call gives.
+
+    Attributes:
+        values: [M, K'], 8-bit or in the type of the activations, in the layout asked for.
+        scale: float32 [M, 1]; None when nothing was quantised.
+        residual: [M, K], ``x + residual`` behind ``add_rms_norm``; else None.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    residual: torch.Tensor | None
 
 
 def quantize_lift(
     x: torch.Tensor,
     columns: Columns,
-    dtype: torch.dtype,
+    target: torch.dtype,
+    first: First = "none",
     *,
+    pairs: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
     slabs: Slabs | None = None,
     rows: int | None = None,
-) -> Quantised:
-    """Quantise every token with its own scale and lift it.
+) -> Lifted:
+    """Quantise every token with its own scale and lift it, behind what comes ``first``.
+
+    A row that holds NaN or Inf gets a scale that is NaN or Inf; its values mean nothing.
 
     Args:
-        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous.
+        x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
         columns: The packed column order.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        slabs: A tile-contiguous layout; row-major when None.
+        target: torch.int8, torch.float8_e4m3fn, or x's type: lift alone, bit for bit.
+        first: A function of :mod:`slidesparse.elementwise`.
+        pairs: Stands for ``columns.pairs`` where ``columns`` is without them.
+        weight: [K] in x's type, the gain of the norm.
+        residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
+        eps: Of the norm.
+        slabs: A tile-contiguous layout, rows past M zeros; row-major when None.
         rows: Allocate at least so many rows, for a GEMM that reads whole tiles. What lies past M is not written.
-
-    Returns:
-        Values [M, K'] in ``dtype`` (or ``slabs.shape``), and scale float32 [M, 1]. A row that holds NaN or Inf gets a
-        scale that is NaN or Inf; its values mean nothing.
 
     Raises:
         InputError: When shapes, types or strides do not fit.
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
-    return _run(x, columns, dtype, "none", slabs=slabs, rows=rows)
+    _check(x, columns, first, weight, residual)
+    call = _call(columns.without_pairs, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
+    return call(x, columns.pairs if pairs is None else pairs, weight, residual, eps)
 
 
-def lift(x: torch.Tensor, columns: Columns, *, slabs: Slabs | None = None, rows: int | None = None) -> torch.Tensor:
-    """Lift without quantising: x [M, K] -> [M, K'] of the same float type, bit for bit."""
-    return _run(x, columns, x.dtype, "none", slabs=slabs, rows=rows).values
-
-
-def rms_norm_quantize_lift(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    columns: Columns,
-    dtype: torch.dtype,
-    *,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Quantised:
-    """:func:`slidesparse.elementwise.rms_norm`, then :func:`quantize_lift`.
-
-    Args:
-        x: [M, K].
-        weight: [K], gain of the norm, in x's type.
-        eps: Added to the mean square.
-        columns: The packed column order.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        slabs: A tile-contiguous layout; row-major when None.
-        rows: See :func:`quantize_lift`.
-    """
-    _check_norm(weight, x, columns)
-    return _run(x, columns, dtype, "rms_norm", weight=weight, eps=eps, slabs=slabs, rows=rows)
-
-
-def add_rms_norm_quantize_lift(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    columns: Columns,
-    dtype: torch.dtype,
-    *,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`slidesparse.elementwise.add_rms_norm`, then :func:`quantize_lift`.
-
-    Args:
-        x: [M, K].
-        residual: [M, K] in x's type, any row stride.
-        weight: [K], gain of the norm, in x's type.
-        eps: Added to the mean square.
-        columns: The packed column order.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        slabs: A tile-contiguous layout; row-major when None.
-        rows: See :func:`quantize_lift`.
-
-    Returns:
-        Values, scale, and ``x + residual`` [M, K], the new residual.
-    """
-    _check_norm(weight, x, columns)
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(-1) != 1:
-        raise InputError(
-            "residual", got=f"{list(residual.shape)} {residual.dtype}", needed=f"{list(x.shape)} {x.dtype}, rows dense"
-        )
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    sums = {"residual": residual, "total": total}
-    values, scale = _run(x, columns, dtype, "add_rms_norm", weight=weight, eps=eps, slabs=slabs, rows=rows, **sums)
-    return values, scale, total
-
-
-def _check_norm(weight: torch.Tensor, x: torch.Tensor, columns: Columns) -> None:
-    if weight.shape != (columns.columns,) or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise InputError(
-            "weight of RMSNorm", got=f"{list(weight.shape)} {weight.dtype}", needed=f"[{columns.columns}] {x.dtype}"
-        )
-
-
-def silu_mul_quantize_lift(
-    x: torch.Tensor,
-    columns: Columns,
-    dtype: torch.dtype,
-    *,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Quantised:
-    """:func:`slidesparse.elementwise.silu_mul`, then :func:`quantize_lift`.
-
-    Args:
-        x: [M, 2K], gate then up.
-        columns: The packed column order of K columns.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        slabs: A tile-contiguous layout; row-major when None.
-        rows: See :func:`quantize_lift`.
-    """
-    return _run(x, columns, dtype, "silu_mul", slabs=slabs, rows=rows)
-
-
-class _Variant:
-    """A plan with its launch, and the kernel that Triton compiled for it, once it has.
-
-    Launching a compiled kernel spares Triton's binding and hashing of every argument, which takes longer than a small
-    launch. It is kept for arguments that are all aligned, which is what Triton compiled it for.
-    """
-
-    def __init__(self, plan: Plan, launch: Launch) -> None:
-        self.plan = plan
-        self.kernel = held_kernel if plan.held else walking_kernel
-        self.num_warps = launch.num_warps
-        self.compiled: triton.compiler.CompiledKernel | None = None
-
-    def __call__(self, rows: int, arguments: tuple[object, ...], aligned: bool) -> None:
-        if aligned and self.compiled is not None:
-            self.compiled[(rows, 1, 1)](*arguments, self.plan)
-            return
-        compiled = self.kernel[(rows,)](*arguments, self.plan, num_warps=self.num_warps)
-        if aligned:
-            self.compiled = compiled
-
-
-def _run(
-    x: torch.Tensor,
-    columns: Columns,
-    dtype: torch.dtype,
-    first: str,
-    *,
-    weight: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    total: torch.Tensor | None = None,
-    eps: float = 0.0,
-    slabs: Slabs | None = None,
-    rows: int | None = None,
-) -> Quantised:
+def _check(
+    x: torch.Tensor, columns: Columns, first: First, weight: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
     needed = columns.columns * (2 if first == "silu_mul" else 1)
     if x.dim() != 2 or x.shape[1] != needed or x.dtype not in FLOATS or x.stride(1) != 1:
         raise InputError(
@@ -188,56 +89,136 @@ def _run(
             got=f"{list(x.shape)} {x.dtype}, strides {x.stride()}",
             needed=f"[M, {needed}] bf16, fp16 or fp32, columns contiguous",
         )
-    if rows is not None and slabs is not None:
-        raise InputError("rows and slabs", got=rows, needed="one of them: slabs come in whole tiles")
-    tokens, device = x.shape[0], x.device
-    variant = _variant(columns, x.dtype, dtype, first, slabs, tokens, device)
-    plan = variant.plan
-    if slabs is None:
-        launched, room = tokens, max(tokens, rows or 0)
-        values = torch.empty(room, columns.width, dtype=dtype, device=device)
-    else:
-        shape = slabs.shape(tokens, columns.width, dtype.itemsize)
-        launched, room = shape[0] * slabs.rows, tokens
-        values = torch.empty(shape, dtype=dtype, device=device)
-    scale = torch.empty(room if plan.quant != "none" else 0, 1, dtype=torch.float32, device=device)
-    if launched and columns.width:
-        given = [tensor for tensor in (x, residual, total, weight, columns.groups) if tensor is not None]
-        strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-        aligned = not any(tensor.data_ptr() % 16 for tensor in given) and not any(s % 16 or s >= 2**31 for s in strides)
-        out = values if plan.quant == "none" else values.view(torch.int16 if plan.held else torch.int8)
-        variant(
-            launched, (x, residual, total, weight, columns.groups, out, scale, tokens, *strides, float(eps)), aligned
-        )
-    return Quantised(values, scale) if room == tokens else Quantised(values[:tokens], scale[:tokens])
+    if first not in NORMS:
+        return
+    if weight is None or weight.shape != (needed,) or weight.dtype != x.dtype or not weight.is_contiguous():
+        got = "none" if weight is None else f"{list(weight.shape)} {weight.dtype}"
+        raise InputError("weight of RMSNorm", got=got, needed=f"[{needed}] {x.dtype}, contiguous")
+    if first == "add_rms_norm" and (
+        residual is None or residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1
+    ):
+        got = "none" if residual is None else f"{list(residual.shape)} {residual.dtype}, strides {residual.stride()}"
+        raise InputError("residual", got=got, needed=f"{list(x.shape)} {x.dtype}, columns contiguous")
 
 
-@lru_cache(maxsize=1 << 16)
-def _variant(
-    columns: Columns,
-    source: torch.dtype,
-    target: torch.dtype,
-    first: str,
-    slabs: Slabs | None,
-    tokens: int,
-    device: torch.device,
-) -> _Variant:
-    """What a call needs that does not depend on its tensors; one look-up a call."""
-    arch = device_arch(device)
-    if target == torch.float8_e4m3fn and arch < FP8_ARCH:
-        raise UnsupportedError("FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8")
-    launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
-    return _shared_variant(make_plan(columns, source, target, first, slabs, launch), launch, source, device)
+# -- one call ------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Everything of a call that does not depend on its tensors' contents: made once, called often.
+
+    Args:
+        columns: The packed column order.
+        source: Type of the activations.
+        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
+        first: What comes first.
+        tokens: M.
+        device: Where.
+        slabs: A tile-contiguous layout; row-major when None.
+        rows: Allocate at least so many rows.
+
+    Raises:
+        InputError: A layout that does not fit.
+        UnsupportedError: FP8 on a GPU without FP8 conversions.
+    """
+
+    __slots__ = ("device", "launcher", "padded", "plan", "programs", "target", "tokens", "width")
+
+    def __init__(
+        self,
+        columns: Columns,
+        source: torch.dtype,
+        target: torch.dtype,
+        first: First,
+        tokens: int,
+        device: torch.device,
+        slabs: Slabs | None,
+        rows: int | None,
+    ) -> None:
+        if rows is not None and slabs is not None:
+            raise InputError("rows and slabs", got=rows, needed="one of them: slabs come in whole tiles")
+        arch = device_arch(device)
+        if target == torch.float8_e4m3fn and arch < FP8_ARCH:
+            raise UnsupportedError(
+                "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
+            )
+        launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
+        self.plan = make_plan(columns, source, target, first, slabs, launch)
+        self.launcher = _launcher(self.plan, launch, source, device)
+        self.width, self.target, self.tokens, self.device = columns.width, target, tokens, device
+        if slabs is None:
+            self.programs, self.padded = tokens, max(tokens, rows or 0)
+        else:
+            tiles = slabs.shape(tokens, columns.width, target.itemsize)[0]
+            self.programs = self.padded = tiles * slabs.rows
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        pairs: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+    ) -> Lifted:
+        """Run; the tensors must be what this call was made for, as :func:`quantize_lift` checks."""
+        tokens, device, width = self.tokens, self.device, self.width
+        values = torch.empty(self.padded, width, dtype=self.target, device=device)
+        scale = torch.empty(tokens, 1, dtype=torch.float32, device=device) if self.plan.quant != "none" else None
+        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
+        if self.programs and width:
+            self._launch(x, pairs, weight, residual, total, values, scale, eps)
+        return Lifted(values if self.padded == tokens else values[:tokens], scale, total)
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        pairs: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        total: torch.Tensor | None,
+        values: torch.Tensor,
+        scale: torch.Tensor | None,
+        eps: float,
+    ) -> None:
+        index = x.get_device()
+        if index >= 0 and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self._launch(x, pairs, weight, residual, total, values, scale, eps)
+            return
+        x_at, x_stride = x.data_ptr(), x.stride(0)
+        pairs_at = None if pairs is None else pairs.data_ptr()
+        weight_at = None if weight is None else weight.data_ptr()
+        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+        total_at = None if total is None else total.data_ptr()
+        scale_at = None if scale is None else scale.data_ptr()
+        # What torch has just allocated is aligned.
+        bits = x_at | x_stride | (pairs_at or 0) | (weight_at or 0) | (residual_at or 0) | residual_stride
+        aligned = bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
+        if aligned and self.launcher.ready:
+            addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values.data_ptr(), scale_at)
+            stream = current_stream(index)
+            self.launcher.launch(self.programs, stream, *addresses, self.tokens, x_stride, residual_stride, eps)
+            return
+        if self.plan.quant != "none":
+            values = values.view(torch.int16 if self.plan.held else torch.int8)
+        tensors = (x, residual, total, weight, pairs, values, scale)
+        arguments = (*tensors, self.tokens, x_stride, residual_stride, float(eps))
+        self.launcher.compile_and_launch(self.programs, arguments, aligned)
+
+
+_call = lru_cache(maxsize=1 << 16)(Call)
+"""One look-up a call: a model has few linears, and a server many numbers of tokens."""
 
 
 @lru_cache(maxsize=4096)
-def _shared_variant(plan: Plan, launch: Launch, source: torch.dtype, device: torch.device) -> _Variant:
+def _launcher(plan: Plan, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
     """One for all numbers of tokens; ``source`` and ``device`` because a compiled kernel belongs to them."""
-    return _Variant(plan, launch)
+    kernel, most = held_kernel if plan.held else walking_kernel, launch.registers or None
+    return Launcher(kernel, (plan,), num_warps=launch.num_warps, maxnreg=most)
 
 
 def make_plan(
-    columns: Columns, source: torch.dtype, target: torch.dtype, first: str, slabs: Slabs | None, launch: Launch
+    columns: Columns, source: torch.dtype, target: torch.dtype, first: First, slabs: Slabs | None, launch: Launch
 ) -> Plan:
     """The plan of a launch.
 
@@ -261,7 +242,7 @@ def make_plan(
         slid_groups=columns.slid_groups,
         dense_columns=columns.dense_columns,
         slid_columns=columns.slid_columns,
-        gathered=columns.groups is not None,
+        gathered=columns.gathered,
         first=first,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
         itemsize=target.itemsize,

@@ -2,10 +2,10 @@
 
     y[m, n] = scale_x[m] * (scale_w[n] * acc[m, n]) + bias[n]
 
-in float32, every operation rounded by itself: the torch definition is :func:`slidesparse.gemm.reference.apply_scales`,
-and the results agree bit for bit. A GEMM that runs as two (the dense and the 2:4 segment of a partial pattern) has two
-accumulators, which are added first: exactly, when they are int32. Padded rows and columns of the accumulators are
-never read.
+in float32, with one fused multiply-add where there are both ``scale_x`` and a bias: the torch definition is
+:func:`slidesparse.gemm.reference.apply_scales`, and on a GPU the results agree bit for bit. A GEMM that runs as two
+(the dense and the 2:4 segment of a partial pattern) has two accumulators, which are added first: exactly, when they are
+int32. Padded rows and columns of the accumulators are never read.
 
 Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A program treats ``ROWS`` rows of
 ``COLUMNS`` columns and loads the column's scale and bias once.
@@ -13,11 +13,14 @@ Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A p
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
 
 ROWS = 4
 COLUMNS = 1024
@@ -25,7 +28,7 @@ COLUMNS = 1024
 NUM_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def scale_kernel(
     acc, more, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -48,8 +51,9 @@ def scale_kernel(
         if scale_w is not None:
             value = of_column * value
         if scale_x is not None:
-            value = tl.load(scale_x + row, mask=row < tokens) * value
-        if bias is not None:
+            of_token = tl.load(scale_x + row, mask=row < tokens)
+            value = of_token * value if bias is None else tl.fma(value, tl.broadcast_to(of_token, value.shape), added)
+        elif bias is not None:
             value = value + added
         tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
 
@@ -86,22 +90,31 @@ def scale_rows(
         raise InputError(
             "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
         )
+    index = acc.get_device()
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
     y = torch.empty(tokens, out_features, dtype=out_dtype, device=acc.device)
-    if y.numel():
-        scale_kernel[(-(-tokens // ROWS) * -(-out_features // COLUMNS),)](
-            acc,
-            more,
-            scale_x,
-            scale_w,
-            bias,
-            y,
-            tokens,
-            out_features,
-            acc.stride(0),
-            ROWS,
-            COLUMNS,
-            num_warps=NUM_WARPS,
-            # a * b + c must round twice, as torch's two operations do and as vLLM's epilogue is specified.
-            enable_fp_fusion=False,
-        )
+    if not y.numel():
+        return y
+    tensors, numbers = (acc, more, scale_x, scale_w, bias, y), (tokens, out_features, acc.stride(0))
+    types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    launcher = _launcher(types, acc.device)
+    programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    bits = out_features | numbers[2]
+    for address in addresses:
+        bits |= address or 0
+    aligned = bits % ALIGNMENT == 0 and numbers[2] <= LARGEST
+    if aligned and launcher.ready:
+        launcher.launch(programs, current_stream(index), *addresses, *numbers)
+    else:
+        launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
     return y
+
+
+@lru_cache(maxsize=256)
+def _launcher(types: tuple[torch.dtype | None, ...], device: torch.device) -> Launcher:
+    """One for the types of all tensors, on one device."""
+    # What rounds once is written as a fused multiply-add; nothing else is to be fused.
+    return Launcher(scale_kernel, (ROWS, COLUMNS), num_warps=NUM_WARPS, enable_fp_fusion=False)

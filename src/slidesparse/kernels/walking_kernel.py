@@ -26,18 +26,19 @@ from slidesparse.kernels.row_math import add, normed, offset_of_row, place, quot
 
 
 @triton.jit
-def _source(group_ids, start, SLID: tl.constexpr, P: tl.constexpr):
+def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
     """Input columns of a step's positions in a segment [WRITE]; outside 0 .. K-1 where there is none."""
     # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
-    SPAN: tl.constexpr = 4 if SLID else 2
-    SPANS: tl.constexpr = P.half - 1 if SLID else P.half
-    span = start // SPAN + tl.arange(0, P.write // SPAN)
-    group = span // SPANS
+    SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
     if P.gathered:
-        FIRST: tl.constexpr = P.dense_groups if SLID else 0
-        COUNT: tl.constexpr = P.slid_groups if SLID else P.dense_groups
-        group = tl.load(group_ids + FIRST + group, mask=group < COUNT, other=-1)
-    first = (group * P.half + span % SPANS) * 2 - P.k_offset
+        START: tl.constexpr = P.dense_columns if SLID else 0
+        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+        position = start // 2 + tl.arange(0, P.write // 2)
+        first = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
+    else:
+        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
+        span = start // SPAN + tl.arange(0, P.write // SPAN)
+        first = (span // SPANS * P.half + span % SPANS) * 2 - P.k_offset
     column = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
     # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
     PAIR: tl.constexpr = 2 - P.k_offset % 2
@@ -129,13 +130,15 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+def _write(
+    x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
+):
     """Quantise, lift and write one segment of a row."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     for start in range(0, LENGTH, P.write):
         position = start + tl.arange(0, P.write)
-        column = _source(group_ids, start, SLID, P)
+        column = _source(map_of_pairs, start, SLID, P)
         value = _value(x, residual, weight, column, _inside(column, live, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
@@ -144,7 +147,7 @@ def _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse,
 
 @triton.jit(do_not_specialize=["tokens"])
 def walking_kernel(
-    x, residual, total, weight, group_ids, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
     """One row a program; see the top of this file."""
     row = tl.program_id(0).to(tl.int64)
@@ -163,6 +166,6 @@ def walking_kernel(
         scale, inverse = row_scale(_absmax(x, residual, weight, live, rstd, P), P)
         tl.store(scales + row, scale, mask=live)
     if P.dense_columns > 0:
-        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, False, P)
+        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x, residual, weight, group_ids, out, row, live, rstd, scale, inverse, True, P)
+        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, True, P)

@@ -1,7 +1,22 @@
 """Pruning to a pattern: what each removal costs, and the mask that removes the least."""
 
 from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register
+from slidesparse.prune.calibrated import output_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
+from slidesparse.prune.sparsegpt import SparseGPT
+from slidesparse.prune.wanda import Wanda
 
-__all__ = ["METHODS", "Linears", "Magnitude", "Pruner", "get_pruner", "prune_mask", "prune_masks", "register"]
+__all__ = [
+    "METHODS",
+    "Linears",
+    "Magnitude",
+    "Pruner",
+    "SparseGPT",
+    "Wanda",
+    "get_pruner",
+    "output_error",
+    "prune_mask",
+    "prune_masks",
+    "register",
+]

@@ -37,10 +37,16 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
     """``w^2``, float32 [out, in], zero for zeros only."""
-    # Squares of tiny weights vanish in float32: they would tie with zeros and lose. Those of huge ones overflow.
+    return positive_where(is_nonzero(weight), weight.to(torch.float32).square())
+
+
+def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
+    """A cost that is positive and finite for every weight that is not zero: float32 like ``cost``.
+
+    Squares of tiny weights vanish in float32: they would tie with zeros and lose. Those of huge ones overflow.
+    """
     limits = torch.finfo(torch.float32)
-    square = weight.to(torch.float32).square().clamp(limits.tiny, limits.max)
-    return torch.where(is_nonzero(weight), square, 0.0)
+    return torch.where(nonzero, cost.clamp(limits.tiny, limits.max), 0.0)
 
 
 def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:
@@ -66,15 +72,15 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
             raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
     # Padding costs less than anything, so it is left out first and never displaces a weight.
     by_group = [grouped(cost.to(torch.float32), pattern, fill=-1.0) for cost in costs]
-    drops = [_two_cheapest(groups) for groups in by_group]
+    drops = [two_cheapest(groups) for groups in by_group]
     if not pattern.is_uniform:
-        follows = _cheapest_groups(by_group, drops, pattern)
+        follows = cheapest_groups(by_group, drops, pattern)
         drops = [drop & follows.unsqueeze(-1) for drop in drops]
     return [~drop.flatten(1)[:, : cost.shape[1]] for drop, cost in zip(drops, costs, strict=True)]
 
 
-def _two_cheapest(groups: torch.Tensor) -> torch.Tensor:
-    """The two entries of least cost, of equal ones the later: bool like ``groups`` [out, n, 2N]."""
+def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
+    """The two entries of least cost in every group, of equal ones the later: bool like ``groups`` [out, n, 2N]."""
     flipped = groups.flip(-1)  # argmin returns the first of equals
     first = flipped.argmin(-1, keepdim=True)
     second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
@@ -82,7 +88,7 @@ def _two_cheapest(groups: torch.Tensor) -> torch.Tensor:
     return drop.scatter_(-1, first, True).scatter_(-1, second, True).flip(-1)
 
 
-def _cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
+def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
     """The share of column groups whose pruning costs least over all rows of all weights: bool [n]."""
     n = groups[0].shape[1]
     total = torch.zeros(n, dtype=torch.float64, device=groups[0].device)

@@ -79,13 +79,11 @@ constexpr int META_BYTES = META_WORDS * 512;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
 constexpr int STAGE_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
-constexpr int WARP_CHANNELS = CHANNELS / 4;              // channels of a warp
-constexpr int PIECE = TOKENS % 64 == 0 ? 64 : 32;        // tokens that a warp transposes at a time
-constexpr int ROW_BYTES = WARP_CHANNELS * 2;             // of a token in a piece
-constexpr int CHUNKS = ROW_BYTES / 16;
+constexpr int PIECE = TOKENS % 64 == 0 ? 64 : 32;        // tokens that a warpgroup transposes at a time
+constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a tile
-constexpr int RESULT_BYTES = 4 * PIECE_BYTES + FACTOR_BYTES;
+constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 
 static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
 static_assert(X_BYTES % 1024 == 0 && SPARSE_BYTES % 512 == 0, "swizzles repeat every 1024 and 512 bytes");
@@ -350,29 +348,23 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
-// The rows of two neighbouring row blocks are dealt out so that a warp holds neighbouring channels: of each 128 channels
-// warp w has 32w ... 32w + 31, the first 16 in the even block and the others in the odd one (gemm/hopper_layout.py). So a
-// warp turns its part of the tile and writes it alone, waiting for nobody. Of every 16 channels a thread has two, 8 apart;
-// of every 8 tokens two neighbours.
+// What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
 struct Epilogue {
     const Problem& p;
-    float* const factors;  // of the warpgroup: [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias
-    u8* const piece;       // of the warp: [PIECE][WARP_CHANNELS] of the result
+    float* const factors;  // [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
+    u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
     const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    int first_channel, first_token;  // of the warp
+    int first_channel, first_token;
     float token_scale[(TOKENS + 127) / 128], channel_scale, channel_bias;
 
     __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
-        : p(p), factors((float*)(shared + 4 * PIECE_BYTES)), piece(shared + threadIdx.x % 128 / 32 * PIECE_BYTES),
-          warpgroup(warpgroup) {}
+        : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
 
     // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
     __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
-        const int block = row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS;
-        const int first = block / 2 * (2 * ROWS) + block % 2 * 16;
-        first_channel = first + warp * 32;
+        first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
         first_token = token_tile * TOKENS;
-        const int channel = min(first + thread / WARP_CHANNELS * 32 + thread % WARP_CHANNELS, p.channels - 1);
+        const int channel = min(first_channel + thread, p.channels - 1);
         channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
         channel_bias = bias_of(p, channel);
 #pragma unroll
@@ -382,7 +374,6 @@ struct Epilogue {
 
     // Give it to the other threads of the warpgroup.
     __device__ __forceinline__ void share() const {
-        warpgroup_sync(warpgroup);  // all have read those of the tile before
 #pragma unroll
         for (int i = 0; i < (TOKENS + 127) / 128; i++)
             if (thread + i * 128 < TOKENS) factors[thread + i * 128] = token_scale[i];
@@ -395,13 +386,13 @@ struct Epilogue {
 
     struct Channel { float scale, bias; };
     __device__ __forceinline__ Channel channel(int j, int h) const {
-        const float* own = factors + TOKENS + warp * WARP_CHANNELS + j * 16 + h * 8 + lane / 4;
+        const float* own = factors + TOKENS + j * ROWS + warp * 16 + h * 8 + lane / 4;
         return {own[0], own[CHANNELS]};
     }
 
-    // vLLM's order of operations, each rounded, as the reference backend does it: a fused multiply-add would differ.
+    // The roundings of vLLM's epilogue: of the channel's scale, then of token scale and bias together.
     __device__ __forceinline__ static float finish(acc_t value, float token_scale, const Channel& c) {
-        return __fadd_rn(__fmul_rn(token_scale, __fmul_rn(c.scale, (float)value)), c.bias);
+        return fmaf(token_scale, __fmul_rn(c.scale, (float)value), c.bias);
     }
 
 #if defined(OUT_F32)
@@ -412,7 +403,7 @@ struct Epilogue {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const Channel c = channel(j, h);
-                const int row = first_channel + j * 16 + h * 8 + lane / 4, column = lane % 4 * 2;
+                const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4, column = lane % 4 * 2;
                 const int left = row < p.channels ? p.tokens - first_token - column : 0;
                 out_t* to = p.y + (i64)(first_token + column) * p.channels + row;
 #pragma unroll
@@ -423,26 +414,27 @@ struct Epilogue {
                     asm volatile("" : "+l"(to));  // hidden, lest all addresses be computed ahead, into registers
                 }
             }
+        warpgroup_sync(warpgroup);  // all have read the factors
     }
 #else
-    // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows of
-    // CHUNKS chunks of 16 bytes. Eight of them fill the banks once: chunks trade places from one such line to the next.
+    // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
+    // Rows are chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
     __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
-        return row * ROW_BYTES + (chunk ^ row / (8 / CHUNKS) % CHUNKS) * 16;
+        return row * ROW_BYTES + (chunk ^ row % 8) * 16;
     }
 
     __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
         share();
 #pragma unroll
         for (int start = 0; start < TOKENS; start += PIECE) {
-            __syncwarp();  // the piece before has been read
+            if (start > 0) warpgroup_sync(warpgroup);  // the piece before has been read
 #pragma unroll
             for (int j = 0; j < ROW_BLOCKS; j++) {
                 const Channel c[2] = {channel(j, 0), channel(j, 1)};
 #pragma unroll
                 for (int q = start / 8; q < (start + PIECE) / 8; q += 2) transpose(d[j], c, j, q, q * 8 - start);
             }
-            __syncwarp();
+            warpgroup_sync(warpgroup);
             store_rows(start);
         }
     }
@@ -459,15 +451,17 @@ struct Epilogue {
                 m[i * 2 + h] = round_pair(finish(pair[0], s.x, c[h]), finish(pair[1], s.y, c[h]));
             }
         }
-        // first_row is a multiple of 16, so the chunk's place is that of the lane's own row.
-        const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * 2 + lane / 8 % 2);
+        // first_row is a multiple of 16, so the swizzle is that of the lane's own row.
+        const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * (ROWS / 8) + warp * 2 + lane / 8 % 2);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                          own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
     }
 
+    // Neighbouring lanes write neighbouring chunks, a warp whole lines.
     __device__ __forceinline__ void store_rows(int start) const {
-        constexpr int STEP = 32 / CHUNKS;  // rows a pass, after which chunks stand as before
-        const int chunk = lane % CHUNKS, channel = first_channel + chunk * 8, first = lane / CHUNKS;
+        constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
+        constexpr int STEP = 128 / CHUNKS;    // rows a pass: a multiple of 8, so a thread's swizzle stays
+        const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
         const int rows = min(PIECE, p.tokens - first_token - start), channels = min(8, p.channels - channel);
         const u8* from = piece + chunk_offset(first, chunk);
         out_t* to = p.y + (i64)(first_token + start + first) * p.channels + channel;
@@ -512,9 +506,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sparse_g
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
-#ifdef STAGGER
-        if (warpgroup == 1) __nanosleep(STAGGER);
-#endif
         for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);

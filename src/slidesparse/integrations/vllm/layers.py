@@ -18,7 +18,8 @@ from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.claim import Claim, Options, shard_start
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
 

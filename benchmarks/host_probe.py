@@ -1,0 +1,118 @@
+"""Host time of a steady call: operators, whole layers, and what they are made of.
+
+    PYTHONPATH=src python3 benchmarks/host_probe.py
+
+Each figure is the median over blocks of calls that are queued without waiting for the device, at shapes whose device
+time is shorter than their host time's aim.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from slidesparse import ops
+from slidesparse.errors import SlideSparseError
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+
+BLOCKS, CALLS = 15, 40
+TOKENS, COLUMNS, OUT = 64, 2048, 2048
+BF16 = torch.bfloat16
+
+
+def host_us(call: Callable[[], object]) -> float:
+    for _ in range(3):
+        call()
+    blocks = []
+    for _ in range(BLOCKS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        blocks.append((time.perf_counter() - begin) / CALLS)
+    torch.cuda.synchronize()
+    return statistics.median(blocks) * 1e6
+
+
+def weight(pattern: str, dtype: torch.dtype) -> PackedWeight:
+    dense = torch.randn(OUT, COLUMNS, device="cuda")
+    groups = None
+    if Pattern.parse(pattern).is_uniform:
+        dense = torch.where(prune_mask(dense, pattern), dense, 0)
+    else:
+        parsed = Pattern.parse(pattern)
+        groups = torch.arange(0, parsed.groups(COLUMNS), 2, device="cuda")
+        dense = torch.where(prune_mask(dense, parsed.uniform), dense, 0)
+    return pack((dense * 30).clamp(-127, 127).to(dtype), pattern, scale=torch.ones(OUT, device="cuda"), groups=groups)
+
+
+def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    packed, layout = weight(pattern, dtype), get_backend(backend).layout
+    columns, column_map = layout.columns(packed), layout.column_map(packed)
+    where = (column_map, dtype, backend, columns.pairs, columns.order)
+    x, residual = torch.randn(2, TOKENS, COLUMNS, dtype=BF16, device="cuda").unbind(0)
+    gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
+    label = f"{pattern} {backend}"
+    yield f"quantize_lift {label}", lambda: ops.quantize_lift(x, *where)
+    yield f"silu_mul_quantize_lift {label}", lambda: ops.silu_mul_quantize_lift(gate_up, *where)
+    yield f"rms_norm_quantize_lift {label}", lambda: ops.rms_norm_quantize_lift(x, gain, 1e-6, *where)
+    run = ops.add_rms_norm_quantize_lift
+    yield f"add_rms_norm_quantize_lift {label}", lambda: run(x, residual, gain, 1e-6, *where)
+
+
+def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    packed, chosen = weight(pattern, dtype), get_backend(backend)
+    reason = chosen.why_not(Problem(packed.pattern, dtype, OUT, COLUMNS, packed.device))
+    if reason is not None:
+        print(f"{backend}: {reason}")
+        return
+    columns, column_map = chosen.layout.columns(packed), chosen.layout.column_map(packed)
+    x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
+    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.pairs, columns.order)
+    operand = list(chosen.prepare(packed))
+    rest = (packed.scale, None, OUT, BF16, backend)
+    layer = SlideLinear(packed, backend=backend)
+    yield f"gemm {pattern} {backend}", lambda: ops.gemm(values, scale, operand, *rest)
+    yield f"SlideLinear {pattern} {backend}", lambda: layer(x)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
+    dense = torch.nn.Linear(COLUMNS, OUT, bias=False, dtype=BF16, device="cuda")
+    yield "torch.empty", lambda: torch.empty(TOKENS, COLUMNS, dtype=BF16, device="cuda")
+    yield "x + x", lambda: x + x
+    yield "nn.Linear bf16", lambda: dense(x)
+    yield from lifting("6:8", torch.int8, "cusparselt")
+    yield from lifting("6:8", torch.float8_e4m3fn, "cusparselt")
+    yield from lifting("4:6@50%", torch.int8, "hopper")
+    for backend in ("cusparselt", "hopper", "dense"):
+        yield from multiplying("6:8", torch.int8, backend)
+
+
+def main() -> None:
+    modes: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }
+    print(f"{'M=64, K=N=2048':48s}" + "".join(f"{name:>16s}" for name in modes))
+    for label, call in cases():
+        times = []
+        try:
+            for mode in modes.values():
+                with mode():
+                    times.append(f"{host_us(call):13.1f} us")
+        except (SlideSparseError, RuntimeError) as error:
+            times.append(str(error).partition("\n")[0])
+        print(f"{label:48s}" + "".join(times), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Train a pruned model on, with its zeros held, in a plain PyTorch loop.
+
+    slidesparse prune BASE PRUNED --pattern 6:8 --dtype bf16 --method sparsegpt --calibration text.txt
+    python examples/recover.py PRUNED text.txt RECOVERED --steps 500
+    slidesparse prune RECOVERED SERVED --pattern 6:8 --dtype int8        # keeps the zeros, quantises
+
+With transformers' Trainer it is one argument: ``callbacks=[HeldZeros(model).callback()]``.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slidesparse.calibration import encode, read_text
+from slidesparse.recovery import HeldZeros
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("pruned", type=Path)
+parser.add_argument("text", type=Path)
+parser.add_argument("recovered", type=Path)
+parser.add_argument("--steps", type=int, default=500)
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--length", type=int, default=512)
+parser.add_argument("--rate", type=float, default=1e-4)
+options = parser.parse_args()
+if options.recovered.exists():
+    parser.error(f"{options.recovered} exists")
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+tokenizer = AutoTokenizer.from_pretrained(options.pruned, local_files_only=True)
+# Float32 weights take the optimiser's small steps; autocast multiplies them in BF16.
+model = AutoModelForCausalLM.from_pretrained(options.pruned, local_files_only=True, dtype=torch.float32).to(device)
+tokens = encode(tokenizer, read_text(options.text)).to(device)
+if len(tokens) <= options.length:
+    parser.error(f"{options.text} has {len(tokens)} tokens, fewer than --length")
+zeros = HeldZeros(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.1)
+window = torch.arange(options.length, device=device)
+torch.manual_seed(0)
+model.train()
+for step in range(options.steps):
+    for group in optimizer.param_groups:  # a cosine, from the rate down to a tenth of it
+        group["lr"] = options.rate * (0.55 + 0.45 * math.cos(math.pi * step / options.steps))
+    starts = torch.randint(len(tokens) - options.length, (options.batch, 1), device=device)
+    ids = tokens[starts + window]
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    zeros.apply_()
+    if step % 50 == 0 or step == options.steps - 1:
+        print(f"step {step}: loss {loss.item():.4f}", flush=True)
+
+del model.config.slidesparse_config  # what is written now is a source for ``slidesparse prune``, not its output
+model.to(torch.bfloat16).save_pretrained(options.recovered)
+tokenizer.save_pretrained(options.recovered)

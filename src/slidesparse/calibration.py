@@ -1,0 +1,175 @@
+"""Calibration text: from a file to windows of tokens, the same ones for the same seed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+
+SAMPLES = 128
+MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Which text a method sees.
+
+    Attributes:
+        file: UTF-8 text; or ``.jsonl`` with one object a line whose ``text`` is a document; or a folder that
+            ``datasets`` wrote with ``save_to_disk``, whose column ``text`` is taken (split ``train`` if it has splits).
+        samples: Windows of text.
+        length: Tokens of a window; None: 2048, or as many as the model has positions when these are fewer.
+        seed: Which windows are taken.
+    """
+
+    file: str
+    samples: int = SAMPLES
+    length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or (self.length is not None and self.length < 2):
+            raise InputError(
+                "calibration windows", got=f"{self.samples} of {self.length} tokens", needed="1 or more, of 2 or more"
+            )
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file, or of a data set on disk: see :class:`Calibration`.
+
+    Raises:
+        InputError: When it cannot be read, is not text, or is empty.
+        UnsupportedError: When it is a data set and ``datasets`` is not installed.
+    """
+    path = Path(path)
+    text = "\n\n".join(_data_set(path)) if path.is_dir() else _file_text(path)
+    if not text.strip():
+        raise InputError(f"{path} holds no text")
+    return text
+
+
+def _file_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}", got=error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not text", got=first_line(error), needed="UTF-8") from error
+    if "\0" in text:
+        raise InputError(f"{path} is not text", got="NUL characters", needed="UTF-8")
+    return "\n\n".join(_documents(path, text)) if path.suffix == ".jsonl" else text
+
+
+def _data_set(folder: Path) -> list[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{folder} is a folder, and datasets is not installed", remedy="pip install datasets, or use a text file"
+        ) from error
+    try:
+        loaded: Any = datasets.load_from_disk(str(folder))
+        return [str(text) for text in (loaded["train"] if isinstance(loaded, dict) else loaded)["text"]]
+    except (OSError, KeyError, ValueError) as error:
+        raise InputError(
+            f"{folder} is no data set with texts",
+            got=first_line(error),
+            needed="a folder that datasets' save_to_disk wrote, with a column text",
+        ) from error
+
+
+def _documents(path: Path, lines: str) -> list[str]:
+    documents = []
+    for number, line in enumerate(lines.splitlines(), start=1):
+        try:
+            documents.append(json.loads(line)["text"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}, line {number}", got=first_line(error), needed='an object such as {"text": "..."}'
+            ) from error
+    return documents
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a local checkpoint.
+
+    Raises:
+        CheckpointError: When it has none that transformers can load.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever a library does with a broken file
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be loaded",
+            got=first_line(error),
+            needed="tokenizer.json and tokenizer_config.json beside the weights",
+        ) from error
+
+
+def encode(tokenizer: Any, text: str) -> torch.Tensor:
+    """Token numbers of a text: int64 [n]."""
+    # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
+    """How many tokens a model can read at once, ``at_most`` when it says nothing or more."""
+    return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
+
+
+def sample_windows(
+    tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text"
+) -> torch.Tensor:
+    """Windows that do not overlap, in random order: int64 [samples, length].
+
+    Args:
+        tokens: int64 [n].
+        samples: How many.
+        length: Tokens of each.
+        seed: Which ones.
+        source: What the error calls the text.
+
+    Raises:
+        InputError: When the text is too short.
+    """
+    available = len(tokens) // length
+    if available < samples:
+        raise InputError(
+            f"{source} is too short for calibration",
+            got=f"{len(tokens)} tokens, {available} windows of {length}",
+            needed=f"{samples} windows",
+            remedy="use a longer text, or fewer or shorter windows (--samples, --length)",
+        )
+    chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:samples]
+    return tokens[: available * length].view(available, length)[chosen]
+
+
+def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
+    """The windows that a calibration asks for, cut with a checkpoint's own tokenizer: int64 [samples, length].
+
+    Raises:
+        InputError: The text cannot be used, or the windows are longer than the model reads.
+        CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
+    """
+    length = positions(config) if calibration.length is None else calibration.length
+    if length > positions(config, at_most=length):
+        raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
+    text = read_text(calibration.file)
+    tokens = encode(load_tokenizer(folder), text)
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
+    if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of {folder} does not fit its model",
+            got=f"token {int(tokens.max())}",
+            needed=f"less than {vocabulary}",
+        )
+    return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file))

@@ -1,0 +1,74 @@
+"""Launch a Triton kernel for a few microseconds of host time.
+
+Triton's own launch binds, specialises and hashes every argument on every call: 15 to 20 us for ten of them. What it
+decides there depends on the arguments' types, which a launcher is made for, and on whether pointers and strides are
+multiples of 16. Where they are, the kernel that Triton compiled once is launched with plain numbers; where they are
+not, and in Triton's interpreter, every launch goes through Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ALIGNMENT = 16
+"""Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
+
+LARGEST = 2**31 - 1
+"""Triton compiles larger integers as 64 bits wide, others as 32."""
+
+
+class Launcher:
+    """One kernel on one device, for one type of each argument.
+
+    Args:
+        kernel: A ``triton.jit`` function that specialises none of the integers but those that must be multiples of 16.
+        constants: Its ``constexpr`` arguments, which stand last.
+        options: ``num_warps`` and other options of the compiler.
+    """
+
+    __slots__ = ("_constants", "_function", "_kernel", "_options", "_packed", "_run")
+
+    def __init__(self, kernel: Any, constants: tuple[object, ...], **options: object) -> None:
+        self._kernel, self._constants, self._options = kernel, constants, options
+        self._run: Any = None
+        self._function: Any = None
+        self._packed: Any = None
+
+    @property
+    def ready(self) -> bool:
+        """There is a kernel for aligned arguments."""
+        return self._run is not None
+
+    def launch(self, programs: int, stream: int, *numbers: object) -> None:
+        """Launch the compiled kernel on the current device; :attr:`ready` must hold.
+
+        Args:
+            programs: How many.
+            stream: ``cudaStream_t`` as a number.
+            numbers: Addresses (None for a missing tensor) and numbers, all as aligned as :meth:`compile_and_launch`
+                was told that they are.
+        """
+        # No launch metadata and no hooks: Triton's own profiler is the only one to use them.
+        nothing = (None, None, None)
+        self._run(programs, 1, 1, stream, self._function, self._packed, *nothing, *numbers, *self._constants)
+
+    def compile_and_launch(self, programs: int, arguments: tuple[object, ...], aligned: bool) -> None:
+        """Launch through Triton, which compiles what it must.
+
+        Args:
+            programs: How many.
+            arguments: Tensors of the right types (or None) and numbers.
+            aligned: All pointers, and all integers that the kernel specialises, are multiples of 16 and below 2^31.
+        """
+        compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
+        if aligned and compiled is not None:  # the interpreter compiles nothing
+            self._function, self._packed = compiled.function, compiled.packed_metadata
+            self._run = compiled.run
+
+
+def current_stream(device: int) -> int:
+    """``cudaStream_t`` of the current stream of a device, as a number."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream

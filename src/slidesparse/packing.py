@@ -1,0 +1,58 @@
+"""Pack a weight with what its device has: the kernels of :mod:`slidesparse.kernels.pack` on a GPU, else torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+from slidesparse import packed
+from slidesparse.packed import PackedWeight, Packer
+from slidesparse.pattern import Pattern
+
+
+def pack(
+    weight: torch.Tensor,
+    pattern: Pattern | str,
+    *,
+    scale: torch.Tensor | None = None,
+    k_offset: int = 0,
+    groups: torch.Tensor | None = None,
+    name: str = "weight",
+) -> PackedWeight:
+    """:func:`slidesparse.packed.pack`, which explains the arguments: the same bits, the same errors."""
+    packer = _packer(weight.device)
+    return packed.pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer)
+
+
+@lru_cache(maxsize=64)
+def _packer(device: torch.device) -> Packer:
+    """The kernels, where there are any: Triton generates code from compute capability 8.0 on."""
+    if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return packed.TORCH
+    return KernelPacker()
+
+
+class KernelPacker:
+    """:class:`slidesparse.packed.Packer` through Triton."""
+
+    def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
+        """See :class:`slidesparse.packed.Packer`."""
+        from slidesparse.kernels.pack import following_groups
+
+        return following_groups(_dense_rows(weight), pattern, k_offset=k_offset, name=name)
+
+    def compress(
+        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`slidesparse.packed.Packer`."""
+        from slidesparse.kernels.pack import compress
+
+        values, code, _ = compress(_dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
+        return values, code
+
+
+def _dense_rows(weight: torch.Tensor) -> torch.Tensor:
+    """With contiguous columns, as the kernels read a weight; rows may lie anywhere."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()

@@ -1,0 +1,142 @@
+"""Perplexity of a causal language model on a text, by the standard definition with a strided window.
+
+``exp(- 1/n sum_i log p(x_i | context of x_i))`` over all tokens but the first. A model reads ``window`` tokens at a
+time; windows start ``stride`` apart and each scores only the tokens that no earlier one scored. So every token is
+scored once, and every one after the first window sees at least ``window - stride`` tokens before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slidesparse.errors import InputError
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""Token numbers int64 [batch, length] -> logits [batch, length, vocabulary]."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model foresees a text.
+
+    Attributes:
+        nats: Sum of the negative log-likelihoods.
+        tokens: Tokens scored, all but the first.
+        n_bytes: Length of the text in UTF-8, or 0 when it is not known.
+        window: Tokens read at a time.
+        stride: Tokens between the starts of windows.
+    """
+
+    nats: float
+    tokens: int
+    n_bytes: int
+    window: int
+    stride: int
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``."""
+        return math.exp(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for a byte of text, which does not depend on the tokenizer; None without the length of the text."""
+        return self.nats / math.log(2) / self.n_bytes if self.n_bytes else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """One reading: tokens ``start`` to ``end``, of which the last ``scored`` count."""
+
+    start: int
+    end: int
+    scored: int
+
+
+def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
+    """The readings that cover a text.
+
+    >>> [(w.start, w.end, w.scored) for w in windows(10, 4, 3)]
+    [(0, 4, 3), (3, 7, 3), (6, 10, 3)]
+    """
+    start, done = 0, 1  # the first token has nothing before it
+    while done < tokens:
+        end = min(start + window, tokens)
+        yield Window(start, end, end - done)
+        start, done = start + stride, end
+
+
+@torch.no_grad()
+def measure_perplexity(
+    logits: Logits,
+    tokens: torch.Tensor,
+    window: int,
+    stride: int,
+    *,
+    n_bytes: int = 0,
+    batch: int = 1,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Perplexity:
+    """Score a text.
+
+    Args:
+        logits: The model.
+        tokens: int64 [n], n >= 2, on the model's device.
+        window: Tokens that the model reads at a time, at least 2.
+        stride: From 1 to ``window - 1``; smaller is slower and gives every token more context.
+        n_bytes: Length of the text, for bits per byte.
+        batch: Windows at a time.
+        advance: Told how many tokens were scored.
+
+    Raises:
+        InputError: When the numbers do not fit, or the model answers with NaN.
+    """
+    if not 1 <= stride < window:
+        raise InputError("stride of the windows", got=stride, needed=f"1 to {window - 1}, less than the window")
+    if len(tokens) < 2:
+        raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")
+    nats, scored = 0.0, 0
+    for readings in _batches(list(windows(len(tokens), window, stride)), batch):
+        ids = torch.stack([tokens[w.start : w.end] for w in readings])
+        wide = logits(ids)[:, :-1].to(torch.float32)
+        losses = F.cross_entropy(wide.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+        total = sum(float(row[-w.scored :].sum(dtype=torch.float64)) for row, w in zip(losses, readings, strict=True))
+        if not math.isfinite(total):
+            raise InputError(
+                f"the model answers with NaN or Inf at tokens {readings[0].start} to {readings[-1].end}",
+                remedy="check its weights with slidesparse inspect, or try another --dtype",
+            )
+        nats, scored = nats + total, scored + sum(w.scored for w in readings)
+        advance(sum(w.scored for w in readings))
+    return Perplexity(nats, scored, n_bytes, window, stride)
+
+
+def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
+    """Readings of equal length together, at most ``size``; only the last can be shorter."""
+    full = [w for w in readings if w.end - w.start == readings[0].end - readings[0].start]
+    yield from (full[i : i + size] for i in range(0, len(full), size))
+    if len(full) < len(readings):
+        yield readings[len(full) :]
+
+
+def logits_of(model: nn.Module) -> Logits:
+    """The logits function of a transformers causal language model."""
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        answer: Any = model(input_ids=ids, use_cache=False)
+        result: torch.Tensor = answer.logits
+        return result
+
+    return logits

@@ -1,0 +1,197 @@
+"""Choose a pattern for every set of linears: the least damage at a given speed, share of zeros or memory.
+
+One pattern of each set is taken, the sum of their damages is smallest, and the sum of their costs stays within a
+budget: an integer programme, solved exactly by SciPy's HiGHS.
+
+The speed is modelled: a multiply costs ``out * packed columns``, and those in 2:4 form cost ``1 / mma_gain`` of a dense
+one. ``mma_gain`` is 2 on hardware that keeps its promise and about 1.6 on Hopper. Quantising, lifting and attention
+are left out, so the speed-up is that of the matrix products alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.pattern import DENSE, Pattern
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A pattern that a set may get.
+
+    Attributes:
+        pattern: The pattern.
+        damage: What it costs the model, in any unit that adds up; 0 for dense.
+    """
+
+    pattern: Pattern
+    damage: float
+
+
+@dataclass(frozen=True)
+class PlanSet:
+    """Linears that share a pattern, and what they may get.
+
+    Attributes:
+        names: The linears.
+        shapes: [out, in] of each.
+        choices: One for every pattern; dense among them.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    choices: tuple[Choice, ...]
+
+
+def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> Fraction:
+    """Dense multiply-adds a token that take as long as a packed weight's product, padding included.
+
+    >>> modelled_cost(Pattern.parse("6:8"), 10, 64, Fraction(2))
+    Fraction(480, 1)
+    """
+    groups = pattern.groups(columns)
+    following = 0 if pattern == DENSE else pattern.following(groups)
+    rest = max(columns - following * pattern.group, 0)
+    return out * (Fraction(following * pattern.slid_group) / mma_gain + rest)
+
+
+def modelled_bytes(pattern: Pattern, out: int, columns: int) -> Fraction:
+    """Bytes of a weight in 8 bits, in 2:4 form with its metadata."""
+    return out * columns * pattern.bytes_per_weight("2:4")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan must reach; exactly one of the three.
+
+    Attributes:
+        speedup: Modelled, over dense, of all treated linears together.
+        sparsity: Share of zeros, from 0 to 1.
+        gigabytes: Weights of the treated linears in 8 bits, 2:4 form.
+    """
+
+    speedup: float | None = None
+    sparsity: float | None = None
+    gigabytes: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise InputError(
+                "target of a plan", got=", ".join(given) or "none", needed="one of speedup, sparsity, memory"
+            )
+        (value,) = given.values()
+        if not value > 0 or (self.sparsity is not None and value >= 1):
+            raise InputError("target of a plan", got=value, needed="a positive number; a sparsity is less than 1")
+
+    def cost(self, pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> float:
+        """What a weight takes of the budget."""
+        if self.speedup is not None:
+            return float(modelled_cost(pattern, out, columns, mma_gain))
+        if self.sparsity is not None:
+            return float(pattern.density * out * columns)
+        return float(modelled_bytes(pattern, out, columns))
+
+    def budget(self, dense: float) -> float:
+        """The most that all weights may take, when dense ones take ``dense``."""
+        if self.speedup is not None:
+            return dense / self.speedup
+        if self.sparsity is not None:
+            return dense * (1 - self.sparsity)
+        assert self.gigabytes is not None
+        return self.gigabytes * 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pattern for every linear.
+
+    Attributes:
+        patterns: Linear -> pattern.
+        damage: Sum over all sets.
+        speedup: Modelled, over dense.
+        sparsity: Share of zeros.
+        gigabytes: In 8 bits, 2:4 form.
+    """
+
+    patterns: Mapping[str, Pattern]
+    damage: float
+    speedup: float
+    sparsity: float
+    gigabytes: float
+
+
+def choose(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> Plan:
+    """The plan of least damage that reaches a target.
+
+    Args:
+        sets: What there is to choose from.
+        target: What to reach.
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size.
+
+    Raises:
+        InputError: When even the sparsest choices do not reach it, saying what they reach.
+    """
+    costs = [
+        [sum(target.cost(choice.pattern, *shape, mma_gain) for shape in one.shapes) for choice in one.choices]
+        for one in sets
+    ]
+    dense = sum(target.cost(DENSE, *shape, mma_gain) for one in sets for shape in one.shapes)
+    budget = target.budget(dense)
+    least = [min(range(len(cost)), key=cost.__getitem__) for cost in costs]
+    if sum(cost[i] for cost, i in zip(costs, least, strict=True)) > budget * (1 + 1e-9):
+        best = _plan(sets, least, mma_gain)
+        raise InputError(
+            "no choice of patterns reaches the target",
+            got=f"at best {best.speedup:.3f}x, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
+            remedy="ask for less, or allow sparser patterns",
+        )
+    damages = [[choice.damage for choice in one.choices] for one in sets]
+    return _plan(sets, _solve(damages, costs, budget), mma_gain)
+
+
+def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
+    """Which choice each set gets."""
+    try:
+        import numpy as np
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import lil_array
+    except ImportError as error:
+        raise UnsupportedError("SciPy is not installed", remedy='pip install "slidesparse[plan]"') from error
+    starts = np.cumsum([0, *map(len, damages)])
+    flat_costs = np.concatenate([np.asarray(cost, dtype=float) for cost in costs])
+    flat_damages = np.concatenate([np.asarray(damage, dtype=float) for damage in damages])
+    one_each = lil_array((len(damages), starts[-1]))
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        one_each[row, begin:end] = 1
+    scale = max(float(flat_damages.max()), 1e-300)  # the solver's tolerances are absolute
+    solution = milp(
+        flat_damages / scale,
+        integrality=np.ones(starts[-1]),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(one_each.tocsr(), 1, 1),
+            LinearConstraint(flat_costs[None] / budget, -np.inf, 1 + 1e-9),
+        ],
+        options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+    )
+    if solution.x is None:
+        raise UnsupportedError("the solver found no plan", got=solution.message)
+    return [int(solution.x[begin:end].argmax()) for begin, end in itertools.pairwise(starts)]
+
+
+def _plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) -> Plan:
+    taken = [(one, one.choices[i]) for one, i in zip(sets, chosen, strict=True)]
+    weights = [(choice.pattern, shape) for one, choice in taken for shape in one.shapes]
+    total = sum(out * columns for _, (out, columns) in weights)
+    return Plan(
+        patterns={name: choice.pattern for one, choice in taken for name in one.names},
+        damage=sum(choice.damage for _, choice in taken),
+        speedup=float(total / sum(modelled_cost(pattern, *shape, mma_gain) for pattern, shape in weights)),
+        sparsity=float(sum(pattern.sparsity * out * columns for pattern, (out, columns) in weights) / total),
+        gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
+    )

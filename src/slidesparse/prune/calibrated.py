@@ -1,0 +1,61 @@
+"""What calibrated methods share: the statistics of the input, checked, and the loss that they try to keep small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.prune.base import Linears
+from slidesparse.support import check_weight
+
+
+def checked_gram(linears: Linears) -> torch.Tensor:
+    """The gram matrix of the common input, float32 [in, in], after checking it and the weights.
+
+    Raises:
+        InputError: When it is missing, has the wrong shape, holds NaN or Inf, or no input was ever other than zero.
+    """
+    names = ", ".join(linears.weights)
+    for name, weight in linears.weights.items():
+        check_weight(weight, name)
+        if not weight.is_floating_point():
+            raise InputError(f"{name} has an unsupported type", got=weight.dtype, needed="float weights to calibrate")
+    gram = linears.input_gram
+    columns = {weight.shape[1] for weight in linears.weights.values()}
+    if len(columns) != 1:
+        raise InputError("linears that read one input differ in columns", got=sorted(columns), needed="one number")
+    if gram is None:
+        raise InputError(f"{names}: no calibration inputs", remedy="pass input_gram, or prune by magnitude")
+    (in_features,) = columns
+    if tuple(gram.shape) != (in_features, in_features):
+        raise InputError(f"input_gram of {names}", got=list(gram.shape), needed=f"[{in_features}, {in_features}]")
+    if not bool(torch.isfinite(gram).all()):
+        raise InputError(
+            f"the calibration inputs of {names} hold NaN or Inf",
+            remedy="check that the model runs in its type: FP16 overflows where BF16 does not",
+        )
+    if not bool((gram.diagonal() > 0).any()):
+        raise InputError(f"the calibration inputs of {names} are all zero", needed="text that reaches this layer")
+    return gram.to(torch.float32)
+
+
+def output_error(original: Mapping[str, torch.Tensor], pruned: Mapping[str, torch.Tensor], gram: torch.Tensor) -> float:
+    """Squared error of the outputs over their energy, of all linears of a set together.
+
+    With ``G = sum x x^T`` and ``D = W - W'`` that is ``tr(D G D^T) / tr(W G W^T)``: 0 when nothing changed, 1 when all
+    weights are zero. This is the calibration loss that Wanda bounds and SparseGPT minimises.
+
+    Args:
+        original: Name -> weight [out_i, in].
+        pruned: The same names and shapes.
+        gram: float32 [in, in].
+    """
+    error = energy = 0.0
+    for name, weight in original.items():
+        wide = weight.to(torch.float32)
+        difference = wide - pruned[name].to(torch.float32)
+        error += float(((difference @ gram) * difference).sum(dtype=torch.float64))
+        energy += float(((wide @ gram) * wide).sum(dtype=torch.float64))
+    return max(error, 0.0) / energy if energy > 0 else 0.0

@@ -1,0 +1,120 @@
+"""SparseGPT: remove weights column by column and let the later columns make up for it.
+
+Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (2023). With
+``H = sum x x^T + damping`` and ``U`` the upper Cholesky factor of ``H^-1``, removing ``w_j`` while the columns after
+``j`` are free costs ``(w_j / U_jj)^2`` and moves these columns by ``-(w_j / U_jj) U_j,``. The two weights that cost
+least leave a group when the sweep reaches it, when what earlier groups passed on is in them.
+
+Groups are aligned to column 0 of the whole weight. The sweep goes in blocks only to turn many thin updates into one
+matrix product, and its blocks end where groups end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import Pattern
+from slidesparse.prune.base import Linears, register
+from slidesparse.prune.calibrated import checked_gram
+from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
+from slidesparse.support import grouped, is_nonzero
+
+DAMPING = 0.01
+"""Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""
+
+BLOCK = 128
+"""Columns, about, whose updates reach the rest of the weight together."""
+
+
+class SparseGPT:
+    """Keep the weights of each group that are hardest to replace, and replace the others by what is kept."""
+
+    name = "sparsegpt"
+    needs_calibration = True
+
+    def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
+        """See :class:`slidesparse.prune.base.Pruner`. Zeros that are there stay."""
+        gram = checked_gram(linears)
+        factor = inverse_factor(gram, ", ".join(linears.weights))
+        stacked = torch.cat([weight.to(torch.float32) for weight in linears.weights.values()])
+        pruned = sweep(stacked, factor, linears.pattern).split([len(weight) for weight in linears.weights.values()])
+        return {name: new.to(weight.dtype) for (name, weight), new in zip(linears.weights.items(), pruned, strict=True)}
+
+
+def inverse_factor(gram: torch.Tensor, name: str = "weight") -> torch.Tensor:
+    """``U`` with ``U^T U = (gram + damping)^-1``, upper triangular: float32 [in, in].
+
+    Computed in float64: the condition of a gram matrix is the square of its inputs'.
+
+    Raises:
+        InputError: When the damped matrix is not positive definite, so that ``gram`` is no gram matrix.
+    """
+    damped = gram.to(torch.float64)
+    damped = damped + DAMPING * damped.diagonal().mean() * torch.eye(len(gram), dtype=damped.dtype, device=gram.device)
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if int(failed):
+        raise InputError(
+            f"the Hessian of {name} is not positive definite",
+            got=f"it fails at column {int(failed)}",
+            remedy="use more calibration text, or --method wanda",
+        )
+    upper: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    return upper.to(torch.float32)
+
+
+def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Prune a weight from its first column to its last, updating what is not reached yet.
+
+    Args:
+        weight: float32 [out, in], the rows of all linears that read one input: they choose their groups together.
+        factor: From :func:`inverse_factor`.
+        pattern: Uniform or partial. Groups that do not follow are not pruned, but take updates.
+
+    Returns:
+        float32 [out, in].
+    """
+    columns, size = weight.shape[1], pattern.group
+    current, zero = weight.clone(), ~is_nonzero(weight)
+    diagonal = factor.diagonal()
+    follows = _following(weight, diagonal, pattern)
+    per_block = max(BLOCK // size, 1) * size
+    for start in range(0, columns, per_block):
+        end = min(start + per_block, columns)
+        errors = torch.zeros_like(current[:, start:end])
+        for first in range(start, end, size):
+            last = min(first + size, end)
+            drop = zero[:, first:last]
+            if follows[first // size]:
+                drop = drop | _leaving(current[:, first:last], drop, diagonal[first:last], pattern)
+            for column in range(first, last):
+                removed = torch.where(drop[:, column - first], current[:, column] / diagonal[column], 0.0)
+                errors[:, column - start] = removed
+                current[:, column:last] -= torch.outer(removed, factor[column, column:last])
+            current[:, first:last].masked_fill_(drop, 0.0)
+            current[:, last:end] -= errors[:, first - start : last - start] @ factor[first:last, last:end]
+        current[:, end:] -= errors @ factor[start:end, end:]
+    return current
+
+
+def _cost(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
+    """What each removal costs: float32 like ``weight``, zero for zeros that were there only."""
+    return positive_where(~zero, (weight / diagonal).square())
+
+
+def _leaving(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The two weights of one group that leave it, bool [out, columns of the group]."""
+    groups = grouped(_cost(weight, zero, diagonal), pattern, fill=-1.0)
+    return two_cheapest(groups).flatten(1)[:, : weight.shape[1]]
+
+
+def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> list[bool]:
+    """Which column groups follow the pattern; for a partial one those that cost least before anything is moved."""
+    if pattern.is_uniform:
+        return [True] * pattern.groups(weight.shape[1])
+    groups = grouped(_cost(weight, ~is_nonzero(weight), diagonal), pattern, fill=-1.0)
+    chosen: list[bool] = cheapest_groups([groups], [two_cheapest(groups)], pattern).tolist()
+    return chosen
+
+
+register(SparseGPT.name, SparseGPT)

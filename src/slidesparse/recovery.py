@@ -1,0 +1,63 @@
+"""Training on after pruning, with the zeros held where they are.
+
+Works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after each step, or give :meth:`HeldZeros.callback`
+to transformers' Trainer. The zeros are read from the model, so whatever pruned it is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.support import is_nonzero
+from slidesparse.targets import find_targets
+
+
+class HeldZeros:
+    """The zeros of a pruned model, which training must not fill.
+
+    Args:
+        model: Pruned, its weights in a float type.
+        names: Linears whose zeros are held; None: all that :func:`slidesparse.targets.find_targets` treats.
+
+    Raises:
+        InputError: When no weight of these linears is zero, so that nothing was pruned.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+        chosen = find_targets(model).linears if names is None else {name: model.get_submodule(name) for name in names}
+        self.weights: dict[str, nn.Parameter] = {}
+        self.keep: dict[str, torch.Tensor] = {}
+        for name, module in chosen.items():
+            weight = module.weight
+            if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+                raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
+            nonzero = is_nonzero(weight.detach())
+            if not bool(nonzero.all()):
+                self.weights[name], self.keep[name] = weight, nonzero
+        if not self.weights:
+            raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Set the held weights back to zero; after each optimiser step."""
+        for name, weight in self.weights.items():
+            weight.mul_(self.keep[name])
+
+    def callback(self) -> Any:
+        """A transformers ``TrainerCallback`` that does so after each optimiser step."""
+        try:
+            from transformers import TrainerCallback
+        except ImportError as error:
+            raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
+        apply = self.apply_
+
+        class HoldZeros(TrainerCallback):
+            def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                apply()
+
+        return HoldZeros()

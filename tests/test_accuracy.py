@@ -1,0 +1,114 @@
+"""The accuracy page, its tables and its records agree, and the experiment's scripts run."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "results/accuracy"
+SCRIPTS = ROOT / "benchmarks/accuracy"
+PAGE = (ROOT / "docs/accuracy.md").read_text()
+
+
+def tables_of(text: str) -> dict[str, set[str]]:
+    """Header -> rows, of all tables with that header."""
+    found: dict[str, set[str]] = {}
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        header, _, *rows = table.splitlines()
+        found.setdefault(header, set()).update(rows)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _scripts_import_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
+
+
+def run(name: str, *arguments: object) -> None:
+    """A script as its command line runs it."""
+    before = sys.argv
+    sys.argv = [name, *map(str, arguments)]
+    try:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def test_tables_are_what_the_records_say() -> None:
+    report = runpy.run_path(str(SCRIPTS / "report.py"))
+    assert report["tables"](RECORDS) == (RECORDS / "tables.md").read_text()
+
+
+def test_the_page_quotes_the_tables() -> None:
+    drawn, quoted = tables_of((RECORDS / "tables.md").read_text()), tables_of(PAGE)
+    assert len(quoted) >= 6
+    own = [header for header in quoted if header not in drawn]
+    assert own == ["| target | result |"]
+    for header, rows in quoted.items():
+        if header not in own:
+            assert rows <= drawn[header], rows - drawn[header]
+
+
+def test_named_records_and_pictures_exist() -> None:
+    for name in re.findall(r"`([\w*-]+\.jsonl)`", PAGE):
+        assert list(RECORDS.glob(name)), name
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def right_answer(question: str) -> str:
+    word, *rest = question.removesuffix(" =").split()
+    numbers = [int(text) for text in rest if text != "in"]
+    answers: dict[str, Any] = {
+        "add": lambda: sum(numbers),
+        "sub": lambda: numbers[0] - numbers[1],
+        "mul": lambda: numbers[0] * numbers[1],
+        "sort": lambda: " ".join(map(str, sorted(numbers))),
+        "reverse": lambda: " ".join(map(str, reversed(numbers))),
+        "count": lambda: numbers[1:].count(numbers[0]),
+    }
+    return str(answers[word]())
+
+
+def test_problems_have_right_answers_and_are_held_out() -> None:
+    task = runpy.run_path(str(SCRIPTS / "task.py"))
+    for kind in task["KINDS"]:
+        parts = [
+            dict(itertools.islice(task["problems"](kind, seed, held), 300)) for seed, held in ((0, False), (1, True))
+        ]
+        assert not set(parts[0]) & set(parts[1])
+        for question, answer in itertools.chain(*(part.items() for part in parts)):
+            assert answer == f" {right_answer(question)}\n"
+
+
+def test_the_experiment_from_text_to_records(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    for i in range(200):  # of which a hash holds some out
+        (tmp_path / f"lib/module{i}.py").write_text(f"def function{i}(x):\n    return x * {i} + {i * i}\n" * 40)
+    for section in (1, 5, 7, 8):
+        (tmp_path / f"man/man{section}").mkdir(parents=True)
+        page = f".TH TOOL {section}\nThe tool keeps two of four weights and slides over the others.\n" * 20
+        (tmp_path / f"man/man{section}/tool.gz").write_bytes(gzip.compress(page.encode()))
+    run("corpus.py", "--stdlib", tmp_path / "lib", "--man", tmp_path / "man", "--out", tmp_path / "data")
+    assert json.loads((tmp_path / "data/facts.json").read_text())["stdlib"]["held_out"]["files"] > 0
+    command = ("run.py", "--data", tmp_path / "data", "--size", "tiny", "--steps", 3, "--recovery-steps", 2)
+    command += ("--patterns", "6:8", "--compared", "6:8", "--recovered", "6:8", "--recovery-methods", "wanda")
+    command += ("--limit", 30_000, "--weights", tmp_path / "weights.pt", "--out", tmp_path / "records.jsonl")
+    run(*command)
+    lines = (tmp_path / "records.jsonl").read_text()
+    records = {record["key"]: record for record in map(json.loads, lines.splitlines())}
+    methods = [f"6:8 {method} 0" for method in ("sparsegpt", "wanda", "magnitude")]
+    assert list(records) == ["trained", "dense none 0", *methods, "dense none 2", "6:8 wanda 2"]
+    assert records["6:8 wanda 2"]["zeros"] >= 0.25
+    assert records["dense none 2"]["zeros"] == 0
+    run(*command)  # everything is there already
+    assert (tmp_path / "records.jsonl").read_text() == lines

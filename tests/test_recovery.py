@@ -1,0 +1,125 @@
+"""Training on with the zeros held."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, tokens, write_text
+
+from slidesparse.checkpoint import Checkpoint
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.prune import prune_mask
+from slidesparse.recovery import HeldZeros
+from slidesparse.support import check_pattern
+from slidesparse.targets import find_targets
+
+EXAMPLE = Path(__file__).parent.parent / "examples/recover.py"
+
+
+def pruned_model() -> Any:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    for linear in find_targets(model).linears.values():
+        linear.weight.data *= prune_mask(linear.weight.detach(), "6:8")
+    return model
+
+
+def train(model: Any, held: HeldZeros | None, steps: int = 12) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    losses = []
+    for _ in range(steps):
+        loss = model(tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if held is not None:
+            held.apply_()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_zeros_stay_and_the_rest_learns() -> None:
+    model = pruned_model()
+    before = copy.deepcopy(model.state_dict())
+    losses = train(model, HeldZeros(model))
+    assert losses[-1] < 0.9 * losses[0]
+    for name, linear in find_targets(model).linears.items():
+        check_pattern(linear.weight.detach(), "6:8", name=name)
+        zeros = before[f"{name}.weight"] == 0
+        assert torch.equal(linear.weight == 0, zeros)
+        assert not torch.equal(linear.weight, before[f"{name}.weight"])
+
+
+def test_without_it_the_zeros_are_lost() -> None:
+    model = pruned_model()
+    train(model, None)
+    linear = find_targets(model).linears["model.layers.0.mlp.up_proj"]
+    with pytest.raises(InputError, match="violates 6:8"):
+        check_pattern(linear.weight.detach(), "6:8")
+
+
+def test_only_the_named_linears() -> None:
+    model = pruned_model()
+    name = "model.layers.0.mlp.up_proj"
+    assert list(HeldZeros(model, [name]).weights) == [name]
+
+
+def test_callback_of_the_trainer(tmp_path: Any) -> None:
+    model = pruned_model()
+    data = [{"input_ids": row, "labels": row} for row in tokens().repeat(4, 1)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        learning_rate=3e-3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    before = model.model.layers[1].mlp.down_proj.weight.detach().clone()
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[HeldZeros(model).callback()])
+    trainer.train()
+    after = model.model.layers[1].mlp.down_proj.weight.detach()
+    assert not torch.equal(after, before)
+    assert torch.equal(after == 0, before == 0)
+
+
+def test_nothing_to_hold() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    with pytest.raises(InputError, match="no zeros to hold"):
+        HeldZeros(model)
+    module = torch.nn.Module()
+    module.register_buffer("weight", torch.zeros(4, 4, dtype=torch.int8))
+    with pytest.raises(InputError, match=r"cannot train inner; got a torch.int8 weight"):
+        HeldZeros(torch.nn.ModuleDict({"inner": module}), ["inner"])
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its three commands, as it prints them."""
+    make_checkpoint(tmp_path / "BASE")
+    add_tokenizer(tmp_path / "BASE")
+    write_text(tmp_path / "text.txt")
+    monkeypatch.chdir(tmp_path)
+    docstring = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
+    prune, recover, quantise = (line.split("#")[0].split()[1:] for line in docstring.splitlines() if line[:4] == "    ")
+    assert main([*prune, "--samples", "8", "--length", "32", "--device", "cpu"]) == 0
+    small = ["--batch", "2", "--length", "32", "--rate", "1e-2"]
+    monkeypatch.setattr(sys, "argv", [*recover[:-1], "5", *small])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert main(quantise) == 0
+    before, trained, served = (Checkpoint(tmp_path / name) for name in ("PRUNED", "RECOVERED", "SERVED"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    zeros = before.tensor(name) == 0
+    assert not torch.equal(trained.tensor(name), before.tensor(name))
+    assert not bool(trained.tensor(name)[zeros].any())
+    assert not bool(served.tensor(name)[zeros].any())
+    check_pattern(served.tensor(name), "6:8")
