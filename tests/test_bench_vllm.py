@@ -12,7 +12,7 @@ import torch
 from slidesparse.bench import environment, vllm
 from slidesparse.bench.vllm import EngineProfile, adapt, by_class, run
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.bench.vllm_engine import EngineOptions
+from slidesparse.bench.vllm_engine import Engine, EngineOptions
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.inspection import inspect_checkpoint
@@ -161,3 +161,10 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_others_are_stopped(
     with pytest.raises(UnsupportedError, match="no memory"):
         run(PROFILE, tmp_path / "records.jsonl")
     assert Pretender.stopped == 3
+
+
+def test_an_engine_whose_process_fails_says_why(tmp_path: Path) -> None:
+    engine = Engine(EngineOptions(tmp_path / "nothing", False))
+    with pytest.raises(UnsupportedError, match="the vLLM engine failed; got"):
+        engine.ready(timeout_s=120)
+    engine.stop()
