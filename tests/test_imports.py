@@ -35,6 +35,7 @@ LAYERS = [
     {"calibration", "packed_file"},
     {"calibrated_checkpoint"},
     {"info", "inspection", "loading", "prune_checkpoint"},
+    {"integrations"},
     {"evaluation"},
     {"plan_checkpoint"},
     {"bench", "report"},

@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
-    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all"))
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm"))
     bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
     bench.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
@@ -154,6 +154,11 @@ def _parser() -> argparse.ArgumentParser:
         "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+    engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
+    engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
+    engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    engine.add_argument("--backend", metavar="NAME", help="of the sparse layers (default: auto)")
+    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
     report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
@@ -306,6 +311,10 @@ def _tune(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from slidesparse.bench import problems, runner
 
+    if options.benchmark == "vllm":
+        return _bench_vllm(options)
+    if any(value is not None for value in (options.sequences, options.layers, options.backend, options.scratch)):
+        raise InputError("--sequences, --layers, --backend and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -319,6 +328,27 @@ def _bench(options: argparse.Namespace) -> int:
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
     return 1 if summary.wrong else 0
+
+
+def _bench_vllm(options: argparse.Namespace) -> int:
+    from slidesparse.bench import vllm
+
+    if options.budget_s is not None:
+        raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
+    profile = vllm.adapt(
+        vllm.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        sequences=options.sequences,
+        layers=options.layers,
+        backend=options.backend,
+    )
+    records = vllm.run(profile, options.out, options.scratch)
+    told = {"path": str(options.out), "records": len(records)}
+    print(json.dumps(told) if options.json else f"{len(records)} records: {options.out}")
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -164,8 +164,8 @@ class SlideLinear(nn.Module):
         """Backend -> bytes of the form of the weight that is kept for it."""
         return {form.backend: form.operand_bytes for form in self.forms}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply: x [..., in] -> [..., out]."""
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
@@ -175,7 +175,7 @@ class SlideLinear(nn.Module):
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         tensors = [tensor for form in self.forms for tensor in form.tensors]
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        scales = (self._buffers["weight_scale"], self._buffers["bias"])
+        scales = (self._buffers["weight_scale"], self._buffers["bias"] if bias is None else bias)
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.out_features, self.weight_dtype, self._switch)
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)

@@ -238,7 +238,8 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
-def _linear(
+def _multiplied(
+    first: First,
     x: torch.Tensor,
     tensors: list[torch.Tensor],
     scale_w: torch.Tensor | None,
@@ -246,12 +247,18 @@ def _linear(
     out_features: int,
     dtype: torch.dtype,
     switch: str,
-) -> torch.Tensor:
+    **given: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The product of the form that runs so many tokens, and the new residual."""
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
     pairs = moved if len(moved) else None
-    lifted, scale_x, _ = _lifted("none", x, column_map, dtype, form.backend, pairs, form.order)
-    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend)
+    lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
+    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
+
+
+def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    return _multiplied("none", x, *weight)[0]
 
 
 def _linear_fake(
@@ -263,6 +270,30 @@ def _linear_fake(
     *_: Any,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], out_features)
+
+
+def _rms_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+    return _multiplied("rms_norm", x, *weight, weight=gain, eps=eps)[0]
+
+
+def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+    return _linear_fake(x, *weight)
+
+
+def _add_rms_norm_linear(
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _multiplied("add_rms_norm", x, *weight, weight=gain, residual=residual, eps=eps)
+
+
+def _add_rms_norm_linear_fake(
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _linear_fake(x, *weight), x.new_empty(x.shape)
+
+
+def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    return _multiplied("silu_mul", x, *weight)[0]
 
 
 _define(
@@ -307,13 +338,22 @@ _define(
     _gemm_fake,
 )
 
+_WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch"
+
+_define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
 _define(
-    "linear",
-    "(Tensor x, Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch)"
-    " -> Tensor",
-    _linear,
-    _linear_fake,
+    "rms_norm_linear",
+    f"(Tensor x, Tensor gain, float eps, {_WEIGHT}) -> Tensor",
+    _rms_norm_linear,
+    _rms_norm_linear_fake,
 )
+_define(
+    "add_rms_norm_linear",
+    f"(Tensor x, Tensor residual, Tensor gain, float eps, {_WEIGHT}) -> (Tensor, Tensor)",
+    _add_rms_norm_linear,
+    _add_rms_norm_linear_fake,
+)
+_define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
@@ -345,3 +385,14 @@ linear = torch.ops.slidesparse.linear
 
 ``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
 (:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""
+
+rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
+"""(x [M, K], gain [K], eps, then as ``linear`` behind its x) -> ``linear`` of :func:`slidesparse.elementwise.rms_norm`;
+for quantised weights only."""
+
+add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
+"""(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
+:func:`slidesparse.elementwise.add_rms_norm`."""
+
+silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
+"""(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.elementwise.silu_mul`."""

@@ -29,6 +29,9 @@ ALONE, LIBRARY = "alone", "library"
 """Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
 SQUARE = "square"
 ALL = "*"
+ENGINE, KERNELS = "vllm", "vllm kernels"
+"""Benchmarks of whole engines: times of requests, and of what the kernels of one do."""
+
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
 
@@ -41,11 +44,12 @@ class Case:
     """What is measured: one problem.
 
     Attributes:
-        benchmark: ``gemm``, ``kernels``, ``linear`` or ``pack``.
+        benchmark: ``gemm``, ``kernels``, ``linear``, ``pack``, ``vllm`` or ``vllm kernels``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
-        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; empty where there is no model.
+        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, and what kernels do
+            (``gemm``, ...); empty where there is no model.
         dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
-        tokens: M, rows of the activations; 0 where there are none.
+        tokens: M, rows of the activations (tokens of a prefill, sequences of a decoding step); 0 where there are none.
         out_features: N, rows of the weight; 0 where there is none.
         in_features: K, columns of the weight before lifting.
         scaled: Scales are applied and the output is rounded to bf16 (fp16 for fp16); False: a bare product, as in the
@@ -83,7 +87,8 @@ class Timing:
         p80_us: 80th percentile.
         samples: How many samples; each is the mean of one pass over all operand copies.
         copies: Operand copies that a pass rotates through, so that the L2 cache is cold.
-        method: ``graph`` (CUDA graph replay) or ``events`` (eager calls between events).
+        method: ``graph`` (CUDA graph replay), ``events`` (eager calls between events), ``engine`` (the host's clock
+            around requests) or ``profiler`` (the sum of kernel times).
         host_us: Host time of an eager call, where it was measured.
     """
 
@@ -155,10 +160,11 @@ class Record:
         tried: Every algorithm that was tried to find it.
         timing: None when there is no time; ``why_not`` says why.
         why_not: A refusal, a failure, or a budget that was spent; None when there is a time.
-        error: Relative error of the result, checked before timing; None without a time.
+        error: Relative error of the result, checked before timing; None without a time, and of whole engines.
         noise: Relative difference of the medians of one variant timed twice in this comparison.
         ideal_speedup: Over dense, were 2:4 twice as fast as dense; None where it means nothing.
-        n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once.
+        n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once. Of a whole engine the
+            bytes of its weights.
         format: Version of this schema.
     """
 

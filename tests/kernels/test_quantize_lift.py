@@ -113,11 +113,11 @@ def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) ->
     packed = packed_weight(pattern, 500)
     x, residual = (torch.randint(-40, 41, (2, 2, 500)) / 8).to(device, torch.bfloat16).unbind(0)
     weight = torch.randn(500).to(device, torch.bfloat16)
-    total = x + residual
+    total = x.to(torch.float32) + residual.to(torch.float32)
     columns = on(device, packed, 32)
     *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
     assert_same(got, expected(rms_norm(total, weight, 1e-6), packed, torch.int8, 32))
-    assert same_bits(after, total)
+    assert same_bits(after, total.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("k_offset", [0, 2, 3])
@@ -327,12 +327,12 @@ def test_offsets_beyond_two_to_the_31() -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """vLLM's ``rms_norm`` (csrc/layernorm_kernels.cu): rounded before the weight, and after it."""
+    """The definition with square roots that are right to the last bit; in the type of the weight."""
     wide = x.to(torch.float32)
     mean = wide.square().sum(-1, keepdim=True) / torch.tensor(float(x.shape[-1]), device=x.device)
     # torch's float32 square root is not always the nearest number on a CPU; through float64 it is.
     rstd = torch.ones_like(mean) / (mean + eps).to(torch.float64).sqrt().to(torch.float32)
-    return (wide * rstd).to(x.dtype) * weight
+    return (wide * rstd * weight.to(torch.float32)).to(weight.dtype)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
@@ -346,12 +346,12 @@ def test_rms_norm_first(
     # Small multiples of 1/8: their squares add up exactly in any order, so that nothing but rounding is left to differ.
     x, residual = (torch.randint(-40, 41, (2, 3, 70)) / 8).to(device, source).unbind(0)
     weight = torch.randn(70).to(device, source)
-    total = (x.to(torch.float32) + residual.to(torch.float32)).to(source) if with_residual else x
+    total = x.to(torch.float32) + residual.to(torch.float32) if with_residual else x
     wanted = expected(rms_norm(total, weight, 1e-6), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
         *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
-        assert same_bits(after, total)
+        assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
         got = quantize_lift(x, columns, dtype, "rms_norm", weight=weight, eps=1e-6)
@@ -376,7 +376,7 @@ def test_silu_of_ordinary_values(device: str, small_steps: None, dtype: torch.dt
     packed = packed_weight("6:8", 1100)
     x = torch.randn(2, 2200, dtype=torch.bfloat16, device=device)
     gate, up = x.to(torch.float32).chunk(2, -1)
-    product = (gate / (1 + torch.exp(-gate))).to(x.dtype) * up.to(x.dtype)
+    product = (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
     wanted, wanted_scale = expected(product, packed, dtype)
     got, scale, _ = quantize_lift(x, on(device, packed), dtype, "silu_mul")
     # The two exponentials differ in their last bit, which moves a value over a rounding boundary of bfloat16 once in

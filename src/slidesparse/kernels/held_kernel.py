@@ -45,7 +45,7 @@ def _hold(x, residual, total, weight, live, eps, P: tl.constexpr):
         if P.first == "add_rms_norm":
             value = add(value, _load(residual, chunk, live, P))
             column = chunk * P.read + tl.arange(0, P.read)
-            tl.store(total + column, value, mask=(column < P.columns) & live)
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=(column < P.columns) & live)
         if P.first == "rms_norm" or P.first == "add_rms_norm":
             squares += value.to(tl.float32) * value.to(tl.float32)
         row = row + (value,)

@@ -34,23 +34,21 @@ def _sigmoid(x):
 
 @triton.jit
 def silu_times(gate, up):
-    """``silu(gate) * up`` in the row's type, with the roundings of vLLM's kernel."""
+    """``silu(gate) * up``, rounded to the row's type at the end."""
     wide = gate.to(tl.float32)
-    silu = (wide * _sigmoid(wide)).to(gate.dtype)
-    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return (wide * _sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
 def add(x, residual):
-    """The sum in the row's type."""
-    return (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    """The sum in float32."""
+    return x.to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit
 def normed(x, gain, rstd):
-    """``x * rstd * gain``, rounded before the gain and after it, as in vLLM's kernel."""
-    value = (x.to(tl.float32) * rstd).to(x.dtype)
-    return (value.to(tl.float32) * gain.to(tl.float32)).to(x.dtype)
+    """``x * rstd * gain``, rounded to the gain's type at the end."""
+    return (x.to(tl.float32) * rstd * gain.to(tl.float32)).to(gain.dtype)
 
 
 @triton.jit

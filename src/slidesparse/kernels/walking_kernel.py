@@ -57,9 +57,11 @@ def _inside(column, live, P: tl.constexpr):
 
 
 @triton.jit
-def _value(x, weight, column, inside, rstd, P: tl.constexpr):
-    """What is quantised, in the row's type and with the roundings of vLLM's kernels; 0 where there is no column."""
+def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
+    """What is quantised, in the row's type; 0 where there is no column."""
     value = tl.load(x + column, mask=inside, other=0.0)
+    if P.first == "add_rms_norm":
+        value = add(value, tl.load(residual + column, mask=inside, other=0.0))
     if P.first == "silu_mul":
         value = silu_times(value, tl.load(x + P.columns + column, mask=inside, other=0.0))
     if P.first == "rms_norm" or P.first == "add_rms_norm":
@@ -77,20 +79,18 @@ def _rstd(x, residual, total, live, eps, P: tl.constexpr):
         value = tl.load(x + column, mask=inside, other=0.0)
         if P.first == "add_rms_norm":
             value = add(value, tl.load(residual + column, mask=inside, other=0.0))
-            tl.store(total + column, value, mask=inside)
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
-    if P.first == "add_rms_norm":
-        tl.debug_barrier()  # other lanes than those that wrote the sum read it from here on
     return rstd_of(squares, eps, P)
 
 
 @triton.jit
-def _absmax(x, weight, live, rstd, P: tl.constexpr):
+def _absmax(x, residual, weight, live, rstd, P: tl.constexpr):
     """The largest magnitude of a row, NaN if there is one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.columns, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x, weight, column, (column < P.columns) & live, rstd, P)
+        value = _value(x, residual, weight, column, (column < P.columns) & live, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
     return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -130,14 +130,16 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write(x, weight, map_of_pairs, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+def _write(
+    x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
+):
     """Quantise, lift and write one segment of a row."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     for start in range(0, LENGTH, P.write):
         position = start + tl.arange(0, P.write)
         column = _source(map_of_pairs, start, SLID, P)
-        value = _value(x, weight, column, _inside(column, live, P), rstd, P)
+        value = _value(x, residual, weight, column, _inside(column, live, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
         tl.store(out + place(START + position, row, P.itemsize, P), value, mask=position < LENGTH)
@@ -160,12 +162,10 @@ def walking_kernel(
     inverse = 1.0
     if P.first == "rms_norm" or P.first == "add_rms_norm":
         rstd = _rstd(x, residual, total, live, eps, P)
-    if P.first == "add_rms_norm":
-        x = total
     if P.quant != "none":
-        scale, inverse = row_scale(_absmax(x, weight, live, rstd, P), P)
+        scale, inverse = row_scale(_absmax(x, residual, weight, live, rstd, P), P)
         tl.store(scales + row, scale, mask=live)
     if P.dense_columns > 0:
-        _write(x, weight, map_of_pairs, out, row, live, rstd, scale, inverse, False, P)
+        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x, weight, map_of_pairs, out, row, live, rstd, scale, inverse, True, P)
+        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, True, P)

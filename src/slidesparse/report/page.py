@@ -8,7 +8,7 @@ from typing import Any
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine, Record
-from slidesparse.report import tables
+from slidesparse.report import engines, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
 
 PAGE = "report.md"
@@ -34,6 +34,14 @@ ABOUT_FUSED = """\
 `over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
 rate of the copy of the same comparison."""
 
+ABOUT_ENGINES = """\
+Median time of `LLM.generate`, scheduling included, over that of stock vLLM on unpruned weights in the same rounds.
+Prefill: M tokens in prompts of 1024, one output token each. Decode: one step of M sequences. Random weights."""
+
+ABOUT_BREAKDOWN = """\
+One prefill under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings; each side fuses them
+in its own way. `weights GB` is what parameters and buffers take, both forms where two are kept."""
+
 ABOUT_LIBRARY = """\
 A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
 same comparison; each problem is in `library.csv`."""
@@ -48,6 +56,8 @@ SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
     ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
+    ("vLLM, end to end", ABOUT_ENGINES, engines.engine_tables),
+    ("vLLM, where the time goes", ABOUT_BREAKDOWN, engines.breakdown_tables),
     ("Fused kernels", ABOUT_FUSED, tables.fused_tables),
     ("Cost of a whole layer", "", tables.layer_cost_tables),
     ("Backends and their libraries", ABOUT_LIBRARY, tables.library_summary_tables),

@@ -1,0 +1,261 @@
+"""``bench vllm``: whole models in vLLM, sparse through the plugin against stock dense vLLM, in one run.
+
+For every model and type, checkpoints of random weights are written, one dense and one for each pattern, and one engine
+is started for each; then each measurement goes round all engines, several times over, dense first and last in every
+round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a user would otherwise run.
+
+* prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
+* decode: a step of M sequences, the mean of 64; default compilation and CUDA graphs.
+* kernels: the time of all kernels of one prefill by what they do, from the profiler.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from slidesparse.bench import environment
+from slidesparse.bench.comparison import now
+from slidesparse.bench.problems import ideal_speedup, select
+from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
+from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.pattern import Pattern
+from slidesparse.quant import parse_dtype
+from slidesparse.records import DENSE, ENGINE, KERNELS, Case, Clocks, Record, Timing
+
+STOCK, OURS = "vllm", "slidesparse"
+
+CLASSES = (
+    ("attention", re.compile("flash::|FlashAttn|flash_fwd|attention|fmha")),
+    ("gemm", re.compile("gemm|cutlass|xmma|^scale_kernel", re.IGNORECASE)),
+    ("elementwise", re.compile("triton|quant|held_kernel|walking_kernel|norm|silu", re.IGNORECASE)),
+    ("rest", re.compile("")),
+)
+"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too. Norms, activations,
+quantisation and rotary embeddings are one class, since each side fuses them in its own way."""
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """What a run covers.
+
+    Attributes:
+        models: Names out of :data:`slidesparse.bench.vllm_checkpoint.ARCHITECTURES`.
+        dtypes: ``int8``, ``fp8`` or ``bf16``.
+        patterns: Of the pruned checkpoints.
+        prefill: M, tokens.
+        decode: M, sequences.
+        rounds: How often each measurement is taken, after one that warms up.
+        layers: Decoder layers; None for all.
+        backend: ``auto`` or a backend's name, for all sparse layers.
+    """
+
+    models: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    patterns: tuple[str, ...]
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    rounds: int = 5
+    layers: int | None = None
+    backend: str = "auto"
+
+
+PROFILES = {
+    "quick": EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "4:6", "6:8"), (1024, 4096, 16384), (64, 256)),
+    "full": EngineProfile(
+        tuple(ARCHITECTURES),
+        ("int8", "fp8"),
+        ("2:4", "4:6", "6:8", "8:10", "4:6@50%"),
+        tuple(2**i for i in range(9, 17)),
+        (64, 128, 256, 512),
+    ),
+}
+
+
+def adapt(
+    profile: EngineProfile,
+    dtypes: Sequence[str] | None = None,
+    models: Sequence[str] | None = None,
+    *,
+    patterns: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
+    sequences: Sequence[int] | None = None,
+    layers: int | None = None,
+    backend: str | None = None,
+) -> EngineProfile:
+    """A profile with a user's choices.
+
+    Raises:
+        InputError: An unknown name, or a number below 1.
+    """
+    for what, numbers in (
+        ("tokens", tokens),
+        ("sequences", sequences),
+        ("layers", None if layers is None else [layers]),
+    ):
+        if any(number < 1 for number in numbers or ()):
+            raise InputError(what, got=min(numbers or ()), needed="at least 1")
+    return replace(
+        profile,
+        dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
+        models=select(models, ARCHITECTURES, profile.models, "model"),
+        patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
+        prefill=tuple(tokens or profile.prefill),
+        decode=tuple(sequences or profile.decode),
+        layers=layers or profile.layers,
+        backend=backend or profile.backend,
+    )
+
+
+def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list[Record]:
+    """Measure, and write a record a line as soon as it exists.
+
+    Args:
+        profile: What.
+        path: A new file.
+        scratch: Where checkpoints are written and removed again: a dense one and one a pattern; the system's
+            temporary folder when None.
+
+    Raises:
+        InputError: The file exists already.
+        UnsupportedError: No GPU, no vLLM, or an engine that does not start.
+    """
+    environment.require_cuda()
+    if find_spec("vllm") is None:
+        raise UnsupportedError("slidesparse bench vllm needs vLLM", remedy='pip install "vllm>=0.20"')
+    if path.exists():
+        raise InputError("the records file exists", got=path, remedy="name another; slidesparse report reads several")
+    records = []
+    with path.open("x", encoding="utf-8") as file:
+        for model in profile.models:
+            for dtype in profile.dtypes:
+                for record in _measure(profile, model, dtype, scratch):
+                    file.write(record.to_line() + "\n")
+                    file.flush()
+                    records.append(record)
+    return records
+
+
+def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | None) -> Iterator[Record]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
+        engines: dict[str, Engine] = {}
+        for variant in (DENSE, *profile.patterns):
+            options = _engine_options(profile, model, dtype, variant, folder / str(len(engines)))
+            engines[variant] = Engine(options)
+            stack.callback(engines[variant].stop)
+        for engine in engines.values():
+            engine.ready()
+        weights = {variant: round(1e9 * engine.call("weights_gb")) for variant, engine in engines.items()}
+        common = partial(_records, weights, profile.backend)
+        for kind, sizes in (("prefill", profile.prefill), ("decode", profile.decode)):
+            for size in sizes:
+                yield from common(Case(ENGINE, model, kind, dtype, size, 0, 0), _times(engines, kind, size, profile))
+        yield from _kernel_records(engines, Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0), profile.backend)
+
+
+def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: str, folder: Path) -> EngineOptions:
+    """Write the checkpoint of a variant, and say how to serve it."""
+    config = model_config(model, profile.layers)
+    device = torch.device("cuda", torch.cuda.current_device())
+    write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant), device)
+    torch.cuda.empty_cache()
+    arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant != DENSE else {}
+    # A key and a value of two bytes for every token of the largest request, and room to round to blocks.
+    token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    tokens = max(*profile.prefill, DECODE_TOKENS * max(profile.decode))
+    additional = {"slidesparse": {"backend": profile.backend}}
+    return EngineOptions(folder, variant != DENSE, additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of every round by variant; dense twice, the second time behind all others."""
+
+    started: str
+    before: Clocks
+    after: Clocks
+    seconds: Mapping[str, Sequence[float]]
+    again: Sequence[float]
+
+    @property
+    def noise(self) -> float:
+        first, second = (statistics.median(times) for times in (self.seconds[DENSE], self.again))
+        return abs(first - second) / first
+
+
+def _times(engines: Mapping[str, Engine], kind: str, size: int, profile: EngineProfile) -> _Times:
+    started, before = now(), environment.clocks()
+    seconds: dict[str, list[float]] = {variant: [] for variant in engines}
+    again, after = [], before
+    for turn in range(profile.rounds + 1):  # the first one warms up: plans, allocations, clocks
+        for variant, engine in engines.items():
+            seconds[variant].append(engine.call(kind, size, turn))
+        engines[DENSE].ask(kind, size, turn)
+        after = environment.clocks()
+        again.append(engines[DENSE].answer())
+    return _Times(started, before, after, {variant: times[1:] for variant, times in seconds.items()}, again[1:])
+
+
+def _records(weights: Mapping[str, int], backend: str, case: Case, times: _Times) -> Iterator[Record]:
+    for variant, seconds in times.seconds.items():
+        p20, median, p80 = (1e6 * quantile for quantile in _quantiles(seconds))
+        yield Record(
+            case,
+            environment.machine(),
+            times.started,
+            times.before,
+            times.after,
+            variant,
+            STOCK if variant == DENSE else OURS,
+            algorithm="" if variant == DENSE else backend,
+            timing=Timing(median, p20, p80, len(seconds), 1, "engine"),
+            noise=times.noise,
+            ideal_speedup=ideal_speedup(variant),
+            n_bytes=weights[variant],
+        )
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
+    return fifths[0], statistics.median(seconds), fifths[-1]
+
+
+def _kernel_records(engines: Mapping[str, Engine], case: Case, backend: str) -> Iterator[Record]:
+    started, clocks = now(), environment.clocks()
+    for variant, engine in engines.items():
+        for name, time_us in by_class(engine.call("kernels", "prefill", case.tokens)).items():
+            yield Record(
+                replace(case, layer=name),
+                environment.machine(),
+                started,
+                clocks,
+                clocks,
+                variant,
+                STOCK if variant == DENSE else OURS,
+                algorithm="" if variant == DENSE else backend,
+                timing=Timing(time_us, time_us, time_us, 1, 1, "profiler"),
+                ideal_speedup=ideal_speedup(variant),
+            )
+
+
+def by_class(kernels: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Microseconds by what kernels do, from the time and the launches of each.
+
+    >>> by_class({"flash::Kernel": (1.0, 1), "sparse_gemm": (5.0, 4), "held_kernel": (2.0, 4), "copy": (0.5, 1)})
+    {'attention': 1.0, 'gemm': 5.0, 'elementwise': 2.0, 'rest': 0.5}
+    """
+    times = dict.fromkeys((name for name, _ in CLASSES), 0.0)
+    for kernel, (time_us, _) in kernels.items():
+        times[next(name for name, pattern in CLASSES if pattern.search(kernel))] += time_us
+    return times

@@ -1,0 +1,170 @@
+"""Random-weight checkpoints of real shapes, dense and pruned, for engines that are only timed.
+
+Gaussian weights of standard deviation ``in ** -0.5``, so that activations keep their size and the GPU its usual power
+draw: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slidesparse.bench.problems import MODELS
+from slidesparse.errors import InputError
+from slidesparse.marker import KEY, Marker, quantization_config
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.quant import quantize_weight
+
+HEAD = 128
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a decoder is besides the shapes of its linears.
+
+    Attributes:
+        model_type: Whose code runs it: ``qwen2`` (biases on q, k and v) or ``llama``.
+        layers: Decoder layers.
+        heads: Query heads.
+        vocabulary: Rows of the embeddings.
+        head_columns: Columns of a head.
+    """
+
+    model_type: str
+    layers: int
+    heads: int
+    vocabulary: int
+    head_columns: int = HEAD
+
+
+ARCHITECTURES = {
+    "Llama-3.2-1B": Architecture("llama", 16, 32, 128256, 64),
+    "Llama-3.2-3B": Architecture("llama", 28, 24, 128256),
+    "Qwen2.5-7B": Architecture("qwen2", 28, 28, 152064),
+    "Qwen2.5-14B": Architecture("qwen2", 48, 40, 152064),
+    "BitNet-2B": Architecture("llama", 30, 20, 128256),  # its shapes; SiLU in place of its squared ReLU
+}
+
+
+def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
+    """config.json of a model, with fewer layers if asked for.
+
+    Raises:
+        InputError: An unknown model.
+    """
+    if model not in ARCHITECTURES:
+        raise InputError("unknown model", got=repr(model), needed=", ".join(ARCHITECTURES))
+    kind = ARCHITECTURES[model]
+    (qkv, hidden), _, (gate_up, _), _ = MODELS[model]
+    class_name = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[kind.model_type]
+    return {
+        "architectures": [class_name],
+        "model_type": kind.model_type,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_size": hidden,
+        "head_dim": kind.head_columns,
+        "intermediate_size": gate_up // 2,
+        "num_hidden_layers": layers or kind.layers,
+        "num_attention_heads": kind.heads,
+        "num_key_value_heads": (qkv // kind.head_columns - kind.heads) // 2,
+        "vocab_size": kind.vocabulary,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Pattern, device: torch.device
+) -> None:
+    """Write a checkpoint that vLLM loads, the same weights on every call.
+
+    Args:
+        folder: To make.
+        config: From :func:`model_config`.
+        dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
+        pattern: ``DENSE``: nothing is pruned, and nothing marked.
+        device: Where the weights are drawn.
+    """
+    folder.mkdir(parents=True)
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0))
+    for index in range(config["num_hidden_layers"]):
+        writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
+    hidden, rows = config["hidden_size"], config["vocab_size"]
+    ends = {
+        "model.embed_tokens.weight": writer.gaussian(rows, hidden) * hidden**0.5,
+        "lm_head.weight": writer.gaussian(rows, hidden),
+        "model.norm.weight": writer.gain(hidden),
+    }
+    writer.save("ends.safetensors", ends)
+    index_file = {"metadata": {}, "weight_map": writer.files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file), encoding="utf-8")
+    extra: dict[str, Any] = {}
+    if dtype != torch.bfloat16:
+        extra["quantization_config"] = quantization_config(dtype, ["lm_head"])
+    if pattern != DENSE:
+        extra[KEY] = Marker(pattern, ("lm_head",)).to_config()
+    (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
+
+
+def _layer(writer: _Writer, config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    bias = config["model_type"] == "qwen2"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    tensors = writer.linears(attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias)
+    tensors |= writer.linears(attention, {"o_proj": hidden}, q)
+    tensors |= writer.linears(mlp, {"gate_proj": inner, "up_proj": inner}, hidden)
+    tensors |= writer.linears(mlp, {"down_proj": hidden}, inner)
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return tensors | {f"{prefix}.{norm}.weight": writer.gain(hidden) for norm in norms}
+
+
+@dataclass
+class _Writer:
+    folder: Path
+    dtype: torch.dtype
+    pattern: Pattern
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        self.files: dict[str, str] = {}
+
+    def gaussian(self, rows: int, columns: int) -> torch.Tensor:
+        device = self.generator.device
+        weight = torch.randn(rows, columns, generator=self.generator, device=device, dtype=torch.bfloat16)
+        return weight.mul_(columns**-0.5)
+
+    def gain(self, columns: int) -> torch.Tensor:
+        return 1 + 0.1 * self.gaussian(columns, 1).flatten()
+
+    def linears(self, prefix: str, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
+        """Linears of one input, which are pruned together so that they share the groups of a partial pattern."""
+        weight = self.gaussian(sum(rows.values()), columns)
+        if self.pattern != DENSE:
+            weight = weight * prune_mask(weight, self.pattern)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
+            if self.dtype == torch.bfloat16:
+                tensors[f"{prefix}.{name}.weight"] = part
+            else:
+                values, scale = quantize_weight(part, self.dtype)
+                tensors[f"{prefix}.{name}.weight"] = values
+                tensors[f"{prefix}.{name}.weight_scale"] = scale.reshape(-1, 1)
+            if bias:
+                tensors[f"{prefix}.{name}.bias"] = self.gaussian(len(part), 1).flatten() * 0.02
+        return tensors
+
+    def save(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(self.folder / file))
+        self.files |= dict.fromkeys(tensors, file)

@@ -1,0 +1,227 @@
+"""A vLLM engine in a process of its own, which does what it is told and says how long it took.
+
+Engines of several variants are held at the same time, so that their measurements alternate on one GPU in one run: while
+one works the others wait. They also start at the same time, which takes most of a benchmark's minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from slidesparse.errors import UnsupportedError, first_line
+
+PROMPT = 1024
+"""Tokens of a prompt in prefill."""
+
+DECODE_PROMPT, DECODE_STEPS = 16, 64
+"""Tokens of a prompt, and of the output, in decoding."""
+
+DECODE_TOKENS = 128
+"""What a sequence of decoding takes of the key-value cache, at most."""
+
+BATCHED_TOKENS = 16384
+SEQUENCES = 512
+
+FIRST_TOKEN, VOCABULARY = 10, 100_000
+"""Token ids of random prompts."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time; sampling is a sliver, and the same for all
+}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One engine.
+
+    Attributes:
+        folder: Its checkpoint.
+        plugin: Load slidesparse's plugin; without it the engine is stock vLLM.
+        additional: What ``--additional-config`` says.
+        arguments: More arguments of ``vllm.LLM``.
+        kv_cache_gb: Memory of its key-value cache, in 1e9 bytes.
+        share: Share of the GPU's memory that vLLM must find free when it starts.
+    """
+
+    folder: Path
+    plugin: bool
+    additional: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    kv_cache_gb: float = 6.0
+    share: float = 0.1
+
+
+class Engine:
+    """The near end of an engine: each call runs there, one at a time.
+
+    Args:
+        options: What to start. The call returns at once; :meth:`ready` waits.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        context = get_context("spawn")
+        self._near, far = context.Pipe()
+        self._process = context.Process(target=_serve, args=(far, options))
+        self._process.start()
+        far.close()
+
+    def ready(self, timeout_s: float = 600.0) -> None:
+        """Wait until it can be used.
+
+        Raises:
+            UnsupportedError: It did not start.
+        """
+        self.answer(timeout_s)
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Start a method of :class:`Driver` there; :meth:`answer` waits for it."""
+        self._near.send((name, arguments))
+
+    def answer(self, timeout_s: float = 600.0) -> Any:
+        """What the method gave that was asked for last.
+
+        Raises:
+            UnsupportedError: It failed, or took too long.
+        """
+        if not self._near.poll(timeout_s):
+            raise UnsupportedError("the vLLM engine does not answer", got=f"nothing in {timeout_s:.0f} s")
+        try:
+            value, error = self._near.recv()
+        except EOFError:
+            value, error = None, "its process ended; its output says why"
+        if error is not None:
+            raise UnsupportedError("the vLLM engine failed", got=error)
+        return value
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Both."""
+        self.ask(name, *arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        """End it, gently first."""
+        with suppress(OSError):
+            self._near.send(None)
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def _serve(connection: Connection, options: EngineOptions) -> None:
+    os.environ.update(ENVIRONMENT)
+    if options.arguments.get("tensor_parallel_size", 1) == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler must see the kernels
+    if not options.plugin:
+        os.environ["VLLM_PLUGINS"] = "none"
+    driver: Driver | None = None
+    message: tuple[str, tuple[Any, ...]] | None = ("start", ())
+    while message is not None:
+        try:
+            if driver is None:
+                driver, value = Driver(options), None
+            else:
+                value = getattr(driver, message[0])(*message[1])
+            connection.send((value, None))
+        except Exception as error:  # whatever it is, the near end must hear of it
+            traceback.print_exc()
+            connection.send((None, first_line(error)))
+            if driver is None:
+                return
+        message = connection.recv()
+
+
+class Driver:
+    """The far end: the engine and what can be asked of it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "model": str(options.folder),
+            "skip_tokenizer_init": True,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": BATCHED_TOKENS,
+            "max_num_seqs": SEQUENCES,
+            "gpu_memory_utilization": options.share,
+            "kv_cache_memory_bytes": int(options.kv_cache_gb * 1e9),
+            "enable_prefix_caching": False,  # random prompts repeat nothing
+            "disable_log_stats": True,
+            "additional_config": options.additional,
+        }
+        self.llm = LLM(**settings | options.arguments)
+
+    def prefill(self, tokens: int, seed: int) -> float:
+        """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each."""
+        prompt = min(PROMPT, tokens)
+        return self._seconds(tokens // prompt, prompt, 1, seed)
+
+    def decode(self, sequences: int, seed: int) -> float:
+        """Seconds of one decoding step of so many sequences, the mean of :data:`DECODE_STEPS`."""
+        first = self._seconds(sequences, DECODE_PROMPT, 1, seed)
+        return (self._seconds(sequences, DECODE_PROMPT, 1 + DECODE_STEPS, seed) - first) / DECODE_STEPS
+
+    def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Greedy continuations of some prompts."""
+        outputs = self._generate(prompts, count)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def first_logprobs(self, prompts: Sequence[Sequence[int]], count: int) -> list[dict[int, float]]:
+        """Token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
+        outputs = self._generate(prompts, 1, logprobs=count)
+        return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
+
+    def kernels(self, kind: str, size: int) -> dict[str, tuple[float, int]]:
+        """Microseconds and launches of every kernel in one prefill, or in one decode of :data:`DECODE_STEPS` steps."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            if kind == "prefill":
+                self.prefill(size, 1)
+            else:
+                self._seconds(size, DECODE_PROMPT, 1 + DECODE_STEPS, 1)
+        times: Counter[str] = Counter()
+        launches: Counter[str] = Counter()
+        for event in profiler.events() or ():
+            if event.device_type is not None and event.device_type.name == "CUDA":
+                times[event.name] += event.device_time
+                launches[event.name] += 1
+        return {name: (time_us, launches[name]) for name, time_us in times.items()}
+
+    def weights_gb(self) -> float:
+        """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
+        first, *_ = self.llm.apply_model(_bytes)
+        return float(first) / 1e9
+
+    def _seconds(self, sequences: int, prompt: int, output: int, seed: int) -> float:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        shape = sequences, prompt
+        prompts = torch.randint(FIRST_TOKEN, VOCABULARY, shape, generator=generator).tolist()
+        start = time.perf_counter()
+        self._generate(prompts, output)
+        return time.perf_counter() - start
+
+    def _generate(self, prompts: Sequence[Sequence[int]], output: int, **settings: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answer: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
+        return answer
+
+
+def _bytes(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])

@@ -1,0 +1,52 @@
+"""The vLLM plugin: ``pip install slidesparse`` beside vLLM, then ``vllm serve DIR``.
+
+vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
+and must not touch CUDA, since workers may fork afterwards. What follows is in four files:
+
+=============== ==========================================================================================
+``claim.py``    which checkpoints and which of their layers are ours, in plain Python
+``config.py``   the quantisation method ``slidesparse``: vLLM's compressed-tensors, with another way to multiply
+``ledger.py``   what became of every layer, told once
+``layers.py``   a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
+=============== ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+NAME = "slidesparse"
+"""The quantisation method: ``vllm serve DIR --quantization slidesparse``."""
+
+OLDEST = (0, 20)
+NEWEST = (0, 22)
+"""Releases of vLLM that were tried, the newest on a GPU. Older ones are refused, newer ones with a line in the log."""
+
+LOGGER = "vllm.plugins.slidesparse"
+"""A child of vLLM's logger, so that its level and format hold."""
+
+
+def register() -> None:
+    """Make vLLM know the quantisation method; a second call does nothing."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    if NAME in QUANTIZATION_METHODS:
+        return
+    try:
+        from slidesparse.integrations.vllm.config import SlideSparseConfig
+    except ImportError as error:  # vLLM moved what we build on; other models must go on working
+        logging.getLogger(LOGGER).warning(
+            "slidesparse cannot work with vLLM %s (%s): sparse checkpoints run dense. Tried: vLLM %s to %s.",
+            metadata.version("vllm"),
+            error,
+            version_text(OLDEST),
+            version_text(NEWEST),
+        )
+        return
+    register_quantization_config(NAME)(SlideSparseConfig)
+
+
+def version_text(version: tuple[int, int]) -> str:
+    """``0.22`` of (0, 22)."""
+    return ".".join(map(str, version))

@@ -1,0 +1,81 @@
+"""The tables of whole engines: the paper's C (prefill) and D (decode) with their efficiencies, and where time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slidesparse.records import DENSE, ENGINE, KERNELS
+from slidesparse.report.numbers import Comparison, Point, median_us, ratio
+from slidesparse.report.tables import Cell, Table
+
+NAMES = {"prefill": "C, prefill", "decode": "D, decode"}
+
+
+def engine_tables(found: Sequence[Comparison]) -> list[Table]:
+    """Speed-ups over stock dense vLLM, and efficiencies."""
+    groups: dict[tuple[str, str], list[Point]] = {}
+    for one in found:
+        case = one.case
+        if case.benchmark == ENGINE and one.best(DENSE) is not None:
+            point = Point(ENGINE, case.dtype, case.model, True, case.tokens, (one,))
+            groups.setdefault((case.layer, case.dtype), []).append(point)
+    return [
+        table for (kind, dtype), group in sorted(groups.items(), reverse=True) for table in _tables(kind, dtype, group)
+    ]
+
+
+def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
+    ideals = {name: point.ideal(name) or 0.0 for point in group for name in point.variants}
+    variants = sorted(ideals, key=lambda name: -ideals[name])
+    lead = ("model", "M", "dense ms", "dense tokens/s")
+    formats = {"dense ms": ".2f", "dense tokens/s": ".0f", "noise": ".1%"}
+    ordered = sorted(group, key=lambda point: (point.model, point.tokens))
+
+    def table(what: str, title: str, values: list[list[float | None]], shown: str) -> Table:
+        rows = tuple((*_lead(point), *row, point.noise) for point, row in zip(ordered, values, strict=True))
+        heading = f"{NAMES[kind]}, {dtype.upper()}: {title}"
+        return Table(
+            f"vllm_{kind}_{dtype}_{what}",
+            heading,
+            (*lead, *variants, "noise"),
+            rows,
+            formats | dict.fromkeys(variants, shown),
+        )
+
+    speedups = [[point.speedup(name) for name in variants] for point in ordered]
+    made = [table("speedup", "speed-up over stock dense vLLM", speedups, ".3f")]
+    efficiencies = [[point.efficiency(name) for name in variants] for point in ordered]
+    if any(cell is not None for row in efficiencies for cell in row):
+        made.append(table("efficiency", "efficiency against 2:4", efficiencies, ".0%"))
+    return made
+
+
+def _lead(point: Point) -> tuple[Cell, ...]:
+    dense = point.time_us(DENSE) or 0.0
+    return point.model, point.tokens, dense / 1e3, ratio(1e6 * point.tokens, dense)
+
+
+def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
+    """Milliseconds of GPU time in one prefill, by what kernels do, and the memory of the weights."""
+    rows: dict[tuple[str, str, int, str], dict[str, float]] = {}
+    classes: list[str] = []
+    for one in found:
+        if one.case.benchmark != KERNELS:
+            continue
+        classes += [one.case.layer] if one.case.layer not in classes else []
+        for record in one.records:
+            key = (one.case.model, one.case.dtype, one.case.tokens, record.variant)
+            rows.setdefault(key, {})[one.case.layer] = median_us(record) / 1e3
+    memory = {
+        (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
+        for one in found
+        if one.case.benchmark == ENGINE
+        for record in one.records
+    }
+    cells = tuple(
+        (*key, *(times.get(name) for name in classes), sum(times.values()), memory.get((key[0], key[1], key[3])))
+        for key, times in rows.items()
+    )
+    columns = ("model", "dtype", "M", "variant", *(f"{name} ms" for name in classes), "sum ms", "weights GB")
+    formats = {f"{name} ms": ".1f" for name in (*classes, "sum")}
+    return [Table("vllm_kernels", "GPU time of one prefill", columns, cells, formats)] if cells else []

@@ -1,0 +1,127 @@
+"""Which checkpoints and layers are ours, where shards begin, and what is told of them: without vLLM."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, members, renamed, shard_start
+from slidesparse.integrations.vllm.ledger import Ledger, Outcome
+from slidesparse.marker import Marker
+from slidesparse.pattern import DENSE, Pattern
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+CT = {"quant_method": "compressed-tensors"}
+MARKER = {"version": 1}
+LOG = logging.getLogger("test")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "user", "marker", "ours"),
+    [
+        (CT, None, MARKER, True),
+        (CT, None, None, False),
+        (CT, "slidesparse", None, True),
+        (CT, "slidesparse", MARKER, True),
+        (CT, "compressed-tensors", MARKER, False),  # the way to serve a sparse checkpoint dense
+        ({"quant_method": "fp8"}, "slidesparse", None, False),
+        ({}, None, MARKER, False),
+    ],
+)
+def test_which_checkpoints_are_ours(quantization: dict[str, str], user: str | None, marker: object, ours: bool) -> None:
+    assert claims(quantization, user, marker) is ours
+
+
+def test_a_fused_layer_has_the_pattern_of_its_parts() -> None:
+    name = "model.layers.3.self_attn.qkv_proj"
+    assert members(name, FUSED) == [f"model.layers.3.self_attn.{part}_proj" for part in "qkv"]
+    assert members("lm_head", FUSED) == ["lm_head"]
+    assert claim(Marker(Pattern(6, 8)), name, FUSED) == Claim(name, Pattern(6, 8))
+    alike = dict.fromkeys(members(name, FUSED), DENSE)
+    assert claim(Marker(Pattern(6, 8), layers=alike), name, FUSED) == Claim(name, DENSE)
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        Marker(Pattern(6, 8), layers={"a.gate_proj": Pattern(4, 6)}),
+        Marker(Pattern(6, 8), layers={"a.gate_proj": DENSE}),
+        Marker(Pattern(6, 8), ignore=("a.up_proj",)),
+    ],
+)
+def test_parts_of_a_fused_layer_must_agree(marker: Marker) -> None:
+    with pytest.raises(CheckpointError, match=r"parts of a\.gate_up_proj.*gate_proj.*up_proj.*one pattern.*dense"):
+        claim(marker, "a.gate_up_proj", FUSED)
+
+
+def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decides() -> None:
+    assert claim(Marker(Pattern(6, 8), ignore=("a.gate_proj", "a.up_proj")), "a.gate_up_proj", FUSED) is None
+    assert claim(None, "a.gate_up_proj", FUSED) == Claim("a.gate_up_proj", None)
+
+
+def test_names_follow_vllm() -> None:
+    marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)})
+    new = renamed(marker, {"model.a": "language_model.a", "model.b": "language_model.b", "lm_head": None})
+    assert new.ignore == ("lm_head", "language_model.a")
+    assert new.layers == {"language_model.b": Pattern(4, 6)}
+
+
+def test_where_shards_begin_inside_a_group() -> None:
+    # Qwen2.5-7B at tp = 2: o_proj and down_proj, the layers whose columns are shared out.
+    assert [shard_start(1792, 3584, rank) % 6 for rank in range(2)] == [0, 4]
+    assert [shard_start(9472, 18944, rank) % 6 for rank in range(2)] == [0, 4]
+    assert [shard_start(9472, 18944, rank) % 10 for rank in range(2)] == [0, 2]
+    assert shard_start(3584, 3584, 1) == 0  # a column-parallel layer has all of its columns on every rank
+
+
+def test_options_are_read_strictly() -> None:
+    assert Options.parse({}) == Options() == Options.parse(None)
+    assert Options.parse({"slidesparse": {"backend": "cusparselt", "fallback": "none", "fuse": False}}) == Options(
+        "cusparselt", "none", False
+    )
+    for wrong in ({"back": "auto"}, {"backend": "fast"}, {"fallback": "sparse"}, {"fuse": 1}, ["auto"]):
+        with pytest.raises(InputError, match="additional-config"):
+            Options.parse({"slidesparse": wrong})
+
+
+class _Layer:
+    """What a ledger keeps a weak reference of."""
+
+
+SPARSE = Outcome(True, True, "6:8 by reference")
+NO_PATTERN = Outcome(False, False, "its weight satisfies no pattern")
+
+
+def test_the_ledger_speaks_once_after_the_last_layer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ledger, layers = Ledger(), [_Layer() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        ledger.expect(f"model.layers.{i}.mlp.down_proj", layer)
+    ledger.settle("model.layers.0.mlp.down_proj", SPARSE, LOG)
+    ledger.settle("model.layers.1.mlp.down_proj", SPARSE, LOG)
+    assert not caplog.messages
+    ledger.settle("model.layers.2.mlp.down_proj", NO_PATTERN, LOG)
+    assert caplog.messages == [
+        "slidesparse: 2 of 3 layers run sparse",
+        "slidesparse: model.layers.*.mlp.down_proj: sparse, 6:8 by reference (2 layers)",
+        "slidesparse: model.layers.2.mlp.down_proj: dense, its weight satisfies no pattern",
+    ]
+
+
+def test_the_ledger_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ledger, kept, thrown = Ledger(), _Layer(), _Layer()
+    ledger.expect("a", kept)
+    ledger.expect("lm_head", thrown)
+    del thrown
+    ledger.settle("a", SPARSE, LOG)
+    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
+
+
+def test_a_checkpoint_without_any_pattern_is_refused() -> None:
+    ledger, layer = Ledger(), _Layer()
+    ledger.expect("a", layer)
+    with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
+        ledger.settle("a", NO_PATTERN, LOG)

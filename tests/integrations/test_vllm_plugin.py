@@ -1,0 +1,319 @@
+"""The plugin inside vLLM's real Python: its configuration, its model loader, its parallel layers; no GPU, no kernels.
+
+The reference backend multiplies, exactly for INT8, so a layer of vLLM's must give the bits of the formula.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slidesparse as ss
+from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
+from slidesparse.checkpoint import Checkpoint
+from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.marker import KEY, quantization_config
+from slidesparse.pattern import Pattern
+from slidesparse.quant import quantize_rows, quantize_weight
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+SMALL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4} | {
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+REFERENCE = {"slidesparse": {"backend": "reference"}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Pattern and type -> a small checkpoint, made once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(pattern: str, dtype: torch.dtype = torch.int8) -> Path:
+        path: Path = folder / f"{pattern.replace(':', 'of').replace('%', '')}-{dtype}"
+        if not path.exists():
+            config = model_config("Qwen2.5-7B", 1) | SMALL
+            write_checkpoint(path, config, dtype, Pattern.parse(pattern), torch.device("cpu"))
+        return path
+
+    return make
+
+
+def configured(path: Path, **settings: Any) -> Any:
+    from vllm.config import ModelConfig
+
+    return ModelConfig(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, **settings)
+
+
+def edited(path: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with other entries in config.json; None takes one away."""
+    folder.mkdir()
+    for file in path.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def oracle(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A quantised linear by its formula: x bf16 [M, K], weight int8 [out, K], scale [out]."""
+    values, scale_x = quantize_rows(x, torch.int8)
+    return apply_scales(product(values, weight), scale_x, scale.flatten(), None, torch.bfloat16)
+
+
+# -- which checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkpoints: Any, tmp_path: Path) -> None:
+    marked = checkpoints("6:8")
+    plain = edited(marked, tmp_path / "plain", **{KEY: None})
+    assert configured(marked).quantization == "slidesparse"
+    assert configured(marked, quantization="slidesparse").quantization == "slidesparse"
+    assert configured(marked, quantization="compressed-tensors").quantization == "compressed-tensors"
+    assert configured(plain).quantization == "compressed-tensors"
+    assert configured(plain, quantization="slidesparse").quantization == "slidesparse"
+
+
+@pytest.mark.parametrize(
+    ("marker", "told"),
+    [
+        ({"version": 2, "pattern": "6:8", "ignore": [], "layers": {}}, "version of slidesparse_config.*upgrade"),
+        ({"version": 1, "pattern": "6:9", "ignore": [], "layers": {}}, "not a sliding pattern"),
+        ({"version": 1, "pattern": "6:8"}, "keys of slidesparse_config"),
+    ],
+)
+def test_a_marker_that_cannot_be_read_stops_before_anything_is_loaded(
+    checkpoints: Any, tmp_path: Path, marker: dict[str, Any], told: str
+) -> None:
+    broken = edited(checkpoints("6:8"), tmp_path / "broken", **{KEY: marker})
+    with pytest.raises(CheckpointError, match=told):
+        configured(broken)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "told"),
+    [
+        ("0.19.1", None, "with this vLLM; got 0.19.1.*pip install"),
+        (None, (7, 5), "on this GPU; got.*7.5.*--quantization compressed-tensors"),
+    ],
+)
+def test_what_cannot_work_is_refused_early(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, version: str | None, capability: tuple[int, int], told: str
+) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from slidesparse.integrations.vllm import config
+
+    if version is not None:
+        monkeypatch.setattr(config.metadata, "version", lambda name: version)
+    if capability is not None:
+        monkeypatch.setattr(
+            type(config.current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(*capability)
+        )
+    with pytest.raises(UnsupportedError, match=told):
+        configured(checkpoints("6:8"))
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    from slidesparse.integrations.vllm import register
+
+    before = get_quantization_config("slidesparse")
+    register()
+    assert get_quantization_config("slidesparse") is before
+    assert QUANTIZATION_METHODS.count("slidesparse") == 1
+
+
+# -- whole models through vLLM's loader ----------------------------------------------------------------------------
+
+
+def loaded(model: Any, additional: dict[str, Any]) -> Any:
+    """A model of vLLM's, built and loaded by vLLM."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader import get_model
+
+    config = VllmConfig(model_config=model, additional_config=additional)
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+        return get_model(vllm_config=config, model_config=model)
+
+
+@pytest.fixture
+def no_dense_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that stays dense is handed to vLLM's kernel, which is not here."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    monkeypatch.setattr(schemes.CompressedTensorsW8A8Int8, "process_weights_after_loading", lambda *_: None)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "4:6@50%"])
+def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, pattern: str) -> None:
+    path = checkpoints(pattern)
+    layer = loaded(configured(path), REFERENCE).model.layers[0]
+    tensors = Checkpoint(path)
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def stored(*names: str) -> tuple[torch.Tensor, torch.Tensor]:
+        prefix = "model.layers.0"
+        weight, scale = (
+            torch.cat([tensors.tensor(f"{prefix}.{name}.{what}") for name in names])
+            for what in ("weight", "weight_scale")
+        )
+        return weight, scale
+
+    fused = layer.mlp.gate_up_proj(x)[0]
+    assert torch.equal(fused, oracle(x, *stored("mlp.gate_proj", "mlp.up_proj")))
+    q, bias = stored("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), layer.self_attn.qkv_proj.bias
+    values, scale_x = quantize_rows(x, torch.int8)
+    with_bias = apply_scales(product(values, q[0]), scale_x, q[1].flatten(), bias, torch.bfloat16)
+    assert torch.equal(layer.self_attn.qkv_proj(x)[0], with_bias)
+    assert torch.equal(layer.self_attn.o_proj(x)[0], oracle(x, *stored("self_attn.o_proj")))
+    assert not hasattr(layer.mlp.down_proj, "weight")  # the dense weight is gone
+    assert layer.mlp.down_proj.slide.pattern == Pattern.parse(pattern)
+
+
+def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
+    path = checkpoints("6:8", torch.bfloat16)
+    layer = loaded(configured(path, quantization="slidesparse"), REFERENCE).model.layers[0]
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = Checkpoint(path).tensor("model.layers.0.mlp.down_proj.weight")
+    expected = torch.nn.functional.linear(x.float(), weight.float()).bfloat16()
+    torch.testing.assert_close(layer.mlp.down_proj(x)[0], expected)
+    assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
+
+
+def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path) -> None:
+    plain = edited(checkpoints("4:6"), tmp_path / "plain", **{KEY: None})
+    layer = loaded(configured(plain, quantization="slidesparse"), REFERENCE).model.layers[0]
+    assert layer.self_attn.o_proj.slide.pattern == Pattern(4, 6)
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
+    assert not hasattr(layer.mlp.down_proj, "slide")
+    assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
+    assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
+
+
+def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
+    marker = {"version": 1, "pattern": "2:4", "ignore": ["lm_head"], "layers": {}}
+    lying = edited(checkpoints("6:8"), tmp_path / "lying", **{KEY: marker})
+    with pytest.raises(PatternViolation, match=r"model\.layers\.0\.\w+\.\w+ violates 2:4 at row"):
+        loaded(configured(lying), REFERENCE)
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
+    with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
+        loaded(configured(checkpoints("dense"), quantization="slidesparse"), REFERENCE)
+
+
+# -- shards --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "4:6@50%"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, pattern: str, rank: int
+) -> None:
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+    columns, half = 76, 38  # 38 is a multiple of neither 4, 6, 8 nor 10
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, columns, generator=generator)
+    values, scale = quantize_weight(weight * ss.prune_mask(weight, pattern), torch.int8)
+    vllm_config.additional_config = REFERENCE
+    config = registered().from_config(quantization_config(torch.int8, []))
+    marker = {"version": 1, "pattern": pattern, "ignore": [], "layers": {}}
+    config.maybe_update_config("", hf_config=type("Config", (), {KEY: marker}))
+    layer = linear.RowParallelLinear(
+        columns, 24, bias=False, quant_config=config, prefix="o_proj", params_dtype=torch.bfloat16, reduce_results=False
+    )
+    layer.weight.weight_loader(layer.weight, values)
+    layer.weight_scale.weight_loader(layer.weight_scale, scale.reshape(-1, 1))
+    layer.quant_method.process_weights_after_loading(layer)
+    shard = slice(rank * half, (rank + 1) * half)
+    x = torch.randn(3, half, generator=generator).bfloat16()
+    assert torch.equal(layer(x)[0], oracle(x, values[:, shard], scale))
+
+
+def registered() -> Any:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config("slidesparse")
+
+
+# -- fusion --------------------------------------------------------------------------------------------------------
+
+
+def sparse_linear(out: int, columns: int) -> ss.SlideLinear:
+    linear = torch.nn.Linear(columns, out, bias=False)
+    return ss.SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend="reference")
+
+
+class Block(torch.nn.Module):
+    """What stands around the linears of a decoder layer, as vLLM's compiled graph has it."""
+
+    def __init__(self, reads_twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.o = sparse_linear(96, 64), sparse_linear(64, 96)
+        self.gate_up, self.down = sparse_linear(256, 64), sparse_linear(64, 128)
+        self.gains = torch.nn.ParameterList(torch.rand(64).bfloat16() for _ in range(2))
+        self.reads_twice = reads_twice
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from vllm.model_executor.layers.activation import SiluAndMul
+
+        normed = torch.ops.vllm_ir.rms_norm(x, self.gains[0], 1e-6)
+        y = self.o(self.qkv(normed))
+        y, residual = torch.ops.vllm_ir.fused_add_rms_norm(y, x, self.gains[1], 1e-6)
+        y = self.down(SiluAndMul.forward_native(self.gate_up(y)))
+        return (y, residual, normed) if self.reads_twice else (y, residual)
+
+
+@pytest.mark.parametrize("reads_twice", [False, True])
+def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twice: bool) -> None:
+    import vllm.ir.ops  # noqa: F401
+    from torch._inductor import config as inductor
+
+    from slidesparse.integrations.vllm.fusion import fuse
+
+    block, found = Block(reads_twice).eval(), []
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad(), inductor.patch(post_grad_custom_post_pass=lambda graph: found.append(fuse(graph))):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, dynamic=True, fullgraph=True)
+        for rows in (9, 4):
+            # The joined operators round as their definitions do, and the unjoined as vLLM's: some bf16 steps apart.
+            torch.testing.assert_close(compiled(x[:rows]), block(x[:rows]), rtol=2e-2, atol=3e-2)
+    joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1}
+    assert found
+    assert all(dict(counts) == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
+
+
+def test_the_compile_cache_key_holds_what_was_chosen() -> None:
+    from slidesparse.integrations.vllm.fusion import FusionPass
+    from slidesparse.integrations.vllm.ledger import Ledger, Outcome
+
+    def key(text: str, fuse: bool) -> str:
+        return FusionPass(Ledger(outcomes={"a": Outcome(True, True, text)}), fuse).uuid()
+
+    assert key("6:8 by cusparselt", True) == key("6:8 by cusparselt", True)
+    assert len({key("6:8 by cusparselt", True), key("6:8 by cusparselt", False), key("4:6 by cusparselt", True)}) == 3
