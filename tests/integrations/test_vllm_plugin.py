@@ -201,10 +201,19 @@ def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path)
 
 @pytest.mark.usefixtures("no_dense_kernels")
 def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog: pytest.LogCaptureFixture) -> None:
-    layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
+    layer = loaded(configured(checkpoints("6:8"), enforce_eager=True), {}).model.layers[0]
     assert not hasattr(layer.mlp.down_proj, "slide")
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
     assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
+
+
+def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
+    checkpoints: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
+    assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
+    assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
+    assert any("down_proj: dense, 6:8, joined with what stands before it; hopper" in line for line in caplog.messages)
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -116,6 +117,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """What all layers of the model that is being built share."""
         config = get_current_vllm_config()
         options = Options.parse(config.additional_config)
+        if config.model_config is None or config.model_config.enforce_eager:
+            options = replace(options, fuse=False)  # nothing is compiled, so nothing can be joined
         install(config.compilation_config, self.ledger, options.fuse)
         return options, self.ledger
 

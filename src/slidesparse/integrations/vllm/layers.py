@@ -1,7 +1,7 @@
 """From a layer that vLLM has loaded and sharded to a SlideLinear, or back to vLLM with the reason.
 
 Parameters, their loaders, sharding and fused scales are vLLM's own: a scheme is wrapped, and only what happens after
-loading and when multiplying is ours. A layer that stays dense runs exactly vLLM's code.
+loading and when multiplying is ours. A layer that is left to vLLM runs exactly its code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import QUANTISED
 from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
 
 LEAST_CAPABILITY = 80
@@ -45,7 +46,7 @@ class SlideScheme(CompressedTensorsScheme):
     def __init__(self, inner: CompressedTensorsScheme, claim: Claim, options: Options, ledger: Ledger) -> None:
         self.inner, self.claim, self.options, self.ledger = inner, claim, options, ledger
         self.columns = 0
-        self.sparse = False
+        self.converted = False
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -59,13 +60,13 @@ class SlideScheme(CompressedTensorsScheme):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it."""
-        self.sparse = settle(layer, self.claim, self.options, self.columns, self.ledger)
-        if not self.sparse:
+        self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        if not self.converted:
             self.inner.process_weights_after_loading(layer)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
-        y: torch.Tensor = layer.slide(x, bias) if self.sparse else self.inner.apply_weights(layer, x, bias)
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else self.inner.apply_weights(layer, x, bias)
         return y
 
 
@@ -77,7 +78,7 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         super().__init__()
         self.claim, self.options, self.ledger = claim, options, ledger
         self.columns = 0
-        self.sparse = False
+        self.converted = False
 
     def create_weights(
         self,
@@ -96,13 +97,13 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it."""
-        self.sparse = settle(layer, self.claim, self.options, self.columns, self.ledger)
-        if not self.sparse:
+        self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        if not self.converted:
             super().process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
-        y: torch.Tensor = layer.slide(x, bias) if self.sparse else super().apply(layer, x, bias)
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else super().apply(layer, x, bias)
         return y
 
 
@@ -150,7 +151,9 @@ def pack_shard(
         start: Column of the whole weight at which this rank's begin.
 
     Returns:
-        The packed weight, or None where the layer stays dense; and what to say about it.
+        The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense by
+        choice is taken over too where the pass of :mod:`slidesparse.integrations.vllm.fusion` can join it with the norm
+        or activation before it, for which vLLM has two kernels.
     """
     pattern = claim.pattern or detect(weight, start)
     if pattern is None:
@@ -164,9 +167,12 @@ def pack_shard(
         return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
     choice = choose(Problem(pattern, weight.dtype, out, columns, weight.device), options.backend, options.fallback)
-    if choice.backends == ("dense",):
+    dense = choice.backends == ("dense",)
+    if dense and not (options.fuse and weight.dtype in QUANTISED):
         return None, Outcome(False, True, f"{pattern}; {choice.reason}")
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=claim.name)
+    if dense:
+        return packed, Outcome(False, True, f"{pattern}, joined with what stands before it; {choice.reason}")
     offset = f", from position {k_offset} of a group" if k_offset else ""
     return packed, Outcome(True, True, f"{pattern} by {choice.describe()}{offset}; {choice.reason}")
 
