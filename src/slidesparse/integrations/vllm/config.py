@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -154,7 +155,7 @@ def require_platform() -> None:
     if version < OLDEST:
         raise UnsupportedError("slidesparse with this vLLM", got=text, needed=tried, remedy='pip install -U "vllm"')
     if version > NEWEST:
-        log.warning("slidesparse was tried with vLLM %s; this is %s", tried, text)
+        _say_once(f"slidesparse was tried with vLLM {tried}; this is {text}")
     capability = current_platform.get_device_capability()
     if capability is None:
         return
@@ -165,3 +166,8 @@ def require_platform() -> None:
             needed="an NVIDIA GPU with Sparse Tensor Cores, compute capability 8.0 or newer",
             remedy=SERVE_DENSE,
         )
+
+
+@lru_cache(maxsize=16)
+def _say_once(text: str) -> None:
+    log.warning(text)
