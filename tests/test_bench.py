@@ -223,9 +223,9 @@ def test_summary_has_the_percentiles() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int8, torch.float8_e4m3fn])
 def test_poison_is_far_from_any_result(dtype: torch.dtype) -> None:
-    result = torch.ones(3, 5, dtype=dtype), (torch.ones(2),)
+    result = torch.ones(3, 5, dtype=dtype), (torch.ones(2), torch.ones(()))
     poison(result)
-    for tensor in (result[0], result[1][0]):
+    for tensor in (result[0], *result[1]):
         wide = tensor.to(torch.float64)
         assert bool((wide.isnan() | (wide > 100)).all())
 

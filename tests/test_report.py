@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.records import ALL, CONTROL, COPY, DENSE, LAYERS, QUANTIZE, SQUARE, Case, Record
+from slidesparse.records import ALL, CONTROL, COPY, DENSE, LAYERS, QUANTIZE, SQUARE, Case, Record, Tried
 from slidesparse.report import plots, write_report
 from slidesparse.report.numbers import Limits, comparisons, limits, points
 from slidesparse.report.tables import Table
@@ -152,8 +152,19 @@ def test_packing_counts_dense_bytes(tmp_path: Path) -> None:
 def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> None:
     (row,) = report(model_records(), tmp_path)["baselines"]
     assert (row["library"], row["algorithm"], row["fastest in"]) == ("vllm", "vllm kernel", "4")
-    assert row["tried"] == "torch: another; torch: torch kernel; vllm: another; vllm: vllm kernel"
+    assert row["tried"] == "vllm: another, vllm kernel; torch: another, torch kernel"
     assert row["algorithms"] == "4"
+
+
+def test_a_long_search_is_counted_and_not_listed(tmp_path: Path) -> None:
+    searched = tuple(Tried(f"heuristic {i}", 5.0) for i in range(64))
+    records = [
+        replace(r, tried=searched, backend="cublaslt") if (r.variant, r.backend) == (DENSE, "vllm") else r
+        for r in model_records()
+    ]
+    (row,) = report(records, tmp_path)["baselines"]
+    assert (row["library"], row["algorithm"], row["algorithms"]) == ("cublaslt", "the best of a search", "66")
+    assert row["tried"] == "cublaslt: 64 of a search; torch: another, torch kernel"
 
 
 def test_what_has_no_time_is_listed_with_its_reason(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
+    """``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable, a temporary folder for who has no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
+    except RuntimeError:  # a container under an arbitrary user
+        return Path(tempfile.gettempdir()) / f"slidesparse-{os.getuid()}"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

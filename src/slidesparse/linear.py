@@ -123,7 +123,7 @@ class SlideLinear(nn.Module):
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._switch = Switch(tuple(form.describe() for form in self.forms), self.choice.routes).to_text()
         self.register_buffer("weight_scale", packed.scale)
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         _log_once(self._summary())
 
     @classmethod
@@ -204,6 +204,14 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
+
+
+def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    if bias.shape != (out_features,) or not bias.is_floating_point():
+        raise InputError(
+            "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
+        )
+    return bias.detach().contiguous()  # kernels read it by its address
 
 
 def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:

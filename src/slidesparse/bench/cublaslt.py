@@ -34,7 +34,7 @@ WORKSPACE = 64 << 20
 
 DEVIATION = 2.0**-6
 """Allowed difference from the first algorithm's product, relative to its largest element: bf16 keeps 8 bits, and an FP8
-kernel that sums in the Tensor Core 13 of each addition."""
+kernel that sums in the Tensor Core 13 of each addition. Over a K of 18944 the two ways to sum differ by more."""
 
 # cublasOperation_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulMatrixScale_t, cublasLtMatmulPreferenceAttributes_t
 TRANSPOSE = 1
@@ -302,8 +302,8 @@ class _Bench:
     def ways(
         self, entries: dict[str, tuple[Product, _Result]], faults: dict[str, str]
     ) -> Iterator[tuple[str, Callable[[int], None]]]:
-        """Those that run, and give what the first of them gives."""
-        reference: torch.Tensor | None = None
+        """Those that run, and give what the first with their way to sum gives."""
+        references: dict[Product, torch.Tensor] = {}
         for name, (product, algorithm) in entries.items():
             self.y.view(torch.uint8).fill_(0x7F)
             try:
@@ -311,9 +311,9 @@ class _Bench:
             except UnsupportedError as error:
                 faults[name] = str(error)
                 continue
-            if reference is None:
-                reference = self.y.clone()
-            elif not _same(self.y, reference):
+            if product not in references:
+                references[product] = self.y.clone()
+            elif not _same(self.y, references[product]):
                 faults[name] = "wrong product"
                 continue
             yield name, partial(self._run, product, algorithm)

@@ -156,7 +156,8 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
 def poison(result: Any) -> None:
     """Overwrite a result with a value that no right result holds, so that what is not written shows."""
     for tensor in tensors_in(result):
-        tensor.view(torch.uint8).fill_(0x7F)
+        sized = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor  # a scalar has no bytes to be seen as
+        sized.view(torch.uint8).fill_(0x7F)
 
 
 @dataclass(frozen=True)

@@ -96,14 +96,19 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
 
     Raises:
-        InputError: When the memory behind them ends early: they were made for another layout, or copied since.
+        InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
+            another layout cannot be told apart where there are enough of them.
     """
     tokens, width = x.shape
     shape = slabs.shape(tokens, width, x.element_size())
     held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if not x.is_contiguous() or held < math.prod(shape) * x.element_size():
+    needed = math.prod(shape) * x.element_size()
+    if not x.is_contiguous() or held < needed:
         raise InputError(
-            "activations in slabs", got=f"{held} bytes", needed=f"{list(shape)}, as ops.quantize_lift gives"
+            "activations in slabs",
+            got=f"{held} bytes, strides {x.stride()}",
+            needed=f"{needed} bytes, contiguous",
+            remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
         )
     return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
 

@@ -46,6 +46,10 @@ PLANS = 2048
 
 ALIGNMENT = 16
 
+METADATA_TILE = 2048
+"""Where K' is no multiple of 128, an INT8 kernel of 0.8.0 reads the metadata of a whole 128x128 tile, past what
+cusparseLtSpMMACompressedSize2 asks for (512 bytes past it at out = 128, K' = 448: compute-sanitizer)."""
+
 ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
 """Operands -> the accumulators that leave the GEMM. 16-bit operands leave it in their own type, rounded once."""
 
@@ -255,7 +259,7 @@ def compress(matrix: torch.Tensor) -> torch.Tensor:
         matrix: [out, K'] with at most 2 non-zeros in every 4 columns, both multiples of 32, contiguous, on a GPU.
 
     Returns:
-        uint8 [bytes].
+        uint8 [bytes], with room for a tile of metadata at the end.
     """
     library, (out, columns) = api.load(), matrix.shape
     device = matrix.get_device()
@@ -266,7 +270,7 @@ def compress(matrix: torch.Tensor) -> torch.Tensor:
             size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
             sizes = ctypes.byref(size), ctypes.byref(scratch)
             library.call("cusparseLtSpMMACompressedSize2", handle.address, descriptor.address, *sizes)
-            compressed = torch.empty(size.value, dtype=torch.uint8, device=matrix.device)
+            compressed = torch.zeros(size.value + METADATA_TILE, dtype=torch.uint8, device=matrix.device)
             buffer = torch.empty(scratch.value, dtype=torch.uint8, device=matrix.device)
             stream = torch.cuda.current_stream().cuda_stream
             pointers = matrix.data_ptr(), compressed.data_ptr(), buffer.data_ptr() if scratch.value else None, stream

@@ -12,8 +12,8 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Layout, Operand, Problem, slab_view
 from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
-from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, load
-from slidesparse.gemm.hopper_layout import dense_steps, sparse_steps
+from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, driver_version, load
+from slidesparse.gemm.hopper_layout import SLAB_BYTES, TILE_ROWS, dense_steps, sparse_steps, step_bytes
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
 from slidesparse.kernels.columns import Slabs
 from slidesparse.kernels.launcher import current_stream
@@ -43,9 +43,11 @@ class Hopper:
         if (major, minor) != (9, 0):
             return f"it is written for compute capability 9.0 (H100, H200), this GPU has {major}.{minor}"
         try:
-            nvrtc_version()
+            compiler, driver = nvrtc_version(), driver_version()
         except UnsupportedError as error:
             return str(error)
+        if driver < compiler[0]:
+            return f"NVRTC {compiler[0]} makes code that this driver, of CUDA {driver}, cannot load; update the driver"
         return None
 
     def library(self) -> str:
@@ -68,19 +70,27 @@ class Hopper:
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
         sparse, dense = operand
+        device, tokens = x.get_device(), x.shape[0]
+        sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
         if out_dtype not in OUTPUTS:
-            raise InputError("output type", got=out_dtype, needed="bfloat16, float16 or float32")
-        if bias is not None and bias.dtype not in BIAS_TYPES:
-            raise InputError("bias", got=bias.dtype, needed="float32, bfloat16 or float16")
-        device = x.get_device()
+            raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
+        columns = SLAB_BYTES // x.element_size() * (sparse_slabs + dense_slabs)
+        fits = x.shape[1] == columns and sparse.shape[3] == step_bytes(x.element_size())
+        if not fits or out_features > TILE_ROWS * sparse.shape[0]:
+            raise InputError(
+                f"activations {list(x.shape)} {x.dtype} for {out_features} outputs",
+                needed=f"{columns} columns, at most {TILE_ROWS * sparse.shape[0]} outputs, as the weight was prepared",
+                remedy="quantise and lift with this weight's own columns",
+            )
+        _check_vector("token scales", scale_x, tokens, (torch.float32,), device)
+        _check_vector("channel scales", scale_w, out_features, (torch.float32,), device)
+        _check_vector("bias", bias, out_features, tuple(BIAS_TYPES), device)
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-        tokens = x.shape[0]
         y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
         if y.numel() == 0:
             return y
-        sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
         tile = choose_tile(tokens, out_features, sparse_slabs, dense_slabs)
         kernel = load(tile, x.dtype, out_dtype, device)
         arguments = Arguments(
@@ -101,3 +111,18 @@ class Hopper:
         tiles = -(-tokens // tile.tokens) * -(-out_features // tile.channels)
         kernel.launch(arguments, tiles, current_stream(device))
         return y
+
+
+def _check_vector(
+    name: str, vector: torch.Tensor | None, length: int, types: tuple[torch.dtype, ...], device: int
+) -> None:
+    """The kernel reads it by its address: a wrong one would be read out of bounds, or as another type."""
+    if vector is None:
+        return
+    right = vector.numel() == length and vector.dtype in types and vector.is_contiguous()
+    if not right or vector.get_device() != device:
+        raise InputError(
+            f"{name} for the Hopper kernel",
+            got=f"{list(vector.shape)} {vector.dtype} on {vector.device}, strides {vector.stride()}",
+            needed=f"{length} of {' or '.join(map(str, types))} on cuda:{device}, contiguous",
+        )

@@ -145,11 +145,13 @@ def nvrtc_version() -> tuple[int, int]:
     Raises:
         UnsupportedError: When it cannot be loaded, or is older than CUDA 12.0, the first to know ``sm_90a``.
     """
+    nvrtc = _nvrtc()
     try:
-        status, major, minor = _nvrtc().nvrtcVersion()
+        status, major, minor = nvrtc.nvrtcVersion()
     except (RuntimeError, OSError):
         raise UnsupportedError("NVRTC cannot be loaded", remedy="pip install nvidia-cuda-nvrtc") from None
-    if int(status) or major < 12:
+    _check(int(status), "nvrtcVersion")
+    if major < 12:
         raise UnsupportedError("NVRTC is too old for Hopper", got=f"{major}.{minor}", needed="12.0 or newer")
     return major, minor
 

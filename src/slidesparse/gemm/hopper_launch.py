@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper_compile import Tile, cubin
+
+INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has called the CUDA runtime yet."""
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -40,6 +43,7 @@ class Kernel:
     """A variant, loaded on a device: its handle and what a launch needs."""
 
     function: Any
+    context: Any
     tile: Tile
     shared_bytes: int
     multiprocessors: int
@@ -48,15 +52,16 @@ class Kernel:
         """Run on ``stream``; the kernel's device must be the current one."""
         # The driver copies the struct before the call returns.
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
-        grid = min(tiles, self.multiprocessors)
-        (status,) = _driver().cuLaunchKernel(
-            *(self.function, grid, 1, 1, self.tile.threads, 1, 1, self.shared_bytes, stream),
-            *(ctypes.addressof(pointer), 0),
-        )
+        driver, grid = _driver(), min(tiles, self.multiprocessors)
+        launch = (self.function, grid, 1, 1, self.tile.threads, 1, 1, self.shared_bytes, stream)
+        (status,) = driver.cuLaunchKernel(*launch, ctypes.addressof(pointer), 0)
+        if int(status) == INVALID_CONTEXT:
+            _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")
+            (status,) = driver.cuLaunchKernel(*launch, ctypes.addressof(pointer), 0)
         _check(status, "cuLaunchKernel")
 
 
-@lru_cache(maxsize=256)
+@cache
 def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
     """The variant on a device, for the life of the process.
 
@@ -70,7 +75,9 @@ def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) ->
         )
     driver, code = _driver(), cubin(tile, dtype, out_dtype)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context current
+        status, context = driver.cuDevicePrimaryCtxRetain(device)
+        _check(status, "cuDevicePrimaryCtxRetain")
+        _check(driver.cuCtxSetCurrent(context)[0], "cuCtxSetCurrent")
         status, module = driver.cuModuleLoadData(code)
         _check(status, "cuModuleLoadData")
         status, function = driver.cuModuleGetFunction(module, b"sparse_gemm")
@@ -79,7 +86,19 @@ def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) ->
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
         _check(status, "cuFuncSetAttribute")
-    return Kernel(function, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+    return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> int:
+    """CUDA's major version that the driver speaks.
+
+    Raises:
+        UnsupportedError: There are no bindings, or no driver.
+    """
+    status, version = _driver().cuDriverGetVersion()
+    _check(status, "cuDriverGetVersion")
+    return int(version) // 1000
 
 
 @lru_cache(maxsize=1)
@@ -93,4 +112,8 @@ def _driver() -> Any:
 
 def _check(status: Any, call: str) -> None:
     if int(status):
-        raise UnsupportedError(f"{call} failed", got=getattr(status, "name", status))
+        raise UnsupportedError(
+            f"the Hopper kernel: {call} failed",
+            got=getattr(status, "name", status),
+            remedy="run with CUDA_LAUNCH_BLOCKING=1 to see whether an earlier kernel is the cause",
+        )

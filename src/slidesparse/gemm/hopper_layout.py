@@ -30,16 +30,19 @@ ZERO_NIBBLE = 0x4
 """Metadata of a window whose two values are padding: indices 0 and 1."""
 
 
-def sparse_steps(packed: PackedWeight) -> torch.Tensor:
-    """The 2:4 segment: uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs where there is no such segment.
+def step_bytes(itemsize: int) -> int:
+    """Bytes of a row block in a 2:4 step: values, then 1024 bytes of metadata for 8-bit types, 512 for 16-bit ones."""
+    return ROWS * STEP_BYTES + 1024 // itemsize
 
-    The metadata of a step are 1024 bytes for 8-bit types and 512 for 16-bit ones.
-    """
+
+def sparse_steps(packed: PackedWeight) -> torch.Tensor:
+    """The 2:4 segment: uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs where there is no such segment."""
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
-        width = ROWS * STEP_BYTES + 1024 // itemsize
-        return torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, width, dtype=torch.uint8, device=packed.device)
+        return torch.empty(
+            -(-out // TILE_ROWS), 0, BLOCKS, step_bytes(itemsize), dtype=torch.uint8, device=packed.device
+        )
     values = _row_steps(segment.values)
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)

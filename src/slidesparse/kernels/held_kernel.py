@@ -6,9 +6,9 @@ columns are rounded to 8 bits, two in 16 bits, and go through shared memory, whe
     6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
             packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
 
-Columns that two windows share are so read, transformed and rounded once, which is what bounds the other kernel
-(:mod:`slidesparse.kernels.row_kernel`): per column it issued 30 instructions where this one needs 15, and the SiLU of a
-column was evaluated two and a half times.
+Columns that two windows share are so read, transformed and rounded once. That is what bounded the other kernel
+(:mod:`slidesparse.kernels.walking_kernel`): it issued 30 instructions a column where this one needs 14, and evaluated
+the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
 
 It needs pairs that stay pairs (an even ``k_offset``) and a row that fits (:attr:`slidesparse.kernels.plan.Plan.held`).
 """

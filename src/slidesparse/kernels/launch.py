@@ -49,7 +49,7 @@ WRITE_COLUMNS = 16
 """Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
 THREE_PROGRAMS = 40
 """Registers of a lane with which a multiprocessor's 65536 serve three programs of 16 warps. The compiler would take a
-few more for FP8, and the rows in flight would be two: 20 % slower on an H200 at K = 18944."""
+few more for FP8, and the rows in flight would be two: 7 % slower on an H200 at K = 18944."""
 HELD_COLUMNS = 256
 """Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
 

@@ -13,6 +13,8 @@ from slidesparse.report.numbers import Comparison, Point, median_us, points, rat
 
 Cell = str | int | float | None
 OURS = "slidesparse"
+FEW = 8
+"""Algorithms of a library that a table names; of more it gives the number."""
 AIM = 0.02
 """How far from its library's best algorithm a backend may be."""
 ITEM_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp16": 2}
@@ -265,18 +267,30 @@ def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
 def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
     """Which dense product was the fastest how often, and among what."""
     wins: Counter[tuple[str, str, str, str]] = Counter()
-    tried: dict[tuple[str, str], set[str]] = {}
+    tried: dict[tuple[str, str], dict[str, set[str]]] = {}
     for one in found:
         dense = one.best(DENSE)
         if dense is None:
             continue
         benchmark, dtype = one.case.benchmark + ("" if one.case.scaled else ", no scales"), one.case.dtype
-        wins[benchmark, dtype, dense.backend, dense.algorithm] += 1
-        names = (f"{r.backend}: {t.name}" for r in one.records if r.variant == DENSE for t in r.tried)
-        tried.setdefault((benchmark, dtype), set()).update(names)
-    rows = tuple((*key, count, len(tried[key[:2]]), "; ".join(sorted(tried[key[:2]]))) for key, count in wins.items())
+        winner = dense.algorithm if len(dense.tried) <= FEW else "the best of a search"
+        wins[benchmark, dtype, dense.backend, winner] += 1
+        names = tried.setdefault((benchmark, dtype), {})
+        for record in one.records:
+            if record.variant == DENSE:
+                names.setdefault(record.backend, set()).update(t.name for t in record.tried)
+    rows = tuple(
+        (*key, count, sum(map(len, tried[key[:2]].values())), "; ".join(map(_named, tried[key[:2]].items())))
+        for key, count in wins.items()
+    )
     columns = ("benchmark", "dtype", "library", "algorithm", "fastest in", "algorithms", "tried")
     return [Table("baselines", "Dense baselines", columns, rows, {})] if rows else []
+
+
+def _named(library: tuple[str, set[str]]) -> str:
+    """A library and what of it was tried; how many of a search, which the records list."""
+    name, algorithms = library
+    return f"{name}: {', '.join(sorted(algorithms)) if len(algorithms) <= FEW else f'{len(algorithms)} of a search'}"
 
 
 def missing_tables(records: Sequence[Record]) -> list[Table]:

@@ -86,7 +86,9 @@ constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;  // token scales, chan
 constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 
 static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
-static_assert(X_BYTES % 1024 == 0 && SPARSE_BYTES % 512 == 0, "swizzles repeat every 1024 and 512 bytes");
+static_assert(STAGE_BYTES % 1024 == 0 && X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0,
+              "swizzles repeat every 1024 bytes of X, of which every stage begins with some, and every 512 of weights");
+static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 
 struct Problem {
     const u8* x;          // [token tiles][slabs][X_TILE][SLAB], 128-byte swizzle
