@@ -19,7 +19,7 @@ from slidesparse.calibration import Calibration
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.marker import Marker
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.plan import Choice, PlanSet, Target, choose, modelled_cost
@@ -70,6 +70,36 @@ def test_no_other_choice_is_better(target: Target, gain: Fraction) -> None:
         assert plan.sparsity >= target.sparsity - 1e-9
     if target.gigabytes is not None:
         assert plan.gigabytes <= target.gigabytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("largest", [1e2, 1e4, 1e8])
+def test_one_ruinous_choice_does_not_blur_the_others(largest: float) -> None:
+    """The solver's tolerances are absolute: next to damages of this size, all that matter would be alike."""
+    mild = sets(5)
+    spoilt = [
+        PlanSet(
+            s.names,
+            s.shapes,
+            tuple(Choice(c.pattern, largest * (i == 4) or c.damage * 1e-4) for i, c in enumerate(s.choices)),
+        )
+        for s in mild
+    ]
+    without = [PlanSet(s.names, s.shapes, s.choices[:-1]) for s in spoilt]
+    expected = choose(without, Target(speedup=1.25))
+    assert choose(spoilt, Target(speedup=1.25)).damage == pytest.approx(expected.damage, rel=1e-5)
+    assert expected.damage < 5e-4
+
+
+def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HiGHS says at its time limit, with a plan in its hands."""
+    import scipy.optimize
+
+    def out_of_time(damages: Any, **_: Any) -> scipy.optimize.OptimizeResult:
+        return scipy.optimize.OptimizeResult(status=1, x=damages * 0, message="Time limit reached.")
+
+    monkeypatch.setattr(scipy.optimize, "milp", out_of_time)
+    with pytest.raises(UnsupportedError, match=r"did not find the best plan; got Time limit reached"):
+        choose(sets(3), Target(speedup=1.2))
 
 
 def test_fused_linears_share_a_pattern() -> None:
