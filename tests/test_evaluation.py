@@ -72,9 +72,21 @@ def test_unusable_numbers() -> None:
         with pytest.raises(InputError, match="stride of the windows; got"):
             measure_perplexity(recalling, tokens, 4, stride)
     with pytest.raises(InputError, match="too short to score"):
-        measure_perplexity(recalling, tokens[:1], 4, 2)
+        measure_perplexity(recalling, tokens[:1], 1, 1)
+    with pytest.raises(InputError, match="tokens of a window; got 1; needed 2 or more"):
+        measure_perplexity(recalling, tokens, 1, 1)
+    for batch in (0, -1):
+        with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
+            measure_perplexity(recalling, tokens, 4, 2, batch=batch)
     with pytest.raises(InputError, match="NaN or Inf at tokens 0 to 4"):
         measure_perplexity(lambda ids: recalling(ids) * math.nan, tokens, 4, 2)
+
+
+def test_a_ruined_model_has_a_perplexity_too() -> None:
+    """Sure of the wrong token by more nats than the largest float has."""
+    measured = measure_perplexity(lambda ids: 2000.0 * torch.eye(VOCABULARY)[ids], torch.arange(10), 4, 2)
+    assert measured.loss == 2000
+    assert measured.perplexity == math.inf
 
 
 @pytest.fixture
@@ -123,6 +135,10 @@ def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(source)
     with pytest.raises(InputError, match="window; got 999999; needed at most"):
         evaluate(source, text=source.parent / "text.txt", window=999_999)
+    for option in ("batch", "limit"):
+        numbers: dict[str, Any] = {option: 0}
+        with pytest.raises(InputError, match=f"--{option}; got 0; needed 1 or more"):
+            evaluate(source, text=source.parent / "text.txt", **numbers)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UnsupportedError, match=r"lm-evaluation-harness is not installed; pip install"):
         evaluate(source, tasks=["arc_easy"])

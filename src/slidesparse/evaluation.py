@@ -92,6 +92,9 @@ def evaluate(
     """
     if text is None and not tasks:
         raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
+    for name, value in (("batch", batch), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name}", got=value, needed="1 or more")
     content = None if text is None else read_text(text)
     harness = _harness() if tasks else None
     tokenizer = load_tokenizer(Path(path))
