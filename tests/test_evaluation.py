@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.evaluation import evaluate
+from slidesparse.evaluation import Evaluation, evaluate
 from slidesparse.perplexity import measure_perplexity, windows
 from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
@@ -87,6 +87,8 @@ def test_a_ruined_model_has_a_perplexity_too() -> None:
     measured = measure_perplexity(lambda ids: 2000.0 * torch.eye(VOCABULARY)[ids], torch.arange(10), 4, 2)
     assert measured.loss == 2000
     assert measured.perplexity == math.inf
+    told = json.dumps(Evaluation("m", "t", measured, {}).to_json(), allow_nan=False)
+    assert json.loads(told)["perplexity"]["perplexity"] is None
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
 
 import slidesparse.plan_checkpoint as planning
 from slidesparse import sensitivity
@@ -222,8 +222,12 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls
     assert faster.damage > plan.damage
     (folder / "plan.json").unlink()
+    for changed in ({"method": "magnitude"}, {"calibration": Calibration(str(folder / "text.txt"), 8, 32, seed=1)}):
+        with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
+            plan_checkpoint(source, folder / "plan.json", options(source, **changed))
+    reverse_letters(source)
     with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
-        plan_checkpoint(source, folder / "plan.json", options(source, method="magnitude"))
+        plan_checkpoint(source, folder / "plan.json", options(source))
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,11 +236,15 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     command = ["plan", str(source), "--out", str(folder / "plan.json"), "--method", "wanda", *text]
     command += ["--patterns", "8:10", "6:8", "4:6", "2:4", "4:6@50%"]
     assert main([*command, "--speedup", "1.3"]) == 0
-    assert "modelled 1.3" in capsys.readouterr().out
-    layers = read_plan(folder / "plan.json")
+    told = capsys.readouterr().out
+    assert "modelled 1.3" in told
+    assert f"--plan {folder}/plan.json --method wanda --calibration {folder}/text.txt --dtype int8" in told
+    layers = read_plan(folder / "plan.json").layers
     assert len(layers) == 7 * SMALL["num_hidden_layers"]
     prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
-    assert main([*prune, "--method", "wanda", *text]) == 0
+    assert main([*prune]) == 1  # without --method the plan's counts, not magnitude
+    assert "wanda needs calibration text; add --calibration FILE" in capsys.readouterr().err
+    assert main([*prune, *text]) == 0
     out = Checkpoint(folder / "s")
     marker = Marker.require(out.config, folder)
     for name, pattern in layers.items():
@@ -255,7 +263,7 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
 def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
     folder = source.parent
     plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
-    pattern, layers = planning.as_options(read_plan(folder / "plan.json"))
+    pattern, layers = planning.as_options(read_plan(folder / "plan.json").layers)
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))

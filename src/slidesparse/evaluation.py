@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Evaluation:
             derived = {
                 **asdict(measured),
                 "loss": measured.loss,
-                "perplexity": measured.perplexity,
+                "perplexity": measured.perplexity if math.isfinite(measured.perplexity) else None,  # JSON has no Inf
                 "bits_per_byte": measured.bits_per_byte,
             }
         return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
