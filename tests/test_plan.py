@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 from fractions import Fraction
@@ -258,6 +259,28 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert "plan.json exists" in capsys.readouterr().err
     assert main([*prune[:2], str(folder / "t"), *prune[3:], "--layer", "a=6:8"]) == 1
     assert "--layer beside --plan" in capsys.readouterr().err
+
+
+def test_json_is_not_mixed_with_what_the_solver_prints(
+    source: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS has a printf left in it, which large problems reach."""
+    import scipy.optimize
+
+    libc, solve = ctypes.CDLL(None), scipy.optimize.milp
+
+    def chatty(*arguments: Any, **named: Any) -> Any:
+        libc.puts(b"HighsMipSolverData")
+        return solve(*arguments, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", chatty)
+    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--samples", "4", "--length", "16", "--device", "cpu"]
+    assert main([*command, "--patterns", "6:8", "--speedup", "1.1", "--json"]) == 0
+    libc.fflush(None)
+    told = capfd.readouterr()
+    assert json.loads(told.out)["method"] == "magnitude"
+    assert "HighsMipSolverData" in told.err
 
 
 def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -235,6 +238,20 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _standard_output_kept_clean() -> Iterator[None]:
+    """Send to standard error what libraries print: the solver's C code prints lines of its own, whatever it is told."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C code printed may still wait for its turn
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse import plan_checkpoint as planning
     from slidesparse.calibration import Calibration
@@ -249,7 +266,8 @@ def _plan(options: argparse.Namespace) -> int:
         ignore=tuple(options.ignore),
         backend=options.backend,
     )
-    plan = planning.plan_checkpoint(options.source, options.out, wanted, device=_device(options))
+    with _standard_output_kept_clean():
+        plan = planning.plan_checkpoint(options.source, options.out, wanted, device=_device(options))
     print(options.out.read_text().rstrip() if options.json else planning.describe(plan, wanted, options.out))
     return 0
 
