@@ -23,9 +23,9 @@ from slidesparse.convert import run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.marker import Marker
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.plan import Choice, PlanSet, Target, choose, modelled_cost
+from slidesparse.plan import Choice, PlanSet, Target, choose, least_zeros, modelled_cost
 from slidesparse.plan_checkpoint import PlanOptions, plan_checkpoint, read_plan
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.prune import Linears, get_pruner, prune_mask
 from slidesparse.sensitivity import measure_sensitivities
 from slidesparse.support import check_pattern
 from slidesparse.targets import find_targets
@@ -137,6 +137,23 @@ def test_padding_costs() -> None:
     # 152 = 19 groups of 8 but 15.2 of 10: the last group is multiplied whole
     assert modelled_cost(Pattern.parse("8:10"), 1, 152, Fraction(2)) == 16 * 16 / 2
     assert modelled_cost(Pattern.parse("4:6@50%"), 1, 14, Fraction(2)) == 2 * 8 / 2 + 2
+
+
+@pytest.mark.parametrize("columns", [32, 40, 100, 120, 320])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@25%", "2:4@50%"])
+def test_promised_zeros_are_there(text: str, columns: int) -> None:
+    pattern, weight = Pattern.parse(text), torch.rand(3, columns) + 1
+    weight[:, -(columns % pattern.group or pattern.group) :] *= 0.01  # so that the cut group is among the cheapest
+    mask = prune_mask(weight, pattern)
+    assert 3 * least_zeros(pattern, columns) == int((~mask).sum())
+
+
+def test_a_share_of_zeros_counts_cut_groups() -> None:
+    """A third of 320 columns cannot be reached by 4:6, whose last group holds two columns."""
+    cut = PlanSet(("l",), ((64, 320),), (Choice(DENSE, 0.0), Choice(Pattern.parse("4:6"), 1.0)))
+    assert choose([cut], Target(sparsity=0.33)).sparsity == 106 / 320
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best .* 33.1% zeros"):
+        choose([cut], Target(sparsity=0.333))
 
 
 # -- the measurement -----------------------------------------------------------------------------------------------

@@ -62,6 +62,20 @@ def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) 
     return out * (Fraction(following * pattern.slid_group) / mma_gain + rest)
 
 
+def least_zeros(pattern: Pattern, columns: int) -> int:
+    """Zeros that a row has at least: two in each group that follows, but the last group's padding is left out first.
+
+    >>> least_zeros(Pattern.parse("4:6"), 320)  # 53 whole groups, and two columns more
+    106
+    """
+    if pattern == DENSE:
+        return 0
+    groups = pattern.groups(columns)
+    padding = groups * pattern.group - columns
+    left_out = pattern.group - pattern.keep
+    return max(pattern.following(groups) * left_out - min(padding, left_out), 0)
+
+
 def modelled_bytes(pattern: Pattern, out: int, columns: int) -> Fraction:
     """Bytes of a weight in 8 bits, in 2:4 form with its metadata."""
     return out * columns * pattern.bytes_per_weight("2:4")
@@ -96,7 +110,7 @@ class Target:
         if self.speedup is not None:
             return float(modelled_cost(pattern, out, columns, mma_gain))
         if self.sparsity is not None:
-            return float(pattern.density * out * columns)
+            return float(out * (columns - least_zeros(pattern, columns)))
         return float(modelled_bytes(pattern, out, columns))
 
     def budget(self, dense: float) -> float:
@@ -117,7 +131,7 @@ class Plan:
         patterns: Linear -> pattern.
         damage: Sum over all sets.
         speedup: Modelled, over dense.
-        sparsity: Share of zeros.
+        sparsity: Share of zeros, at least.
         gigabytes: In 8 bits, 2:4 form.
     """
 
@@ -216,6 +230,6 @@ def _plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) ->
         patterns={name: choice.pattern for one, choice in taken for name in one.names},
         damage=sum(choice.damage for _, choice in taken),
         speedup=float(total / sum(modelled_cost(pattern, *shape, mma_gain) for pattern, shape in weights)),
-        sparsity=float(sum(pattern.sparsity * out * columns for pattern, (out, columns) in weights) / total),
+        sparsity=sum(out * least_zeros(pattern, columns) for pattern, (out, columns) in weights) / total,
         gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
     )
