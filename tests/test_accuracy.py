@@ -58,6 +58,34 @@ def test_the_page_quotes_the_tables() -> None:
             assert rows <= drawn[header], rows - drawn[header]
 
 
+def test_the_page_says_in_words_what_the_records_say() -> None:
+    """The sentences whose numbers stand in no table of the page."""
+    values = runpy.run_path(str(SCRIPTS / "report.py"))
+    read, against_dense = values["read"], values["values"]
+    small, large = read(RECORDS, "10m"), read(RECORDS, "100m")
+
+    def points(runs: Any, pattern: str, measure: str, steps: int = 0) -> list[float]:
+        return list(against_dense(runs, pattern, "sparsegpt", steps, measure))
+
+    assert [round(points(large, p, "exact_mean")[0], 1) for p in ("8:10", "6:8", "2:4")] == [-1.1, -0.7, -11.3]
+    assert "fall by 0.7\npoints at 6:8 and by 11.3 at 2:4" in PAGE
+    assert [round(points(large, p, "calibration_nats", 80)[0]) for p in ("6:8", "2:4")] == [20, 183]
+    assert "The large model: 20 and 183." in PAGE
+    losses = [large[0][f"6:8 {method} 0"] for method in ("sparsegpt", "wanda", "magnitude")]
+    assert f"({', '.join(format(r['set_loss_mean'], '.4f') for r in losses)} on the largest)" in PAGE
+    assert "({:.4f} and {:.4f} nats)".format(*(r["calibration_nats"] for r in losses[1:])) in PAGE
+    for measure, half_is_better in (("perplexity", lambda a, b: a < b), ("exact_mean", lambda a, b: a > b)):
+        pairs = zip(points(small, "4:6@50%", measure), points(small, "6:8", measure), strict=True)
+        assert [half_is_better(*pair) for pair in pairs] == [measure == "perplexity"] * 3
+    saved = []
+    for run in small.values():
+        dense = run["dense none 0"]["perplexity"]
+        for plan in (record for key, record in run.items() if key.startswith("plan ")):
+            uniform = run[f"{plan['rival']} sparsegpt 0"]["perplexity"]
+            saved.append(100 * (uniform - plan["perplexity"]) / (uniform - dense))
+    assert f"by {min(saved):.0f} to {max(saved):.0f} %, on every seed" in PAGE
+
+
 def test_named_records_and_pictures_exist() -> None:
     for name in re.findall(r"`([\w*-]+\.jsonl)`", PAGE):
         assert list(RECORDS.glob(name)), name
