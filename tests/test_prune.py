@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slidesparse import InputError, Pattern, prune_mask
-from slidesparse.prune import METHODS, Linears, get_pruner, output_error, prune_masks
+from slidesparse.prune import METHODS, Linears, get_pruner, output_error, prune_masks, sparsegpt
 from slidesparse.support import INT_VIEW, check_pattern, following_groups
 
 
@@ -256,8 +256,10 @@ def sparsegpt_by_definition(weight: torch.Tensor, gram: torch.Tensor, pattern: P
     return weight
 
 
+@pytest.mark.parametrize("block", [8, 24, 128])  # updates reach later columns one group at a time, by block, at once
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
-def test_sparsegpt_is_what_its_definition_says(pattern: str) -> None:
+def test_sparsegpt_is_what_its_definition_says(pattern: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparsegpt, "BLOCK", block)
     linears, _ = linears_with(34, pattern, 6)
     assert linears.input_gram is not None
     expected = sparsegpt_by_definition(linears.weights["w0"], linears.input_gram, linears.pattern)
