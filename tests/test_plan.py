@@ -121,7 +121,17 @@ def test_out_of_reach() -> None:
         choose(sets(3), Target(speedup=1.7), Fraction(8, 5))
 
 
-@pytest.mark.parametrize("given", [{}, {"speedup": 1.2, "sparsity": 0.2}, {"speedup": 0.0}, {"sparsity": 1.0}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"speedup": 1.2, "sparsity": 0.2},
+        {"speedup": 0.9},
+        {"speedup": float("nan")},
+        {"sparsity": 1.0},
+        {"gigabytes": 0.0},
+    ],
+)
 def test_unusable_targets(given: dict[str, float]) -> None:
     with pytest.raises(InputError, match="target of a plan"):
         Target(**given)

@@ -102,8 +102,12 @@ class Target:
                 "target of a plan", got=", ".join(given) or "none", needed="one of speedup, sparsity, memory"
             )
         (value,) = given.values()
-        if not value > 0 or (self.sparsity is not None and value >= 1):
-            raise InputError("target of a plan", got=value, needed="a positive number; a sparsity is less than 1")
+        if not value > 0 or (self.sparsity is not None and value >= 1) or (self.speedup is not None and value < 1):
+            raise InputError(
+                "target of a plan",
+                got=value,
+                needed="a positive number; a sparsity is less than 1, a speed-up at least 1",
+            )
 
     def cost(self, pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> float:
         """What a weight takes of the budget."""
