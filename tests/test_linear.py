@@ -162,6 +162,27 @@ def test_compiled_is_eager(dtype: str, backend: str) -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_lie_as_the_fake_ones_do(backend: str) -> None:
+    # Without scales, bias and a change of type nothing stands behind the product of a padded weight.
+    layer = SlideLinear.from_linear(_pruned_linear("6:8", bias=False), "6:8", "fp32", backend=backend)
+    assert layer(torch.randn(7, K)).stride() == (OUT, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_rounds_nothing(dtype: str, backend: str) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+    x = torch.randn(7, K)
+    wanted = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True)(x)
+    assert torch.equal(got, wanted)
+    assert torch.equal(compiled, wanted)
+
+
 def _arguments(op: str) -> tuple[object, ...]:
     x = torch.randn(5, K)
     values = quantize_weight(_pruned_linear("6:8").weight.detach(), torch.int8)

@@ -31,9 +31,21 @@ def _no_backward(*_: Any) -> None:
     raise UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
 
 
+def _without_autocast(name: str, device: str) -> Callable[..., Any]:
+    """The operator under ``torch.autocast``, which would round the products inside it to 16 bits."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return getattr(torch.ops.slidesparse, name)(*arguments, **options)
+
+    return run
+
+
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(name, _without_autocast(name, device), key)
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
     torch.library.register_autograd(f"slidesparse::{name}", _no_backward, lib=_LIBRARY)
 
