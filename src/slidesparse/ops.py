@@ -264,6 +264,13 @@ def _multiplied(
     """The product of the form that runs so many tokens, and the new residual."""
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
+    if column_map.device != x.device:  # kernels read by address
+        raise InputError(
+            "activations and weight on two devices",
+            got=f"{x.device}, {column_map.device}",
+            needed="one device",
+            remedy="move the activations; build the layer on the device on which it runs",
+        )
     pairs = moved if len(moved) else None
     lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
