@@ -10,7 +10,7 @@ from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
-from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.dense import Dense, _has_kernels
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.gemm.select import NOT_MEASURED
 from slidesparse.gemm.speed import LayerSpeed, Table
@@ -181,3 +181,20 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
         choose(PROBLEM, *arguments)
     assert "dense" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "has"),
+    [
+        (torch.int8, (7, 5), False),
+        (torch.int8, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 6), False),
+        (torch.float8_e4m3fn, (8, 9), True),
+        (torch.float8_e4m3fn, (12, 0), True),
+    ],
+)
+def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
+    dtype: torch.dtype, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert _has_kernels.__wrapped__(dtype, 0) == has
