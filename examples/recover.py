@@ -49,7 +49,8 @@ for step in range(options.steps):
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # a NaN or Inf stops here, before it reaches the weights
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     optimizer.step()
     optimizer.zero_grad()
     zeros.apply_()

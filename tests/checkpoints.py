@@ -57,15 +57,22 @@ def make_checkpoint(
     return model
 
 
-def add_tokenizer(path: Path) -> None:
+SIGNS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:!?-()'\n"
+
+
+def add_tokenizer(path: Path, signs: str = SIGNS) -> None:
     """A tokenizer for those checkpoints: one token for each letter, figure and sign."""
-    signs = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,;:!?-()'\n"
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {sign: 3 + i for i, sign in enumerate(signs)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
+
+
+def reverse_letters(path: Path) -> None:
+    """Another tokenizer in the place of that one: the same text becomes other tokens."""
+    add_tokenizer(path, SIGNS[::-1])
 
 
 def write_text(path: Path, words: int = 800) -> Path:

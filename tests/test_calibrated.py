@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
 from torch import nn
 
 import slidesparse
@@ -233,10 +232,25 @@ def test_a_killed_run_goes_on(source: Path, method: str) -> None:
 
 def test_changed_text_is_another_run(source: Path) -> None:
     interrupted(source, "wanda")
-    time.sleep(0.01)
-    write_text(source.parent / "text.txt", words=801)
+    text = source.parent / "text.txt"
+    text.write_text(text.read_text().upper())
     with pytest.raises(CheckpointError, match="unfinished output of another run"):
         prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_another_tokenizer_is_another_run(source: Path) -> None:
+    """The same text becomes other tokens: layers of both would stand in one checkpoint."""
+    interrupted(source, "wanda")
+    reverse_letters(source)
+    with pytest.raises(CheckpointError, match="unfinished output of another run"):
+        prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_the_same_text_written_again_is_the_same_run(source: Path) -> None:
+    interrupted(source, "wanda")
+    text = source.parent / "text.txt"
+    os.utime(text, ns=(0, 0))
+    prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
 
 
 def refuse(source: Path, says: str, options: PruneOptions, *, begun: bool = False) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.evaluation import evaluate
+from slidesparse.evaluation import Evaluation, evaluate
 from slidesparse.perplexity import measure_perplexity, windows
 from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
@@ -72,9 +72,23 @@ def test_unusable_numbers() -> None:
         with pytest.raises(InputError, match="stride of the windows; got"):
             measure_perplexity(recalling, tokens, 4, stride)
     with pytest.raises(InputError, match="too short to score"):
-        measure_perplexity(recalling, tokens[:1], 4, 2)
+        measure_perplexity(recalling, tokens[:1], 1, 1)
+    with pytest.raises(InputError, match="tokens of a window; got 1; needed 2 or more"):
+        measure_perplexity(recalling, tokens, 1, 1)
+    for batch in (0, -1):
+        with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
+            measure_perplexity(recalling, tokens, 4, 2, batch=batch)
     with pytest.raises(InputError, match="NaN or Inf at tokens 0 to 4"):
         measure_perplexity(lambda ids: recalling(ids) * math.nan, tokens, 4, 2)
+
+
+def test_a_ruined_model_has_a_perplexity_too() -> None:
+    """Sure of the wrong token by more nats than the largest float has."""
+    measured = measure_perplexity(lambda ids: 2000.0 * torch.eye(VOCABULARY)[ids], torch.arange(10), 4, 2)
+    assert measured.loss == 2000
+    assert measured.perplexity == math.inf
+    told = json.dumps(Evaluation("m", "t", measured, {}).to_json(), allow_nan=False)
+    assert json.loads(told)["perplexity"]["perplexity"] is None
 
 
 @pytest.fixture
@@ -123,6 +137,10 @@ def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(source)
     with pytest.raises(InputError, match="window; got 999999; needed at most"):
         evaluate(source, text=source.parent / "text.txt", window=999_999)
+    for option in ("batch", "limit"):
+        numbers: dict[str, Any] = {option: 0}
+        with pytest.raises(InputError, match=f"--{option}; got 0; needed 1 or more"):
+            evaluate(source, text=source.parent / "text.txt", **numbers)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UnsupportedError, match=r"lm-evaluation-harness is not installed; pip install"):
         evaluate(source, tasks=["arc_easy"])

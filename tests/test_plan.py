@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 from fractions import Fraction
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
 
 import slidesparse.plan_checkpoint as planning
 from slidesparse import sensitivity
@@ -19,12 +20,12 @@ from slidesparse.calibration import Calibration
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.marker import Marker
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.plan import Choice, PlanSet, Target, choose, modelled_cost
+from slidesparse.plan import Choice, PlanSet, Target, choose, least_zeros, modelled_cost
 from slidesparse.plan_checkpoint import PlanOptions, plan_checkpoint, read_plan
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.prune import Linears, get_pruner, prune_mask
 from slidesparse.sensitivity import measure_sensitivities
 from slidesparse.support import check_pattern
 from slidesparse.targets import find_targets
@@ -72,6 +73,36 @@ def test_no_other_choice_is_better(target: Target, gain: Fraction) -> None:
         assert plan.gigabytes <= target.gigabytes * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("largest", [1e2, 1e4, 1e8])
+def test_one_ruinous_choice_does_not_blur_the_others(largest: float) -> None:
+    """The solver's tolerances are absolute: next to damages of this size, all that matter would be alike."""
+    mild = sets(5)
+    spoilt = [
+        PlanSet(
+            s.names,
+            s.shapes,
+            tuple(Choice(c.pattern, largest * (i == 4) or c.damage * 1e-4) for i, c in enumerate(s.choices)),
+        )
+        for s in mild
+    ]
+    without = [PlanSet(s.names, s.shapes, s.choices[:-1]) for s in spoilt]
+    expected = choose(without, Target(speedup=1.25))
+    assert choose(spoilt, Target(speedup=1.25)).damage == pytest.approx(expected.damage, rel=1e-5)
+    assert expected.damage < 5e-4
+
+
+def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HiGHS says at its time limit, with a plan in its hands."""
+    import scipy.optimize
+
+    def out_of_time(damages: Any, **_: Any) -> scipy.optimize.OptimizeResult:
+        return scipy.optimize.OptimizeResult(status=1, x=damages * 0, message="Time limit reached.")
+
+    monkeypatch.setattr(scipy.optimize, "milp", out_of_time)
+    with pytest.raises(UnsupportedError, match=r"did not find the best plan; got Time limit reached"):
+        choose(sets(3), Target(speedup=1.2))
+
+
 def test_fused_linears_share_a_pattern() -> None:
     plan = choose(sets(4), Target(speedup=1.25))
     assert all(plan.patterns[f"l{i}.a"] == plan.patterns[f"l{i}.b"] for i in range(4))
@@ -106,6 +137,23 @@ def test_padding_costs() -> None:
     # 152 = 19 groups of 8 but 15.2 of 10: the last group is multiplied whole
     assert modelled_cost(Pattern.parse("8:10"), 1, 152, Fraction(2)) == 16 * 16 / 2
     assert modelled_cost(Pattern.parse("4:6@50%"), 1, 14, Fraction(2)) == 2 * 8 / 2 + 2
+
+
+@pytest.mark.parametrize("columns", [32, 40, 100, 120, 320])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@25%", "2:4@50%"])
+def test_promised_zeros_are_there(text: str, columns: int) -> None:
+    pattern, weight = Pattern.parse(text), torch.rand(3, columns) + 1
+    weight[:, -(columns % pattern.group or pattern.group) :] *= 0.01  # so that the cut group is among the cheapest
+    mask = prune_mask(weight, pattern)
+    assert 3 * least_zeros(pattern, columns) == int((~mask).sum())
+
+
+def test_a_share_of_zeros_counts_cut_groups() -> None:
+    """A third of 320 columns cannot be reached by 4:6, whose last group holds two columns."""
+    cut = PlanSet(("l",), ((64, 320),), (Choice(DENSE, 0.0), Choice(Pattern.parse("4:6"), 1.0)))
+    assert choose([cut], Target(sparsity=0.33)).sparsity == 106 / 320
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best .* 33.1% zeros"):
+        choose([cut], Target(sparsity=0.333))
 
 
 # -- the measurement -----------------------------------------------------------------------------------------------
@@ -192,8 +240,12 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls
     assert faster.damage > plan.damage
     (folder / "plan.json").unlink()
+    for changed in ({"method": "magnitude"}, {"calibration": Calibration(str(folder / "text.txt"), 8, 32, seed=1)}):
+        with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
+            plan_checkpoint(source, folder / "plan.json", options(source, **changed))
+    reverse_letters(source)
     with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
-        plan_checkpoint(source, folder / "plan.json", options(source, method="magnitude"))
+        plan_checkpoint(source, folder / "plan.json", options(source))
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,11 +254,15 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     command = ["plan", str(source), "--out", str(folder / "plan.json"), "--method", "wanda", *text]
     command += ["--patterns", "8:10", "6:8", "4:6", "2:4", "4:6@50%"]
     assert main([*command, "--speedup", "1.3"]) == 0
-    assert "modelled 1.3" in capsys.readouterr().out
-    layers = read_plan(folder / "plan.json")
+    told = capsys.readouterr().out
+    assert "modelled 1.3" in told
+    assert f"--plan {folder}/plan.json --method wanda --calibration {folder}/text.txt --dtype int8" in told
+    layers = read_plan(folder / "plan.json").layers
     assert len(layers) == 7 * SMALL["num_hidden_layers"]
     prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
-    assert main([*prune, "--method", "wanda", *text]) == 0
+    assert main([*prune]) == 1  # without --method the plan's counts, not magnitude
+    assert "wanda needs calibration text; add --calibration FILE" in capsys.readouterr().err
+    assert main([*prune, *text]) == 0
     out = Checkpoint(folder / "s")
     marker = Marker.require(out.config, folder)
     for name, pattern in layers.items():
@@ -222,10 +278,32 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert "--layer beside --plan" in capsys.readouterr().err
 
 
+def test_json_is_not_mixed_with_what_the_solver_prints(
+    source: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS has a printf left in it, which large problems reach."""
+    import scipy.optimize
+
+    libc, solve = ctypes.CDLL(None), scipy.optimize.milp
+
+    def chatty(*arguments: Any, **named: Any) -> Any:
+        libc.puts(b"HighsMipSolverData")
+        return solve(*arguments, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", chatty)
+    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--samples", "4", "--length", "16", "--device", "cpu"]
+    assert main([*command, "--patterns", "6:8", "--speedup", "1.1", "--json"]) == 0
+    libc.fflush(None)
+    told = capfd.readouterr()
+    assert json.loads(told.out)["method"] == "magnitude"
+    assert "HighsMipSolverData" in told.err
+
+
 def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
     folder = source.parent
     plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
-    pattern, layers = planning.as_options(read_plan(folder / "plan.json"))
+    pattern, layers = planning.as_options(read_plan(folder / "plan.json").layers)
     from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 
     summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))

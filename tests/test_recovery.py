@@ -70,7 +70,7 @@ def test_without_it_the_zeros_are_lost() -> None:
 def test_only_the_named_linears() -> None:
     model = pruned_model()
     name = "model.layers.0.mlp.up_proj"
-    assert list(HeldZeros(model, [name]).weights) == [name]
+    assert list(HeldZeros(model, [name]).zeros) == [name]
 
 
 def test_callback_of_the_trainer(tmp_path: Any) -> None:
@@ -91,6 +91,25 @@ def test_callback_of_the_trainer(tmp_path: Any) -> None:
     after = model.model.layers[1].mlp.down_proj.weight.detach()
     assert not torch.equal(after, before)
     assert torch.equal(after == 0, before == 0)
+
+
+def test_a_model_that_moves_is_held_where_it_went() -> None:
+    """Trainer brings the model to its device after the callback was made; here the device is the meta one."""
+    model = pruned_model()
+    held = HeldZeros(model)
+    model.to("meta")
+    held.apply_()
+    assert {zero.device.type for zero in held.zeros.values()} == {"meta"}
+
+
+def test_a_parameter_that_was_replaced_is_held() -> None:
+    model = pruned_model()
+    held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
+    zeros = linear.weight.detach() == 0
+    linear.weight = torch.nn.Parameter(torch.ones_like(linear.weight))
+    linear.weight.data[0, int(zeros[0].nonzero()[0])] = torch.nan  # a loss that overflowed once
+    held.apply_()
+    assert torch.equal(linear.weight == 0, zeros)
 
 
 def test_nothing_to_hold() -> None:
@@ -123,3 +142,18 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not bool(trained.tensor(name)[zeros].any())
     assert not bool(served.tensor(name)[zeros].any())
     check_pattern(served.tensor(name), "6:8")
+
+
+def test_the_example_stops_at_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "BASE")
+    add_tokenizer(tmp_path / "BASE")
+    write_text(tmp_path / "text.txt")
+    prune = ["prune", str(tmp_path / "BASE"), str(tmp_path / "PRUNED"), "--pattern", "6:8", "--dtype", "bf16"]
+    assert main(prune) == 0
+    paths = [str(tmp_path / name) for name in ("PRUNED", "text.txt", "RECOVERED")]
+    monkeypatch.setattr(
+        sys, "argv", [str(EXAMPLE), *paths, "--steps", "5", "--batch", "2", "--length", "32", "--rate", "1e30"]
+    )
+    with pytest.raises(RuntimeError, match="non-finite"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert not (tmp_path / "RECOVERED").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,11 @@ def sample_windows(
         )
     chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:samples]
     return tokens[: available * length].view(available, length)[chosen]
+
+
+def digest(windows: torch.Tensor) -> str:
+    """Tells windows apart that another text, tokenizer, length or seed made: hexadecimal."""
+    return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument(
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
-    prune.add_argument("--method", default="magnitude", choices=sorted(METHODS), help="how weights are chosen")
+    prune.add_argument(
+        "--method", choices=sorted(METHODS), help="how weights are chosen (default: magnitude, or the plan's)"
+    )
     _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, .jsonl with text, or a data set on disk")
     prune.add_argument(
         "--device", help="where calibration runs the layers: cpu or cuda (default: cuda when there is one)"
@@ -204,11 +209,13 @@ def _prune(options: argparse.Namespace) -> int:
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
-    pattern = options.pattern
+    pattern, method = options.pattern, options.method or "magnitude"
     if options.plan is not None:
         if layers:
             raise InputError("--layer beside --plan", needed="one of them")
-        pattern, layers = as_options(read_plan(options.plan))
+        plan = read_plan(options.plan)
+        pattern, layers = as_options(plan.layers)
+        method = options.method or plan.method
     calibration = None
     if options.calibration is not None:
         calibration = Calibration(options.calibration, options.samples, options.length, options.seed)
@@ -218,7 +225,7 @@ def _prune(options: argparse.Namespace) -> int:
         PruneOptions(
             pattern=pattern,
             dtype=options.dtype,
-            method=options.method,
+            method=method,
             calibration=calibration,
             recipe=options.recipe,
             ignore=tuple(options.ignore),
@@ -231,26 +238,37 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _standard_output_kept_clean() -> Iterator[None]:
+    """Send to standard error what libraries print: the solver's C code prints lines of its own, whatever it is told."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C code printed may still wait for its turn
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse import plan_checkpoint as planning
     from slidesparse.calibration import Calibration
     from slidesparse.plan import Target
 
-    plan = planning.plan_checkpoint(
-        options.source,
-        options.out,
-        planning.PlanOptions(
-            target=Target(options.speedup, options.sparsity, options.memory),
-            calibration=Calibration(options.calibration, options.samples, options.length, options.seed),
-            method=options.method,
-            patterns=tuple(options.patterns or planning.CANDIDATES),
-            mma_gain=planning.parse_gain(options.mma_gain),
-            ignore=tuple(options.ignore),
-            backend=options.backend,
-        ),
-        device=_device(options),
+    wanted = planning.PlanOptions(
+        target=Target(options.speedup, options.sparsity, options.memory),
+        calibration=Calibration(options.calibration, options.samples, options.length, options.seed),
+        method=options.method,
+        patterns=tuple(options.patterns or planning.CANDIDATES),
+        mma_gain=planning.parse_gain(options.mma_gain),
+        ignore=tuple(options.ignore),
+        backend=options.backend,
     )
-    print(options.out.read_text().rstrip() if options.json else planning.describe(plan, options.out))
+    with _standard_output_kept_clean():
+        plan = planning.plan_checkpoint(options.source, options.out, wanted, device=_device(options))
+    print(options.out.read_text().rstrip() if options.json else planning.describe(plan, wanted, options.out))
     return 0
 
 

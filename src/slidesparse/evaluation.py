@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Evaluation:
             derived = {
                 **asdict(measured),
                 "loss": measured.loss,
-                "perplexity": measured.perplexity,
+                "perplexity": measured.perplexity if math.isfinite(measured.perplexity) else None,  # JSON has no Inf
                 "bits_per_byte": measured.bits_per_byte,
             }
         return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
@@ -92,6 +93,9 @@ def evaluate(
     """
     if text is None and not tasks:
         raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
+    for name, value in (("batch", batch), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name}", got=value, needed="1 or more")
     content = None if text is None else read_text(text)
     harness = _harness() if tasks else None
     tokenizer = load_tokenizer(Path(path))

@@ -47,8 +47,11 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``."""
-        return math.exp(self.loss)
+        """``exp(loss)``; infinite for a model so broken that it is no float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -103,10 +106,14 @@ def measure_perplexity(
     Raises:
         InputError: When the numbers do not fit, or the model answers with NaN.
     """
-    if not 1 <= stride < window:
-        raise InputError("stride of the windows", got=stride, needed=f"1 to {window - 1}, less than the window")
     if len(tokens) < 2:
         raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")
+    if window < 2:
+        raise InputError("tokens of a window", got=window, needed="2 or more")
+    if not 1 <= stride < window:
+        raise InputError("stride of the windows", got=stride, needed=f"1 to {window - 1}, less than the window")
+    if batch < 1:
+        raise InputError("windows at a time", got=batch, needed="1 or more")
     nats, scored = 0.0, 0
     for readings in _batches(list(windows(len(tokens), window, stride)), batch):
         ids = torch.stack([tokens[w.start : w.end] for w in readings])

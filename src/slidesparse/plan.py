@@ -18,6 +18,9 @@ from fractions import Fraction
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import DENSE, Pattern
 
+TIME_LIMIT_S = 60.0
+"""For the solver, which takes milliseconds on the models that we know."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -59,6 +62,20 @@ def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) 
     return out * (Fraction(following * pattern.slid_group) / mma_gain + rest)
 
 
+def least_zeros(pattern: Pattern, columns: int) -> int:
+    """Zeros that a row has at least: two in each group that follows, but the last group's padding is left out first.
+
+    >>> least_zeros(Pattern.parse("4:6"), 320)  # 53 whole groups, and two columns more
+    106
+    """
+    if pattern == DENSE:
+        return 0
+    groups = pattern.groups(columns)
+    padding = groups * pattern.group - columns
+    left_out = pattern.group - pattern.keep
+    return max(pattern.following(groups) * left_out - min(padding, left_out), 0)
+
+
 def modelled_bytes(pattern: Pattern, out: int, columns: int) -> Fraction:
     """Bytes of a weight in 8 bits, in 2:4 form with its metadata."""
     return out * columns * pattern.bytes_per_weight("2:4")
@@ -93,7 +110,7 @@ class Target:
         if self.speedup is not None:
             return float(modelled_cost(pattern, out, columns, mma_gain))
         if self.sparsity is not None:
-            return float(pattern.density * out * columns)
+            return float(out * (columns - least_zeros(pattern, columns)))
         return float(modelled_bytes(pattern, out, columns))
 
     def budget(self, dense: float) -> float:
@@ -114,7 +131,7 @@ class Plan:
         patterns: Linear -> pattern.
         damage: Sum over all sets.
         speedup: Modelled, over dense.
-        sparsity: Share of zeros.
+        sparsity: Share of zeros, at least.
         gigabytes: In 8 bits, 2:4 form.
     """
 
@@ -155,7 +172,24 @@ def choose(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fractio
 
 
 def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """Which choice each set gets."""
+    """Which choice each set gets.
+
+    The solver may stop a millionth of the unit of damage short of the best, and damages of one model differ by more
+    than that. So the unit shrinks to what the last answer costs, until that is not less than the unit; a single choice
+    that costs more cannot be part of the best one.
+    """
+    unit = max(map(max, damages))
+    while True:
+        chosen = _solve_in_units(damages, costs, budget, unit)
+        total = sum(damage[i] for damage, i in zip(damages, chosen, strict=True))
+        if total >= unit or total == 0:
+            return chosen
+        unit = total
+
+
+def _solve_in_units(
+    damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float, unit: float
+) -> list[int]:
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -168,19 +202,23 @@ def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]],
     one_each = lil_array((len(damages), starts[-1]))
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
         one_each[row, begin:end] = 1
-    scale = max(float(flat_damages.max()), 1e-300)  # the solver's tolerances are absolute
+    allowed = flat_damages <= unit
     solution = milp(
-        flat_damages / scale,
+        np.where(allowed, flat_damages, 0.0) / max(unit, 1e-300),
         integrality=np.ones(starts[-1]),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, allowed.astype(float)),
         constraints=[
             LinearConstraint(one_each.tocsr(), 1, 1),
             LinearConstraint(flat_costs[None] / budget, -np.inf, 1 + 1e-9),
         ],
-        options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+        options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT_S},
     )
-    if solution.x is None:
-        raise UnsupportedError("the solver found no plan", got=solution.message)
+    if solution.status != 0:  # an answer that it could not prove to be the best is none
+        raise UnsupportedError(
+            "the solver did not find the best plan",
+            got=solution.message,
+            remedy="offer fewer patterns (--patterns)",
+        )
     return [int(solution.x[begin:end].argmax()) for begin, end in itertools.pairwise(starts)]
 
 
@@ -192,6 +230,6 @@ def _plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) ->
         patterns={name: choice.pattern for one, choice in taken for name in one.names},
         damage=sum(choice.damage for _, choice in taken),
         speedup=float(total / sum(modelled_cost(pattern, *shape, mma_gain) for pattern, shape in weights)),
-        sparsity=float(sum(pattern.sparsity * out * columns for pattern, (out, columns) in weights) / total),
+        sparsity=sum(out * least_zeros(pattern, columns) for pattern, (out, columns) in weights) / total,
         gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
     )

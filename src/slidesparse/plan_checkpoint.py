@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.calibration import Calibration, calibration_windows
+from slidesparse.calibration import Calibration, calibration_windows, digest
 from slidesparse.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.convert import run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError
@@ -86,7 +86,9 @@ def plan_checkpoint(
     """
     out, device = Path(out), torch.device(device)
     if out.exists():
-        raise InputError(f"{out} exists", remedy="remove it or choose another name")
+        raise InputError(
+            f"{out} exists", remedy="remove it, then what was measured serves again; or choose another name"
+        )
     if not out.absolute().parent.is_dir():
         raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
     checkpoint = Checkpoint(source)
@@ -103,7 +105,8 @@ def plan_checkpoint(
     # As a calibrated method sees them, whichever method it is: fused layers share a pattern in any case.
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     sets = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
-    file = _Sensitivities(sensitivity_file(out), _about(checkpoint, options))
+    about = _about(checkpoint, options, windows)
+    file = _Sensitivities(sensitivity_file(out), about)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     total = len(sets) * len(patterns)
     with progress_bar("plan", total, unit="measurements", show=progress) as advance:
@@ -118,7 +121,7 @@ def plan_checkpoint(
     }
     candidates = [PlanSet(names, tuple(shapes[n] for n in names), found) for names, found in options_of.items()]
     plan = choose(candidates, options.target, options.mma_gain)
-    write_json(out, {"version": VERSION, **_about(checkpoint, options), **_described(plan, options)})
+    write_json(out, {"version": VERSION, **about, **_described(plan, options)})
     return plan
 
 
@@ -127,8 +130,21 @@ def sensitivity_file(out: Path) -> Path:
     return out.with_suffix(".sensitivities.jsonl")
 
 
-def read_plan(path: str | Path) -> dict[str, str]:
-    """Linear -> pattern, from a file that ``plan`` wrote.
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan as ``prune`` follows it.
+
+    Attributes:
+        method: The pruning method with which damage was measured.
+        layers: Linear -> pattern.
+    """
+
+    method: str
+    layers: dict[str, str]
+
+
+def read_plan(path: str | Path) -> StoredPlan:
+    """Read a file that ``plan`` wrote.
 
     Raises:
         InputError: When it is no such file.
@@ -137,10 +153,10 @@ def read_plan(path: str | Path) -> dict[str, str]:
         plan = read_json(Path(path))
     except CheckpointError as error:
         raise InputError("plan", got=str(error)) from error
-    layers = plan.get("layers")
-    if plan.get("version") != VERSION or not isinstance(layers, dict) or not layers:
+    method, layers = plan.get("method"), plan.get("layers")
+    if plan.get("version") != VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
         raise InputError(f"{path} is no plan", needed=f"a file of version {VERSION} that slidesparse plan wrote")
-    return {str(name): str(Pattern.parse(text)) for name, text in layers.items()}
+    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
@@ -149,15 +165,16 @@ def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
     return common, {**layers, "re:.*": "dense"}
 
 
-def describe(plan: Plan, out: Path) -> str:
+def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     """For people."""
     counts = Counter(map(str, plan.patterns.values()))
+    text = f" --calibration {options.calibration.file}" if get_pruner(options.method).needs_calibration else ""
     return "\n".join(
         [
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
             f" predicted damage {plan.damage:.4f} nats a token",
-            f"use it with: slidesparse prune SRC DST --plan {out}",
+            f"use it with: slidesparse prune SRC DST --plan {out} --method {options.method}{text} --dtype int8",
         ]
     )
 
@@ -166,14 +183,15 @@ def _with_judged(calibration: Calibration) -> Calibration:
     return Calibration(calibration.file, calibration.samples + JUDGED, calibration.length, calibration.seed)
 
 
-def _about(checkpoint: Checkpoint, options: PlanOptions) -> dict[str, Any]:
+def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
     """What measurements depend on."""
-    paths = [checkpoint.path / name for name in ("config.json", *checkpoint.shards)] + [Path(options.calibration.file)]
+    paths = [checkpoint.path / name for name in ("config.json", *checkpoint.shards)]
     return {
         "model": str(checkpoint.path),
         "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths},
         "method": options.method,
         "calibration": asdict(options.calibration),
+        "windows": digest(windows),
         "ignore": list(options.ignore),
     }
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from slidesparse.calibrated_checkpoint import CalibratedWeights, calibrate
-from slidesparse.calibration import Calibration, calibration_windows
+from slidesparse.calibration import Calibration, calibration_windows, digest
 from slidesparse.checkpoint import INDEX_FILE, SINGLE_FILE, STORED_NAMES, Checkpoint, Stored, TensorWriter, write_json
 from slidesparse.convert import layer_patterns, run_once, sets_to_prune
 from slidesparse.errors import CheckpointError, InputError
@@ -154,7 +154,9 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
-    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint, options.calibration)}
+    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
+    if job.windows is not None:
+        plan["windows"] = digest(job.windows)
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
         job.calibrate(folder / CALIBRATED, torch.device(device), progress)
         with progress_bar("prune", size, show=progress) as advance:
@@ -415,10 +417,7 @@ def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Pa
     return [f for f in others if f not in weights], weights
 
 
-def _fingerprint(checkpoint: Checkpoint, calibration: Calibration | None) -> dict[str, list[int]]:
-    """Size and time of every file that the output depends on."""
-    paths = {name: checkpoint.path / name for name in ("config.json", *checkpoint.shards)}
-    if calibration is not None:
-        paths["calibration"] = Path(calibration.file)
-    stats = {name: path.stat() for name, path in paths.items()}
+def _fingerprint(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size and time of every file of weights, and of the config."""
+    stats = {name: (checkpoint.path / name).stat() for name in ("config.json", *checkpoint.shards)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -30,23 +30,25 @@ class HeldZeros:
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         chosen = find_targets(model).linears if names is None else {name: model.get_submodule(name) for name in names}
-        self.weights: dict[str, nn.Parameter] = {}
-        self.keep: dict[str, torch.Tensor] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.zeros: dict[str, torch.Tensor] = {}
         for name, module in chosen.items():
             weight = module.weight
             if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
                 raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
-            nonzero = is_nonzero(weight.detach())
-            if not bool(nonzero.all()):
-                self.weights[name], self.keep[name] = weight, nonzero
-        if not self.weights:
+            zero = ~is_nonzero(weight.detach())
+            if bool(zero.any()):
+                self.modules[name], self.zeros[name] = module, zero
+        if not self.modules:
             raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Set the held weights back to zero; after each optimiser step."""
-        for name, weight in self.weights.items():
-            weight.mul_(self.keep[name])
+        for name, module in self.modules.items():
+            weight: Any = module.weight  # asked for anew: Trainer moves the model after its callbacks are made
+            self.zeros[name] = self.zeros[name].to(weight.device)
+            weight.masked_fill_(self.zeros[name], 0)
 
     def callback(self) -> Any:
         """A transformers ``TrainerCallback`` that does so after each optimiser step."""
