@@ -149,7 +149,8 @@ def test_choices_are_checked() -> None:
     assert runner.adapt(quick) == quick
     chosen = runner.adapt(quick, patterns=["4:6@50%"], tokens=[64, 64, 7])
     assert (chosen.model_patterns, chosen.tokens) == (("4:6@50%",), (64, 7))
-    for wrong in ({"patterns": ["5:8"]}, {"tokens": [0]}):
+    assert runner.adapt(quick, ["int8", "int8"], patterns=["6:8", "6:8"]).dtypes == ("int8",)
+    for wrong in ({"patterns": ["5:8"]}, {"patterns": ["6:8", "dense"]}, {"tokens": [0]}):
         with pytest.raises(InputError):
             runner.adapt(quick, **wrong)  # type: ignore[arg-type]
     adapted = runner.adapt(quick, ["fp16"], ["BitNet-2B"], 5.0)

@@ -10,7 +10,7 @@ from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
-from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.dense import Dense, _has_kernels
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.gemm.select import NOT_MEASURED
 from slidesparse.gemm.speed import LayerSpeed, Table
@@ -180,4 +180,32 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
         choose(PROBLEM, *arguments)
     assert "dense" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "has"),
+    [
+        (torch.int8, (7, 5), False),
+        (torch.int8, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 6), False),
+        (torch.float8_e4m3fn, (8, 9), True),
+        (torch.float8_e4m3fn, (12, 0), True),
+    ],
+)
+def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
+    dtype: torch.dtype, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert _has_kernels.__wrapped__(dtype, 0) == has
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])
+def test_a_gpu_backend_refuses_activations_on_a_cpu(backend: str) -> None:
+    x = torch.zeros(4, 128, dtype=torch.int8)
+    operand = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.uint8) for _ in range(2))
+    with pytest.raises(
+        InputError, match=f"activations of the {backend} backend; got cpu; needed a CUDA device"
+    ) as error:
+        get_backend(backend).matmul(x, None, operand, None, None, 32, torch.bfloat16)
     assert "\n" not in str(error.value)

@@ -162,6 +162,27 @@ def test_compiled_is_eager(dtype: str, backend: str) -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_lie_as_the_fake_ones_do(backend: str) -> None:
+    # Without scales, bias and a change of type nothing stands behind the product of a padded weight.
+    layer = SlideLinear.from_linear(_pruned_linear("6:8", bias=False), "6:8", "fp32", backend=backend)
+    assert layer(torch.randn(7, K)).stride() == (OUT, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_rounds_nothing(dtype: str, backend: str) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+    x = torch.randn(7, K)
+    wanted = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True)(x)
+    assert torch.equal(got, wanted)
+    assert torch.equal(compiled, wanted)
+
+
 def _arguments(op: str) -> tuple[object, ...]:
     x = torch.randn(5, K)
     values = quantize_weight(_pruned_linear("6:8").weight.detach(), torch.int8)
@@ -318,6 +339,39 @@ def test_activations_that_do_not_fit(dtype: str, x: torch.Tensor) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype)
     with pytest.raises(InputError, match=r"activations of SlideLinear; got .*; needed") as error:
         layer(x)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(OUT, 1), torch.ones(OUT, dtype=torch.int32)])
+def test_a_bias_of_the_call_is_checked(bias: torch.Tensor) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
+    with pytest.raises(InputError, match="bias of SlideLinear") as error:
+        layer(torch.randn(3, K), bias)
+    assert "\n" not in str(error.value)
+
+
+def test_a_strided_bias_of_the_call_reaches_the_operator_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kernels read a bias by its address.
+    layer, wide = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8"), torch.randn(2 * OUT)
+    seen: list[torch.Tensor] = []
+    run = ops.linear
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        seen.append(arguments[3])
+        return run(*arguments)
+
+    monkeypatch.setattr(ops, "linear", watched)
+    layer(torch.randn(3, K), wide[::2])
+    assert seen[0].is_contiguous()
+    assert torch.equal(seen[0], wide[::2])
+
+
+def test_activations_on_another_device_are_refused() -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
+    tensors = [tensor for form in layer.forms for tensor in form.tensors]
+    rest = (layer.weight_scale, None, OUT, layer.weight_dtype, layer._switch)
+    with pytest.raises(InputError, match="on two devices; got meta, cpu") as error:
+        ops._linear(torch.zeros(3, K, device="meta"), tensors, *rest)
     assert "\n" not in str(error.value)
 
 

@@ -148,6 +148,25 @@ def test_records_of_another_gpu_are_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("then", "got"),
+    [
+        ({"torch": "2.12.1"}, "torch 2.12"),
+        ({"vllm": "0.22.1"}, "vLLM 0.22, torch 2.11"),
+        ({"cusparselt": "0.9.1"}, "cuSPARSELt 0.9"),
+    ],
+)
+def test_records_of_other_libraries_are_refused(
+    then: dict[str, str], got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(_ours(_linear(64), 4.0, 3.0, machine=replace(MACHINE, **then))[0].to_line())
+    assert main(["tune", "--from", str(path)]) == 1
+    assert f"records of other libraries; got {got}; needed " in capsys.readouterr().err
+    assert not tuned_path(GPU).exists()
+
+
+@pytest.mark.usefixtures("gpu")
 def test_the_command_searches_then_measures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

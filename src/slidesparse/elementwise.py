@@ -26,9 +26,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add first, then :func:`rms_norm` of the sum: returns it, and the sum in x's type, the residual from here on."""
+    """Add first, then :func:`rms_norm` of the sum: returns it, and the sum in x's type, the residual from here on.
+
+    The residual is contiguous, whatever the strides of the inputs.
+    """
     total = x.to(torch.float32) + residual.to(torch.float32)
-    return rms_norm(total, weight, eps), total.to(x.dtype)
+    return rms_norm(total, weight, eps), total.to(x.dtype).contiguous()
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

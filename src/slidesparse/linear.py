@@ -175,7 +175,8 @@ class SlideLinear(nn.Module):
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
         tensors = [tensor for form in self.forms for tensor in form.tensors]
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
-        scales = (self._buffers["weight_scale"], self._buffers["bias"] if bias is None else bias)
+        own = self._buffers["bias"]
+        scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.out_features, self.weight_dtype, self._switch)
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)

@@ -31,9 +31,21 @@ def _no_backward(*_: Any) -> None:
     raise UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
 
 
+def _without_autocast(name: str, device: str) -> Callable[..., Any]:
+    """The operator under ``torch.autocast``, which would round the products inside it to 16 bits."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return getattr(torch.ops.slidesparse, name)(*arguments, **options)
+
+    return run
+
+
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(name, _without_autocast(name, device), key)
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
     torch.library.register_autograd(f"slidesparse::{name}", _no_backward, lib=_LIBRARY)
 
@@ -252,6 +264,13 @@ def _multiplied(
     """The product of the form that runs so many tokens, and the new residual."""
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
+    if column_map.device != x.device:  # kernels read by address
+        raise InputError(
+            "activations and weight on two devices",
+            got=f"{x.device}, {column_map.device}",
+            needed="one device",
+            remedy="move the activations; build the layer on the device on which it runs",
+        )
     pairs = moved if len(moved) else None
     lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total

@@ -41,7 +41,8 @@ class KernelPacker:
         """See :class:`slidesparse.packed.Packer`."""
         from slidesparse.kernels.pack import following_groups
 
-        return following_groups(_dense_rows(weight), pattern, k_offset=k_offset, name=name)
+        with torch.cuda.device_of(weight):  # Triton launches on the current device
+            return following_groups(_dense_rows(weight), pattern, k_offset=k_offset, name=name)
 
     def compress(
         self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
@@ -49,7 +50,8 @@ class KernelPacker:
         """See :class:`slidesparse.packed.Packer`."""
         from slidesparse.kernels.pack import compress
 
-        values, code, _ = compress(_dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
+        with torch.cuda.device_of(weight):
+            values, code, _ = compress(_dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
         return values, code
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from slidesparse.errors import InputError, PatternViolation
+from slidesparse.kernels import pack as kernels
 from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress, following_groups
 from slidesparse.packed import pack
 from slidesparse.packing import KernelPacker
@@ -207,3 +211,23 @@ def test_errors_are_those_of_the_definition(device: str, case: str) -> None:
         pack(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
     assert type(got.value) is type(wanted.value)
     assert str(got.value) == str(wanted.value)
+
+
+def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Triton launches on the current device, whatever the device of the tensors.
+    inside: list[torch.Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        inside.append(tensor)
+        yield
+        inside.remove(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("compress", "following_groups"):
+        run = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
+    weight = sparse("6:8", 64, torch.int8).to(device)
+    packed = pack(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
+    assert torch.equal(packed.unpack(), weight)
+    assert not inside

@@ -70,6 +70,23 @@ def test_without_scales(missing: str, device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["token scales", "channel scales", "bias"])
+@pytest.mark.parametrize("fault", ["short", "strided", "elsewhere"])
+def test_vectors_that_do_not_fit_are_refused(name: str, fault: str, device: str) -> None:
+    lengths = {"token scales": 4, "channel scales": 32, "bias": 32}
+    given = {known: torch.ones(length, device=device) for known, length in lengths.items()}
+    wrong = {
+        "short": given[name][1:],
+        "strided": torch.ones(2 * lengths[name], device=device)[::2],
+        "elsewhere": given[name].to("cpu" if device == "cuda" else "meta"),
+    }
+    given[name] = wrong[fault]
+    acc = torch.zeros(4, 32, dtype=torch.int32, device=device)
+    with pytest.raises(InputError, match=f"{name} for accumulators") as error:
+        scale_rows(acc, None, *given.values(), 4, 32, torch.float32)
+    assert "\n" not in str(error.value)
+
+
 def test_accumulators_must_match(device: str) -> None:
     acc = torch.zeros(4, 32, dtype=torch.int32, device=device)
     with pytest.raises(InputError, match="second accumulator"):

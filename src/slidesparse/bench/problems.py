@@ -107,7 +107,7 @@ def ideal_speedup(variant: str) -> float | None:
 
 
 def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names that a user picked, or the profile's own.
+    """The names that a user picked, each once, or the profile's own.
 
     Raises:
         InputError: An unknown name.
@@ -116,7 +116,7 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
     for name in names or ():
         if name not in known:
             raise InputError(f"unknown {what}", got=repr(name), needed=", ".join(known))
-    return tuple(names or default)
+    return tuple(dict.fromkeys(names or default))
 
 
 def cases(benchmark: str, profile: Profile) -> list[Case]:

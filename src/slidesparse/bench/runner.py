@@ -16,7 +16,7 @@ from slidesparse.bench.problems import Profile
 from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.records import ALL, SQUARE, Case, Record, open_records
 
@@ -96,17 +96,21 @@ def adapt(
     """A profile with a user's choices; patterns and tokens are those of model shapes.
 
     Raises:
-        InputError: An unknown name, a pattern that is none, a number of tokens below 1, or a budget that is none.
+        InputError: An unknown name, a pattern that is none or slides nothing, a number of tokens below 1, or a budget
+            that is none.
     """
     if any(m < 1 for m in tokens or ()):
         raise InputError("tokens", got=min(tokens or ()), needed="at least 1")
+    chosen = tuple(dict.fromkeys(str(Pattern.parse(p)) for p in patterns or ()))
+    if str(DENSE) in chosen:  # its times would pass for those of the dense baseline
+        raise InputError("a pattern to measure", got=str(DENSE), needed="one that slides something")
     if budget_s is not None and not budget_s > 0:
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
         dtypes=problems.select(dtypes, problems.DTYPES, profile.dtypes, "dtype"),
         models=problems.select(models, problems.MODELS, profile.models, "model"),
-        model_patterns=tuple(str(Pattern.parse(p)) for p in patterns or ()) or profile.model_patterns,
+        model_patterns=chosen or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
         backends=problems.select(backends, BACKENDS, profile.backends, "backend"),
         budget_s=profile.budget_s if budget_s is None else budget_s,

@@ -8,9 +8,10 @@ from slidesparse.bench.comparison import Refusal, Session, compare
 from slidesparse.bench.linear import layer_subject
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.gemm.base import release
 from slidesparse.gemm.speed import LayerSpeed, key
 from slidesparse.pattern import Pattern
-from slidesparse.records import DENSE, Case, Record
+from slidesparse.records import DENSE, Case, Machine, Record
 
 Sizes = tuple[str, int, int]
 
@@ -38,6 +39,17 @@ def libraries() -> dict[str, str]:
                 found[name] = backend.library()
             except UnsupportedError:
                 continue  # it is missing here
+    return found
+
+
+def libraries_of(machine: Machine) -> dict[str, str]:
+    """What :func:`libraries` said where records were made, as far as they tell."""
+    dense = release("torch", machine.torch)
+    if machine.vllm is not None:
+        dense = f"{release('vLLM', machine.vllm)}, {dense}"
+    found = {DENSE: dense}
+    if machine.cusparselt is not None:
+        found["cusparselt"] = release("cuSPARSELt", machine.cusparselt)
     return found
 
 

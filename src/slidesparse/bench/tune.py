@@ -116,7 +116,7 @@ def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
     """The layer times of records that ``slidesparse bench linear`` made on this GPU.
 
     Raises:
-        InputError: They are of another GPU, or hold no such times.
+        InputError: They are of another GPU or of other libraries, or hold no such times.
         UnsupportedError: There is no CUDA device.
     """
     environment.require_cuda("tune")
@@ -125,6 +125,17 @@ def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
     strangers = {record.machine.gpu for record in records} - {here}
     if strangers:
         raise InputError("records of another GPU", got=", ".join(sorted(strangers)), needed=here)
+    now = speed.libraries()
+    for machine in {record.machine for record in records}:
+        then = speed.libraries_of(machine)
+        other = [name for name in then if name in now and then[name] != now[name]]
+        if other:  # filed under the libraries of today, their times would count for those
+            raise InputError(
+                "records of other libraries",
+                got="; ".join(then[name] for name in other),
+                needed="; ".join(now[name] for name in other),
+                remedy="measure again: slidesparse bench linear",
+            )
     return speed.layer_speeds(records)
 
 

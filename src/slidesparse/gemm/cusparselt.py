@@ -402,9 +402,16 @@ class CuSparseLt:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
+        device = x.get_device()
+        if device < 0:
+            raise InputError(
+                f"activations of the {self.name} backend",
+                got=x.device,
+                needed="a CUDA device",
+                remedy="build the layer on the device on which it runs",
+            )
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        device = x.get_device()
         if device == torch.cuda.current_device():
             return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         with torch.cuda.device(device):

@@ -9,8 +9,8 @@ What runs where sparsity does not pay, so on a GPU it is the best dense GEMM at 
 * BF16, FP16 and FP32: torch's own.
 
 FP8 kernels that write bf16 sum in the Tensor Core's own accumulator (``use_fast_accum``, as vLLM's do): about 13 bits
-of each addition survive on Hopper. On a CPU, and for outputs that no kernel writes, the reference product runs: exact
-for INT8, to float32 summation order for the others.
+of each addition survive on Hopper. On a CPU, on a GPU without kernels for the type, and for outputs that no kernel
+writes, the reference product runs: exact for INT8, to float32 summation order for the others.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Dense(Reference):
         """See :class:`slidesparse.gemm.base.Backend`."""
         weight = operand[0]
         if x.device.type == "cuda" and x.shape[0]:
-            if x.dtype in QUANTISED:
+            if x.dtype in QUANTISED and _has_kernels(x.dtype, x.get_device()):
                 return _quantised(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
             if x.dtype == out_dtype and scale_x is None and scale_w is None:
                 return F.linear(x, weight[:out_features], None if bias is None else bias.to(x.dtype))
@@ -127,6 +127,12 @@ def _quantised(
     from slidesparse.kernels.scale import scale_rows
 
     return scale_rows(acc, None, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+
+
+@lru_cache(maxsize=64)
+def _has_kernels(dtype: torch.dtype, device: int) -> bool:
+    """FP8 products begin with compute capability 8.9, and Triton, which applies scales, with 8.0."""
+    return torch.cuda.get_device_capability(device) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
 @lru_cache(maxsize=64)

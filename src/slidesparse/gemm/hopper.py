@@ -69,8 +69,15 @@ class Hopper:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
-        sparse, dense = operand
-        device, tokens = x.get_device(), x.shape[0]
+        device = x.get_device()
+        if device < 0:
+            raise InputError(
+                f"activations of the {self.name} backend",
+                got=x.device,
+                needed="a CUDA device",
+                remedy="build the layer on the device on which it runs",
+            )
+        tokens, (sparse, dense) = x.shape[0], operand
         sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
         if out_dtype not in OUTPUTS:
             raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")

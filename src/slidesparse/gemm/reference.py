@@ -50,7 +50,7 @@ def apply_scales(
         y = scale_x * y
     elif bias is not None:
         y = y + bias.to(torch.float32)
-    return y.to(out_dtype)
+    return y.to(out_dtype).contiguous()
 
 
 class Reference:

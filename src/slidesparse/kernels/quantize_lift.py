@@ -75,8 +75,10 @@ def quantize_lift(
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
     _check(x, columns, first, weight, residual)
+    pairs = _check_pairs(columns, columns.pairs if pairs is None else pairs)
+    _check_devices(x, pairs, weight, residual)
     call = _call(columns.without_pairs, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
-    return call(x, columns.pairs if pairs is None else pairs, weight, residual, eps)
+    return call(x, pairs, weight, residual, eps)
 
 
 def _check(
@@ -99,6 +101,26 @@ def _check(
     ):
         got = "none" if residual is None else f"{list(residual.shape)} {residual.dtype}, strides {residual.stride()}"
         raise InputError("residual", got=got, needed=f"{list(x.shape)} {x.dtype}, columns contiguous")
+
+
+def _check_pairs(columns: Columns, pairs: torch.Tensor | None) -> torch.Tensor | None:
+    """The index of pairs of an order that has one: a launch takes its type for granted."""
+    if not columns.gathered:
+        return None
+    needed = torch.int16 if columns.columns < 2**15 else torch.int32
+    right = pairs is not None and pairs.shape == (columns.width // 2,) and pairs.dtype == needed
+    if pairs is None or not right or not pairs.is_contiguous():
+        got = "none" if pairs is None else f"{list(pairs.shape)} {pairs.dtype}, strides {pairs.stride()}"
+        raise InputError("index of pairs", got=got, needed=f"[{columns.width // 2}] {needed}, contiguous")
+    return pairs
+
+
+def _check_devices(x: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """A launch passes addresses, which mean nothing on another device."""
+    device = x.device
+    for other in others:
+        if other is not None and other.device != device:
+            raise InputError("tensors to quantise and lift", got=f"{x.device}, {other.device}", needed="one device")
 
 
 # -- one call ------------------------------------------------------------------------------------------------------

@@ -84,13 +84,17 @@ def scale_rows(
         [M, out] in ``out_dtype``.
 
     Raises:
-        InputError: When the second accumulator does not match the first.
+        InputError: When the second accumulator does not match the first, or a vector is not as long as it should be,
+            strided, or elsewhere.
     """
     if more is not None and (more.dtype, more.stride()) != (acc.dtype, acc.stride()):
         raise InputError(
             "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
         )
     index = acc.get_device()
+    _check_vector("token scales", scale_x, tokens, acc.device)
+    _check_vector("channel scales", scale_w, out_features, acc.device)
+    _check_vector("bias", bias, out_features, acc.device)
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
@@ -111,6 +115,17 @@ def scale_rows(
     else:
         launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
     return y
+
+
+def _check_vector(name: str, vector: torch.Tensor | None, length: int, device: torch.device) -> None:
+    """The kernel reads it by its address: a wrong one would be read out of bounds, or give another's numbers."""
+    if vector is None or (vector.numel() == length and vector.is_contiguous() and vector.device == device):
+        return
+    raise InputError(
+        f"{name} for accumulators",
+        got=f"{list(vector.shape)} on {vector.device}, strides {vector.stride()}",
+        needed=f"{length} contiguous numbers where the accumulators are",
+    )
 
 
 @lru_cache(maxsize=256)
