@@ -82,6 +82,16 @@ def test_a_driver_older_than_the_compiler(
     assert why is None if says is None else why is not None and why.startswith(says)
 
 
+def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    assert _why_not() == "the CUDA driver cannot be loaded; install the NVIDIA driver"
+    monkeypatch.undo()
+
+
 def test_a_failed_launch_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="cuLaunchKernel failed; got CUDA_ERROR_ILLEGAL_ADDRESS; run with"):
         hopper_launch._check(_Status(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "cuLaunchKernel")

@@ -96,7 +96,11 @@ def driver_version() -> int:
     Raises:
         UnsupportedError: There are no bindings, or no driver.
     """
-    status, version = _driver().cuDriverGetVersion()
+    driver = _driver()
+    try:
+        status, version = driver.cuDriverGetVersion()
+    except RuntimeError:
+        raise UnsupportedError("the CUDA driver cannot be loaded", remedy="install the NVIDIA driver") from None
     _check(status, "cuDriverGetVersion")
     return int(version) // 1000
 
