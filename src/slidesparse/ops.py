@@ -21,6 +21,7 @@ from slidesparse.kernels.columns import Columns
 from slidesparse.kernels.plan import First
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
+from slidesparse.support import dense_rows
 
 KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -91,13 +92,13 @@ def _lifted(
     kernel = _kernel(x.device, x.dtype, dtype) if order else None
     if kernel is not None:
         lifted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = kernel(
-            _dense_rows(x),
+            dense_rows(x),
             _columns(tuple(order)),
             dtype,
             first,
             pairs=pairs,
             weight=weight,
-            residual=None if residual is None else _dense_rows(residual),
+            residual=None if residual is None else dense_rows(residual),
             eps=eps,
             slabs=layout.slabs,
             rows=layout.rows(x.shape[0]) if layout.slabs is None else None,
@@ -115,11 +116,6 @@ def _lifted(
         return _for_backend(gather(x, column_map), layout), None, total
     values, scale = quantize_rows(x, dtype)
     return _for_backend(gather(values, column_map), layout), scale, total
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with contiguous columns, as the kernels read it; rows may lie anywhere."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from slidesparse import packed
 from slidesparse.packed import PackedWeight, Packer
 from slidesparse.pattern import Pattern
+from slidesparse.support import dense_rows
 
 
 def pack(
@@ -42,7 +43,7 @@ class KernelPacker:
         from slidesparse.kernels.pack import following_groups
 
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            return following_groups(_dense_rows(weight), pattern, k_offset=k_offset, name=name)
+            return following_groups(dense_rows(weight), pattern, k_offset=k_offset, name=name)
 
     def compress(
         self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
@@ -51,10 +52,5 @@ class KernelPacker:
         from slidesparse.kernels.pack import compress
 
         with torch.cuda.device_of(weight):
-            values, code, _ = compress(_dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
+            values, code, _ = compress(dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
         return values, code
-
-
-def _dense_rows(weight: torch.Tensor) -> torch.Tensor:
-    """With contiguous columns, as the kernels read a weight; rows may lie anywhere."""
-    return weight if weight.stride(1) == 1 else weight.contiguous()

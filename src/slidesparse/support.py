@@ -32,6 +32,11 @@ def as_bits(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(INT_VIEW[weight.dtype])
 
 
+def dense_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with contiguous columns, as the kernels read one; rows may lie anywhere."""
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
 def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
     """bool, like ``weight``: True where a value is neither +0 nor -0."""
     if weight.dtype == torch.int8:
@@ -67,6 +72,37 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
     bad = wide.numel() - int(torch.isfinite(wide).sum())
     if bad:
         raise InputError(f"{name} holds NaN or Inf", got=f"{bad} such values", needed="finite weights")
+
+
+def check_vector(
+    name: str,
+    vector: torch.Tensor | None,
+    length: int,
+    device: torch.device,
+    types: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """Refuse a vector that a kernel would read by its address: out of bounds, another's numbers, or as another type.
+
+    Args:
+        name: Of what and for whom: ``token scales for accumulators``.
+        vector: Any shape; None passes.
+        length: Its numbers.
+        device: Where it must be.
+        types: What it may hold; None: anything.
+
+    Raises:
+        InputError: It is strided, elsewhere, of another length or of another type.
+    """
+    if vector is None:
+        return
+    right = vector.numel() == length and vector.is_contiguous() and vector.device == device
+    if not right or (types is not None and vector.dtype not in types):
+        kind = "" if types is None else f" {' or '.join(map(str, types))}"
+        raise InputError(
+            name,
+            got=f"{list(vector.shape)} {vector.dtype} on {vector.device}, strides {vector.stride()}",
+            needed=f"{length}{kind} numbers on {device}, contiguous",
+        )
 
 
 def check_k_offset(pattern: Pattern, k_offset: int) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.cusparselt_api import CUDA_TYPES
 from slidesparse.gemm.race import copies_to_rotate, race
 from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
@@ -49,14 +50,6 @@ CLUSTERS = range(2, 15)
 """cublasLtClusterShape_t: 1x1, 2x1, 4x1, 1x2, ... 2x8."""
 MOST_TILES = 1024
 
-CUDA_TYPES = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.int8: 3,
-    torch.int32: 10,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-}
 COMPUTE_32F, COMPUTE_32I = 68, 72
 
 

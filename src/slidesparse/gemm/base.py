@@ -113,6 +113,23 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
 
 
+def gpu_of(x: torch.Tensor, backend: str) -> int:
+    """The GPU on which activations are.
+
+    Raises:
+        InputError: They are on none; the layer was moved since it was built.
+    """
+    device = x.get_device()
+    if device < 0:
+        raise InputError(
+            f"activations of the {backend} backend",
+            got=x.device,
+            needed="a CUDA device",
+            remedy="build the layer on the device on which it runs",
+        )
+    return device
+
+
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Activations [M, K'] as [rows, K'], rows >= M; those past M hold anything.
 

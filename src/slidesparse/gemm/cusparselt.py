@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
-from slidesparse.gemm.base import Layout, Operand, Problem, release, with_rows
+from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
 from slidesparse.kernels.launcher import current_stream
 from slidesparse.packed import PackedWeight
@@ -402,14 +402,7 @@ class CuSparseLt:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
-        device = x.get_device()
-        if device < 0:
-            raise InputError(
-                f"activations of the {self.name} backend",
-                got=x.device,
-                needed="a CUDA device",
-                remedy="build the layer on the device on which it runs",
-            )
+        device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
         if device == torch.cuda.current_device():

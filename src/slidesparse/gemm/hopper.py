@@ -10,15 +10,16 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, Operand, Problem, slab_view
+from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, slab_view
 from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
 from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, driver_version, load
-from slidesparse.gemm.hopper_layout import SLAB_BYTES, TILE_ROWS, dense_steps, sparse_steps, step_bytes
+from slidesparse.gemm.hopper_layout import TILE_ROWS, dense_steps, sparse_steps, step_bytes
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
-from slidesparse.kernels.columns import Slabs
+from slidesparse.kernels.columns import SLAB_BYTES, Slabs
 from slidesparse.kernels.launcher import current_stream
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
+from slidesparse.support import check_vector
 
 SLABS = Slabs(rows=192, swizzle=True)
 
@@ -69,14 +70,10 @@ class Hopper:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
-        device = x.get_device()
-        if device < 0:
-            raise InputError(
-                f"activations of the {self.name} backend",
-                got=x.device,
-                needed="a CUDA device",
-                remedy="build the layer on the device on which it runs",
-            )
+        device = gpu_of(x, self.name)
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens, (sparse, dense) = x.shape[0], operand
         sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
         if out_dtype not in OUTPUTS:
@@ -89,12 +86,9 @@ class Hopper:
                 needed=f"{columns} columns, at most {TILE_ROWS * sparse.shape[0]} outputs, as the weight was prepared",
                 remedy="quantise and lift with this weight's own columns",
             )
-        _check_vector("token scales", scale_x, tokens, (torch.float32,), device)
-        _check_vector("channel scales", scale_w, out_features, (torch.float32,), device)
-        _check_vector("bias", bias, out_features, tuple(BIAS_TYPES), device)
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+        check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
+        check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
+        check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
         y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
         if y.numel() == 0:
             return y
@@ -115,21 +109,5 @@ class Hopper:
             0 if bias is None else BIAS_TYPES[bias.dtype],
             GROUP,
         )
-        tiles = -(-tokens // tile.tokens) * -(-out_features // tile.channels)
-        kernel.launch(arguments, tiles, current_stream(device))
+        kernel.launch(arguments, tile.count(tokens, out_features), current_stream(device))
         return y
-
-
-def _check_vector(
-    name: str, vector: torch.Tensor | None, length: int, types: tuple[torch.dtype, ...], device: int
-) -> None:
-    """The kernel reads it by its address: a wrong one would be read out of bounds, or as another type."""
-    if vector is None:
-        return
-    right = vector.numel() == length and vector.dtype in types and vector.is_contiguous()
-    if not right or vector.get_device() != device:
-        raise InputError(
-            f"{name} for the Hopper kernel",
-            got=f"{list(vector.shape)} {vector.dtype} on {vector.device}, strides {vector.stride()}",
-            needed=f"{length} of {' or '.join(map(str, types))} on cuda:{device}, contiguous",
-        )

@@ -17,6 +17,8 @@ import torch
 
 from slidesparse.cache import cache_folder, replace_file
 from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.hopper_layout import step_bytes
+from slidesparse.kernels.columns import SLAB_BYTES
 
 SOURCE = Path(__file__).parent / "csrc" / "sparse_gemm.cu"
 ARCH = "sm_90a"
@@ -59,10 +61,14 @@ class Tile:
         """Threads of a block: the consumers and a warpgroup in which one thread produces."""
         return 128 * (self.warpgroups + 1)
 
+    def count(self, tokens: int, channels: int) -> int:
+        """Tiles of a product [tokens, channels]."""
+        return -(-tokens // self.tokens) * -(-channels // self.channels)
+
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, as the source lays it out."""
         blocks = self.warpgroups * self.row_blocks
-        stage = self.tokens * 128 + blocks * (4096 + 1024 // itemsize)
+        stage = self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)
         channels = self.row_blocks * 64
         piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2
         factors = (self.tokens + 2 * channels) * 4

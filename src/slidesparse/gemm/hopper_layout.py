@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from slidesparse.kernels.columns import CHUNK_BYTES, SLAB_BYTES, swizzled
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.slide import metadata
 from slidesparse.support import as_bits
@@ -24,8 +25,6 @@ ROWS = 64
 BLOCKS = 4
 TILE_ROWS = ROWS * BLOCKS
 STEP_BYTES = 64
-SLAB_BYTES = 128
-CHUNK_BYTES = 16
 ZERO_NIBBLE = 0x4
 """Metadata of a window whose two values are padding: indices 0 and 1."""
 
@@ -77,10 +76,7 @@ def _row_steps(values: torch.Tensor) -> torch.Tensor:
     data = as_bits(values).contiguous().view(torch.uint8)
     data = F.pad(data, (0, -data.shape[1] % STEP_BYTES, 0, -data.shape[0] % TILE_ROWS))
     chunks = data.view(-1, ROWS, data.shape[1] // STEP_BYTES, STEP_BYTES // CHUNK_BYTES, CHUNK_BYTES).transpose(1, 2)
-    chunk, row = torch.arange(4, device=data.device), torch.arange(ROWS, device=data.device)
-    # An exclusive or is its own inverse: chunk c comes from where chunk c went.
-    source = (chunk ^ (row // 2 % 4).unsqueeze(1))[None, None, :, :, None].expand_as(chunks)
-    return chunks.gather(3, source).flatten(2)
+    return swizzled(chunks, torch.arange(ROWS, device=data.device) // 2 % 4).flatten(2)
 
 
 def _metadata_words(nibbles: torch.Tensor, windows: int) -> torch.Tensor:

@@ -57,8 +57,9 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int)
     """
 
     def cycles(tile: Tile) -> int:
-        tiles = -(-tokens // tile.tokens) * -(-channels // tile.channels)
         cost = TILES[tile]
-        return -(-tiles // MULTIPROCESSORS) * (cost.step * (sparse_slabs + 2 * dense_slabs) + cost.tile)
+        return -(-tile.count(tokens, channels) // MULTIPROCESSORS) * (
+            cost.step * (sparse_slabs + 2 * dense_slabs) + cost.tile
+        )
 
     return min(TILES, key=cycles)

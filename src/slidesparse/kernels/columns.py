@@ -144,10 +144,7 @@ class Slabs:
         padded = torch.nn.functional.pad(as_bits(values), (0, 0, 0, tiles * rows - tokens))
         chunks = padded.view(tiles, rows, slabs, slab // chunk, chunk).transpose(1, 2)
         if self.swizzle:
-            at, row = torch.arange(slab // chunk, device=values.device), torch.arange(rows, device=values.device)
-            # An exclusive or is its own inverse: chunk c comes from where chunk c went.
-            source = (at ^ row.unsqueeze(1) % 8)[None, None, :, :, None].expand_as(chunks)
-            chunks = chunks.gather(3, source)
+            chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
         return chunks.reshape(tiles, slabs, rows, slab).view(values.dtype)
 
 
@@ -156,6 +153,19 @@ def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
     first, second = column_map[::2], column_map[1::2]
     pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
     return pairs.to(torch.int16 if columns < 2**15 else torch.int32)
+
+
+def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
+
+    Args:
+        chunks: [tiles, steps, rows, chunks, elements].
+        key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
+            rows of 64.
+    """
+    chunk = torch.arange(chunks.shape[3], device=chunks.device)
+    # An exclusive or is its own inverse: chunk c comes from where chunk c went.
+    return chunks.gather(3, (chunk ^ key.unsqueeze(1))[None, None, :, :, None].expand_as(chunks))
 
 
 def _padded(columns: int, multiple: int) -> int:

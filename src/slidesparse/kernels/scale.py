@@ -21,6 +21,7 @@ import triton.language as tl
 
 from slidesparse.errors import InputError
 from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
+from slidesparse.support import check_vector
 
 ROWS = 4
 COLUMNS = 1024
@@ -92,9 +93,9 @@ def scale_rows(
             "second accumulator", got=f"{more.dtype} {more.stride()}", needed=f"{acc.dtype} {acc.stride()}"
         )
     index = acc.get_device()
-    _check_vector("token scales", scale_x, tokens, acc.device)
-    _check_vector("channel scales", scale_w, out_features, acc.device)
-    _check_vector("bias", bias, out_features, acc.device)
+    check_vector("token scales for accumulators", scale_x, tokens, acc.device)
+    check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
+    check_vector("bias for accumulators", bias, out_features, acc.device)
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
@@ -115,17 +116,6 @@ def scale_rows(
     else:
         launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
     return y
-
-
-def _check_vector(name: str, vector: torch.Tensor | None, length: int, device: torch.device) -> None:
-    """The kernel reads it by its address: a wrong one would be read out of bounds, or give another's numbers."""
-    if vector is None or (vector.numel() == length and vector.is_contiguous() and vector.device == device):
-        return
-    raise InputError(
-        f"{name} for accumulators",
-        got=f"{list(vector.shape)} on {vector.device}, strides {vector.stride()}",
-        needed=f"{length} contiguous numbers where the accumulators are",
-    )
 
 
 @lru_cache(maxsize=256)
