@@ -2,7 +2,8 @@
 
     python compile_kernels.py 90
 
-Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), and the widths of its global accesses.
+Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, and
+how many shuffles it has.
 Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
 """
 
@@ -81,7 +82,8 @@ def resources(cubin: bytes) -> dict[str, object]:
 
 
 def accesses(ptx: str) -> dict[str, object]:
-    return {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
+    widths = {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
+    return {**widths, "shuffles": ptx.count("shfl.sync")}
 
 
 def order(pattern: str, columns: int, multiple: int) -> Columns:
@@ -95,6 +97,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Pattern, K, source, target, first, slabs."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
+    cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6@50%")]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
     cases += [(p, 18944, BF16, types[-1], first, None) for p in ("6:8", "4:6@50%") for first in ("none", "silu_mul")]
     cases += [("6:8", 40960, BF16, types[-1], first, None) for first in ("none", "silu_mul")]  # too long to be held
