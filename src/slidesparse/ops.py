@@ -28,8 +28,44 @@ KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
-def _no_backward(*_: Any) -> None:
-    raise UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+class _NoBackward(torch.autograd.Function):
+    """An operator where a gradient is wanted: what it gives is part of the graph, and the way back an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, below: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(below, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            "slidesparse layers are for inference", remedy="train the dense model, with its zeros held"
+        )
+
+
+@lru_cache(maxsize=256)
+def _is_eager(keys: int) -> bool:
+    """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the autograd keys, which every call outside inference mode meets.
+
+    ``torch.library.register_autograd`` makes one that goes through the dispatcher, and converts all arguments, a
+    second time: 8 us. Where nothing else would happen there, this one is a call of the kernel.
+    """
+    operator = getattr(torch.ops.slidesparse, name).default
+
+    def run(keys: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            return _NoBackward.apply(operator, keys & torch._C._after_autograd_keyset, *arguments)
+        if _is_eager(keys.raw_repr()):
+            return kernel(*arguments)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    return run
 
 
 def _without_autocast(name: str, device: str) -> Callable[..., Any]:
@@ -48,7 +84,7 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _LIBRARY.impl(name, _without_autocast(name, device), key)
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"slidesparse::{name}", _no_backward, lib=_LIBRARY)
+    _LIBRARY.impl(name, _under_autograd(name, kernel), "Autograd", with_keyset=True)
 
 
 def _check_finite(x: torch.Tensor) -> None:
