@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, with_rows
+from slidesparse.gemm.base import Backend, Layout, with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
@@ -93,22 +93,30 @@ def _check_finite(x: torch.Tensor) -> None:
         raise InputError("activations hold NaN or Inf", needed="finite activations")
 
 
-@lru_cache(maxsize=4096)
-def _columns(order: tuple[int, ...]) -> Columns:
-    return Columns(*order)  # type: ignore[arg-type] # mypy does not count them
+@lru_cache(maxsize=1 << 16)
+def _kernel_call(
+    backend: Backend,
+    first: First,
+    tokens: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    device: torch.device,
+    order: tuple[int, ...],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None:
+    """:class:`slidesparse.kernels.quantize_lift.Call`, or None where the torch definition must do.
 
-
-@lru_cache(maxsize=64)
-def _kernel(device: torch.device, source: torch.dtype, target: torch.dtype) -> Callable[..., Any] | None:
-    """:func:`slidesparse.kernels.quantize_lift.quantize_lift`, or None where the torch definition must do."""
+    One look-up a call: a model has few linears, and a server many numbers of tokens.
+    """
     needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+    if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
         return None
     if torch.cuda.get_device_capability(device) < needed:
         return None
-    from slidesparse.kernels.quantize_lift import quantize_lift
+    from slidesparse.kernels.quantize_lift import Call
 
-    return quantize_lift
+    columns = Columns(*order)  # type: ignore[arg-type] # mypy does not count them
+    slabs, rows = backend.layout.slabs, backend.layout.rows(tokens)
+    return Call(columns, source, target, first, tokens, device, slabs, rows if slabs is None else None)
 
 
 def _lifted(
@@ -116,30 +124,17 @@ def _lifted(
     x: torch.Tensor,
     column_map: torch.Tensor,
     dtype: torch.dtype,
-    backend: str,
+    backend: Backend,
     pairs: torch.Tensor | None,
-    order: Sequence[int],
+    order: tuple[int, ...],
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Lifted values in the layout of a backend, their scale, and the new residual, of all operators but ``gemm``."""
-    layout = get_backend(backend).layout
-    kernel = _kernel(x.device, x.dtype, dtype) if order else None
-    if kernel is not None:
-        lifted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = kernel(
-            dense_rows(x),
-            _columns(tuple(order)),
-            dtype,
-            first,
-            pairs=pairs,
-            weight=weight,
-            residual=None if residual is None else dense_rows(residual),
-            eps=eps,
-            slabs=layout.slabs,
-            rows=layout.rows(x.shape[0]) if layout.slabs is None else None,
-        )
-        return lifted
+    call = _kernel_call(backend, first, x.shape[0], x.dtype, dtype, x.device, order)
+    if call is not None:
+        return call(dense_rows(x), pairs, weight, None if residual is None else dense_rows(residual), eps)
     total = None
     if first == "silu_mul":
         x = silu_mul(x)
@@ -149,9 +144,9 @@ def _lifted(
         x, total = add_rms_norm(x, residual, weight, eps)
     _check_finite(x)
     if dtype == x.dtype:
-        return _for_backend(gather(x, column_map), layout), None, total
+        return _for_backend(gather(x, column_map), backend.layout), None, total
     values, scale = quantize_rows(x, dtype)
-    return _for_backend(gather(values, column_map), layout), scale, total
+    return _for_backend(gather(values, column_map), backend.layout), scale, total
 
 
 def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -173,7 +168,7 @@ def _quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("none", x, column_map, dtype, get_backend(backend), pairs, tuple(order))[:2]
 
 
 def _quantize_lift_fake(
@@ -190,7 +185,7 @@ def _lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    return _lifted("none", x, column_map, x.dtype, backend, pairs, order)[0]
+    return _lifted("none", x, column_map, x.dtype, get_backend(backend), pairs, tuple(order))[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -207,7 +202,7 @@ def _rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, weight, eps=eps)[:2]
+    return _lifted("rms_norm", x, column_map, dtype, get_backend(backend), pairs, tuple(order), weight, eps=eps)[:2]
 
 
 def _rms_norm_quantize_lift_fake(
@@ -227,7 +222,9 @@ def _add_rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, weight, residual, eps)
+    return _lifted(
+        "add_rms_norm", x, column_map, dtype, get_backend(backend), pairs, tuple(order), weight, residual, eps
+    )
 
 
 def _add_rms_norm_quantize_lift_fake(
@@ -250,7 +247,7 @@ def _silu_mul_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("silu_mul", x, column_map, dtype, get_backend(backend), pairs, tuple(order))[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
@@ -304,7 +301,8 @@ def _multiplied(
             remedy="move the activations; build the layer on the device on which it runs",
         )
     pairs = moved if len(moved) else None
-    lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
+    backend = get_backend(form.backend)
+    lifted, scale_x, total = _lifted(first, x, column_map, dtype, backend, pairs, form.order, **given)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
 
 

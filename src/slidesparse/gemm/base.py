@@ -164,6 +164,10 @@ class Backend(Protocol):
     accelerated: bool
     layout: Layout
 
+    def __hash__(self) -> int:
+        """Of the object: what belongs to a backend is looked up by it."""
+        ...
+
     def why_not(self, problem: Problem) -> str | None:
         """Why this backend cannot run ``problem``, in one sentence, or None when it can."""
         ...

@@ -28,7 +28,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
-from slidesparse.kernels.launcher import current_stream
+from slidesparse.kernels.launcher import current_stream, empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
@@ -405,7 +405,7 @@ class CuSparseLt:
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        if device == torch.cuda.current_device():
+        if is_current(device):
             return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         with torch.cuda.device(device):
             return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
@@ -462,7 +462,7 @@ class CuSparseLt:
             plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
-        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
+        acc = empty(rows, out, accumulator, x.get_device())
         if bias is not None:
             acc[:, :out_features] = bias
         plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -77,7 +78,13 @@ def get_backend(name: str) -> Backend:
     """
     if name not in BACKENDS:
         raise InputError("unknown backend", got=repr(name), needed=f"auto or one of {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    return _made(BACKENDS[name])
+
+
+@lru_cache(maxsize=64)
+def _made(constructor: Callable[[], Backend]) -> Backend:
+    """One of each: they have no state, and operators ask for one with every call."""
+    return constructor()
 
 
 def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:

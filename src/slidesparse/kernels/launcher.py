@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
 
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
@@ -72,3 +73,24 @@ def current_stream(device: int) -> int:
     """``cudaStream_t`` of the current stream of a device, as a number."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
+
+
+def is_current(device: int) -> bool:
+    """A CUDA device, by its index, is the current one: kernels launch there."""
+    current: int = torch._C._cuda_getDevice()
+    return current == device
+
+
+def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        dtype: Of its elements.
+        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+    """
+    if device < 0:
+        return torch.empty(rows, columns, dtype=dtype)
+    made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
+    return made

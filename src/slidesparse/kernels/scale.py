@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, empty, is_current
 from slidesparse.support import check_vector
 
 ROWS = 4
@@ -96,10 +96,10 @@ def scale_rows(
     check_vector("token scales for accumulators", scale_x, tokens, acc.device)
     check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
     check_vector("bias for accumulators", bias, out_features, acc.device)
-    if index >= 0 and index != torch.cuda.current_device():
+    if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
             return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
-    y = torch.empty(tokens, out_features, dtype=out_dtype, device=acc.device)
+    y = empty(tokens, out_features, out_dtype, index)
     if not y.numel():
         return y
     tensors, numbers = (acc, more, scale_x, scale_w, bias, y), (tokens, out_features, acc.stride(0))
