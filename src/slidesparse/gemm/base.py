@@ -92,17 +92,16 @@ class Layout:
         return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
 
 
-def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+def check_slabs(x: torch.Tensor, slabs: Slabs) -> tuple[int, int, int, int]:
+    """Make sure that the tiles of a layout lie behind activations [M, K']; returns :meth:`Slabs.shape`.
 
     Raises:
         InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
             another layout cannot be told apart where there are enough of them.
     """
-    tokens, width = x.shape
-    shape = slabs.shape(tokens, width, x.element_size())
-    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    needed = math.prod(shape) * x.element_size()
+    itemsize = x.element_size()
+    shape = slabs.shape(*x.shape, itemsize)
+    held, needed = x.untyped_storage().nbytes() - x.storage_offset() * itemsize, math.prod(shape) * itemsize
     if not x.is_contiguous() or held < needed:
         raise InputError(
             "activations in slabs",
@@ -110,6 +109,16 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
         )
+    return shape
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: See :func:`check_slabs`.
+    """
+    shape = check_slabs(x, slabs)
     return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
 
 

@@ -202,10 +202,9 @@ class Plan:
             y: [rows, out], contiguous.
             accumulate: Add to what ``y`` holds, in float32.
         """
-        # Torch's allocator reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
-        workspace = None
-        if self.workspace:
-            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=y.device).data_ptr()
+        # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
+        # reuses this memory on this stream only after the GEMM, and it keeps it for a captured graph.
+        workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
         stream = ctypes.c_void_p(current_stream(y.get_device()))
         pointer = y.data_ptr()
         beta = _ONE_POINTER if accumulate else _ZERO_POINTER
@@ -218,7 +217,7 @@ class Plan:
             beta,
             pointer,
             pointer,
-            workspace,
+            None if workspace is None else workspace.data_ptr(),
             ctypes.byref(stream),
             1,
         )

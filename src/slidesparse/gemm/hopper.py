@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, slab_view
+from slidesparse.gemm.base import Layout, Operand, Problem, check_slabs, gpu_of
 from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
 from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, driver_version, load
 from slidesparse.gemm.hopper_layout import TILE_ROWS, dense_steps, sparse_steps, step_bytes
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
 from slidesparse.kernels.columns import SLAB_BYTES, Slabs
-from slidesparse.kernels.launcher import current_stream
+from slidesparse.kernels.launcher import current_stream, empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector
@@ -71,7 +71,7 @@ class Hopper:
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
         device = gpu_of(x, self.name)
-        if device != torch.cuda.current_device():
+        if not is_current(device):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         tokens, (sparse, dense) = x.shape[0], operand
@@ -89,13 +89,14 @@ class Hopper:
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
         check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
-        y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
+        check_slabs(x, SLABS)
+        y = empty(tokens, out_features, out_dtype, device)
         if y.numel() == 0:
             return y
         tile = choose_tile(tokens, out_features, sparse_slabs, dense_slabs)
         kernel = load(tile, x.dtype, out_dtype, device)
         arguments = Arguments(
-            slab_view(x, SLABS).data_ptr(),
+            x.data_ptr(),
             dense.data_ptr(),
             sparse.data_ptr(),
             None if scale_x is None else scale_x.data_ptr(),
