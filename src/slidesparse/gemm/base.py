@@ -100,7 +100,7 @@ def check_slabs(x: torch.Tensor, slabs: Slabs) -> tuple[int, int, int, int]:
             another layout cannot be told apart where there are enough of them.
     """
     itemsize = x.element_size()
-    shape = slabs.shape(*x.shape, itemsize)
+    shape = slabs.shape(x.shape[0], x.shape[1], itemsize)
     held, needed = x.untyped_storage().nbytes() - x.storage_offset() * itemsize, math.prod(shape) * itemsize
     if not x.is_contiguous() or held < needed:
         raise InputError(
