@@ -117,7 +117,8 @@ class SlideLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.pattern = packed.pattern
         self.weight_dtype = packed.dtype
-        problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device)
+        slid = any(segment.kind == "2:4" for segment in packed.segments)
+        problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
         self.choice = choose(problem, backend, fallback)
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements

@@ -36,6 +36,7 @@ class Problem:
         out_features: Rows of the weight.
         in_features: Columns of the weight, before lifting.
         device: Where.
+        slid: Some group is slid. Of a partial pattern a shard may have none: then the packed weight is a dense one.
     """
 
     pattern: Pattern
@@ -43,6 +44,7 @@ class Problem:
     out_features: int
     in_features: int
     device: torch.device
+    slid: bool = True
 
 
 def exact_rows(tokens: int) -> int:

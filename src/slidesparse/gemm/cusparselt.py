@@ -332,6 +332,8 @@ class CuSparseLt:
             return None
         if pattern == DENSE:
             return "a dense weight has no 2:4 segment"
+        if not problem.slid:
+            return "no group of this weight is slid, so it has no 2:4 segment"
         if problem.dtype not in QUANTISED or self.name != "cusparselt":
             return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
         return None
