@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, configure
-from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, count_kernel, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.packed import pack
@@ -155,14 +156,16 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
         arguments = {
             "weight": pointer,
-            "fullest": "*i32",
-            "faults": "*i32",
+            "counts": "*i32",
             "rows": "i32",
             "row_stride": "i32",
             "P": (plan,),
             "ROWS": (COUNTED_ROWS,),
         }
         yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
+        plan = replace(plan, gathered=True)
+        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (plan,)}
+        yield f"pack: copy {dtype}", build(copy_kernel, arguments, arch, 4)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,36 @@ class Launcher:
         """There is a kernel for aligned arguments."""
         return self._run is not None
 
+    def run(
+        self,
+        programs: int,
+        device: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        free: tuple[int, ...],
+        specialised: tuple[int, ...],
+    ) -> None:
+        """Launch by whichever of the two ways below is right, on the current stream.
+
+        Args:
+            programs: How many.
+            device: Index of the current device; negative where Triton's interpreter runs.
+            tensors: The kernel's first arguments.
+            free: Its integers that Triton does not specialise, after them.
+            specialised: Its other integers.
+        """
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits, largest = 0, 0
+        for address in addresses:
+            bits |= address or 0
+        for number in specialised:
+            bits |= number
+            largest = max(largest, number)
+        aligned = bits % ALIGNMENT == 0 and largest <= LARGEST
+        if aligned and self.ready:
+            self.launch(programs, current_stream(device), *addresses, *free, *specialised)
+        else:
+            self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
+
     def launch(self, programs: int, stream: int, *numbers: object) -> None:
         """Launch the compiled kernel on the current device; :attr:`ready` must hold.
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, empty, is_current
+from slidesparse.kernels.launcher import Launcher, empty, is_current
 from slidesparse.support import check_vector
 
 ROWS = 4
@@ -102,19 +102,11 @@ def scale_rows(
     y = empty(tokens, out_features, out_dtype, index)
     if not y.numel():
         return y
-    tensors, numbers = (acc, more, scale_x, scale_w, bias, y), (tokens, out_features, acc.stride(0))
+    tensors = acc, more, scale_x, scale_w, bias, y
     types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
     launcher = _launcher(types, acc.device)
     programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    bits = out_features | numbers[2]
-    for address in addresses:
-        bits |= address or 0
-    aligned = bits % ALIGNMENT == 0 and numbers[2] <= LARGEST
-    if aligned and launcher.ready:
-        launcher.launch(programs, current_stream(index), *addresses, *numbers)
-    else:
-        launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
+    launcher.run(programs, index, tensors, (tokens,), (out_features, acc.stride(0)))
     return y
 
 
