@@ -94,16 +94,14 @@ class Layout:
         return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
 
 
-def check_slabs(x: torch.Tensor, slabs: Slabs) -> tuple[int, int, int, int]:
-    """Make sure that the tiles of a layout lie behind activations [M, K']; returns :meth:`Slabs.shape`.
+def check_slabs(x: torch.Tensor, needed: int) -> None:
+    """Make sure that so many bytes lie behind activations [M, K'], which were made for a layout in slabs.
 
     Raises:
         InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
             another layout cannot be told apart where there are enough of them.
     """
-    itemsize = x.element_size()
-    shape = slabs.shape(x.shape[0], x.shape[1], itemsize)
-    held, needed = x.untyped_storage().nbytes() - x.storage_offset() * itemsize, math.prod(shape) * itemsize
+    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if not x.is_contiguous() or held < needed:
         raise InputError(
             "activations in slabs",
@@ -111,7 +109,6 @@ def check_slabs(x: torch.Tensor, slabs: Slabs) -> tuple[int, int, int, int]:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
         )
-    return shape
 
 
 def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
@@ -120,7 +117,9 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     Raises:
         InputError: See :func:`check_slabs`.
     """
-    shape = check_slabs(x, slabs)
+    tokens, width = x.shape
+    shape = slabs.shape(tokens, width, x.element_size())
+    check_slabs(x, math.prod(shape) * x.element_size())
     return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
 
 
