@@ -35,6 +35,9 @@ class Cost:
 
 TILES = {
     Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): Cost(965, 5700),
+    Tile(tokens=176, warpgroups=2, row_blocks=2, stages=4): Cost(896, 5303),
+    Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5): Cost(827, 4906),
+    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(689, 4112),
     Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(551, 3319),
     Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(333, 1835),
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10): Cost(293, 2034),
