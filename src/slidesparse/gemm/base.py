@@ -112,7 +112,7 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
 
 
 def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
 
     Raises:
         InputError: See :func:`check_slabs`.
@@ -120,7 +120,7 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
     tokens, width = x.shape
     shape = slabs.shape(tokens, width, x.element_size())
     check_slabs(x, math.prod(shape) * x.element_size())
-    return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:

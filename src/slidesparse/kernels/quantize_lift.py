@@ -67,7 +67,7 @@ def quantize_lift(
         weight: [K] in x's type, the gain of the norm.
         residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
         eps: Of the norm.
-        slabs: A tile-contiguous layout, rows past M zeros; row-major when None.
+        slabs: Slab after slab; row-major when None.
         rows: Allocate at least so many rows, for a GEMM that reads whole tiles. What lies past M is not written.
 
     Raises:
@@ -93,7 +93,7 @@ class Call:
         first: What comes first.
         tokens: M.
         device: Where.
-        slabs: A tile-contiguous layout; row-major when None.
+        slabs: Slab after slab; row-major when None.
         rows: Allocate at least so many rows.
 
     Raises:
@@ -134,8 +134,7 @@ class Call:
         if slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
         else:
-            tiles = slabs.shape(tokens, columns.width, target.itemsize)[0]
-            self.programs = self.padded = tiles * slabs.rows
+            self.programs = self.padded = slabs.shape(tokens, columns.width, target.itemsize)[1]
         self.tokens, self.shape = tokens, (tokens, columns.columns * (2 if first == "silu_mul" else 1))
 
     def __call__(
@@ -217,7 +216,7 @@ class Call:
         values = empty(self.padded, width, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
         total = None if residual is None else empty(*self.shape, self.source, index)
-        if self.programs and width:
+        if tokens and width:
             self._launch(index, x, pairs if self.gathered else None, weight, residual, total, values, scale, eps)
         if self.padded != tokens:
             values.resize_(tokens, width)  # the memory behind them stays; a view would be another tensor to make
