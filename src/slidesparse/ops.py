@@ -300,7 +300,7 @@ def _multiplied(
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
-    pairs = moved if len(moved) else None
+    pairs = moved if moved.numel() else None
     backend = get_backend(form.backend)
     lifted, scale_x, total = _lifted(first, x, column_map, dtype, backend, pairs, form.order, **given)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
