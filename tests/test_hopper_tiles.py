@@ -34,7 +34,10 @@ def test_the_choice_is_close_to_the_best_measured(measured: list[dict[str, Any]]
 
 def test_every_tile_is_chosen_somewhere() -> None:
     sizes = [
-        (m, out, slabs) for m in (1, 64, 200, 300, 500, 600, 800, 1000, 16384) for out in (1024, 3584, 37888) for slabs in (28, 222)
+        (m, out, slabs)
+        for m in (1, 64, 200, 300, 500, 600, 800, 1000, 16384)
+        for out in (1024, 3584, 37888)
+        for slabs in (28, 222)
     ]
     assert {choose_tile(m, out, slabs, 0) for m, out, slabs in sizes} == set(TILES)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
 
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
@@ -40,6 +41,36 @@ class Launcher:
     def ready(self) -> bool:
         """There is a kernel for aligned arguments."""
         return self._run is not None
+
+    def run(
+        self,
+        programs: int,
+        device: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        free: tuple[int, ...],
+        specialised: tuple[int, ...],
+    ) -> None:
+        """Launch by whichever of the two ways below is right, on the current stream.
+
+        Args:
+            programs: How many.
+            device: Index of the current device; negative where Triton's interpreter runs.
+            tensors: The kernel's first arguments.
+            free: Its integers that Triton does not specialise, after them.
+            specialised: Its other integers.
+        """
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits, largest = 0, 0
+        for address in addresses:
+            bits |= address or 0
+        for number in specialised:
+            bits |= number
+            largest = max(largest, number)
+        aligned = bits % ALIGNMENT == 0 and largest <= LARGEST
+        if aligned and self.ready:
+            self.launch(programs, current_stream(device), *addresses, *free, *specialised)
+        else:
+            self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
 
     def launch(self, programs: int, stream: int, *numbers: object) -> None:
         """Launch the compiled kernel on the current device; :attr:`ready` must hold.
@@ -72,3 +103,24 @@ def current_stream(device: int) -> int:
     """``cudaStream_t`` of the current stream of a device, as a number."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
+
+
+def is_current(device: int) -> bool:
+    """A CUDA device, by its index, is the current one: kernels launch there."""
+    current: int = torch._C._cuda_getDevice()
+    return current == device
+
+
+def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        dtype: Of its elements.
+        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+    """
+    if device < 0:
+        return torch.empty(rows, columns, dtype=dtype)
+    made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
+    return made
