@@ -156,13 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )
     bench.add_argument(
-        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run)"
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
-    engine.add_argument("--backend", metavar="NAME", help="of the sparse layers (default: auto)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -331,8 +330,8 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    if any(value is not None for value in (options.sequences, options.layers, options.backend, options.scratch)):
-        raise InputError("--sequences, --layers, --backend and --scratch", needed="bench vllm")
+    if any(value is not None for value in (options.sequences, options.layers, options.scratch)):
+        raise InputError("--sequences, --layers and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -361,7 +360,7 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         sequences=options.sequences,
         layers=options.layers,
-        backend=options.backend,
+        backends=options.backends,
     )
     records = vllm.run(profile, options.out, options.scratch)
     told = {"path": str(options.out), "records": len(records)}
