@@ -132,7 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
     tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
     tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
-    tune.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 4096, 16384], help="(default: %(default)s)")
+    tune.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="(default: %(default)s)"
+    )
+    tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
     tune.add_argument(
         "--from",
@@ -311,7 +314,7 @@ def _tune(options: argparse.Namespace) -> int:
     from slidesparse.bench import runner, tune
     from slidesparse.bench.problems import PROFILES
 
-    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens)
+    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(plan)
     if options.records:
         layers = tune.recorded_layers(options.records)
