@@ -163,7 +163,7 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> No
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = vllm.PROFILES["quick"]
-    for wrong in ({"dtypes": ["fp16"]}, {"models": ["GPT"]}, {"patterns": ["6:9"]}, {"layers": 0}):
+    for wrong in ({"dtypes": ["fp16"]}, {"models": ["GPT"]}, {"patterns": ["6:9"]}, {"layers": 0}, {"rounds": 1}):
         with pytest.raises(InputError):
             adapt(profile, **wrong)
     assert main(["bench", "gemm", "--layers", "4", "--out", str(tmp_path / "x")]) == 1

@@ -164,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
+    engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 5)")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
@@ -333,8 +334,8 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    if any(value is not None for value in (options.sequences, options.layers, options.scratch)):
-        raise InputError("--sequences, --layers and --scratch", needed="bench vllm")
+    if any(value is not None for value in (options.sequences, options.rounds, options.layers, options.scratch)):
+        raise InputError("--sequences, --rounds, --layers and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -362,6 +363,7 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         patterns=options.patterns,
         tokens=options.tokens,
         sequences=options.sequences,
+        rounds=options.rounds,
         layers=options.layers,
         backends=options.backends,
     )

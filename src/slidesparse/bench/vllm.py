@@ -116,21 +116,23 @@ def adapt(
     patterns: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     sequences: Sequence[int] | None = None,
+    rounds: int | None = None,
     layers: int | None = None,
     backends: Sequence[str] | None = None,
 ) -> EngineProfile:
     """A profile with a user's choices.
 
     Raises:
-        InputError: An unknown name, or a number below 1.
+        InputError: An unknown name, or too small a number.
     """
-    for what, numbers in (
-        ("tokens", tokens),
-        ("sequences", sequences),
-        ("layers", None if layers is None else [layers]),
+    for what, least, numbers in (
+        ("tokens", 1, tokens),
+        ("sequences", 1, sequences),
+        ("rounds", 2, None if rounds is None else [rounds]),  # percentiles need two
+        ("layers", 1, None if layers is None else [layers]),
     ):
-        if any(number < 1 for number in numbers or ()):
-            raise InputError(what, got=min(numbers or ()), needed="at least 1")
+        if any(number < least for number in numbers or ()):
+            raise InputError(what, got=min(numbers or ()), needed=f"at least {least}")
     return replace(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
@@ -138,6 +140,7 @@ def adapt(
         patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
         prefill=tuple(tokens or profile.prefill),
         decode=tuple(sequences or profile.decode),
+        rounds=rounds or profile.rounds,
         layers=layers or profile.layers,
         backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
     )
