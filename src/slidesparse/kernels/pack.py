@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
+from slidesparse.kernels.launcher import without_hooks
 from slidesparse.pattern import Pattern
 from slidesparse.support import as_bits, check_form, check_groups, check_k_offset, check_weight
 
@@ -182,7 +183,8 @@ def following_groups(
     faults = torch.zeros(2, dtype=torch.int32, device=device)
     if rows:
         grid = (-(-rows // COUNTED_ROWS), -(-plan.groups // BLOCK))
-        count_kernel[grid](as_bits(weight), fullest, faults, rows, weight.stride(0), plan, COUNTED_ROWS)
+        with without_hooks():
+            count_kernel[grid](as_bits(weight), fullest, faults, rows, weight.stride(0), plan, COUNTED_ROWS)
     if bool(faults.any()):
         check_weight(weight, name)
     return (fullest <= pattern.keep).nonzero().flatten()
@@ -253,7 +255,8 @@ def compress(
     if out and count:
         ids = None if groups is None else groups.to(device, torch.int32)
         grid = (out, -(-count // BLOCK))
-        pack_kernel[grid](as_bits(weight), ids, as_bits(values), code, nibbles, faults, weight.stride(0), plan)
+        with without_hooks():
+            pack_kernel[grid](as_bits(weight), ids, as_bits(values), code, nibbles, faults, weight.stride(0), plan)
     if bool(faults.any()):
         # Rare, and about to end in an error: the torch definition names the place.
         check_weight(weight, name)
