@@ -35,12 +35,16 @@ SHARED_BYTES = 232448
 """Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
 
 
+PIECE_TOKENS = 32
+"""Tokens whose results a warpgroup turns into rows at a time."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """The geometry of a variant of the kernel.
 
     Attributes:
-        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 32 divides.
+        tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
         warpgroups: Consumer warpgroups, one below the other in the tile.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.
@@ -70,7 +74,7 @@ class Tile:
         blocks = self.warpgroups * self.row_blocks
         stage = self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)
         channels = self.row_blocks * 64
-        piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2
+        piece = PIECE_TOKENS * channels * 2
         factors = (self.tokens + 2 * channels) * 4
         return 1024 + self.stages * stage + self.warpgroups * (piece + factors) + self.stages * 16
 
