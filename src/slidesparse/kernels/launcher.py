@@ -8,6 +8,8 @@ not, and in Triton's interpreter, every launch goes through Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,10 +95,34 @@ class Launcher:
             arguments: Tensors of the right types (or None) and numbers.
             aligned: All pointers, and all integers that the kernel specialises, are multiples of 16 and below 2^31.
         """
-        compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
+        with without_hooks():
+            compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             self._function, self._packed = compiled.function, compiled.packed_metadata
             self._run = compiled.run
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Nobody listens while Triton compiles.
+
+    Triton tells listeners the constants of a kernel as JSON, and raises where one, such as a plan, is no JSON. vLLM
+    listens as soon as it serves: a kernel that is needed for the first time then would end the engine.
+    """
+    try:
+        from triton import knobs
+    except ImportError:  # before 3.4 Triton kept them elsewhere, and vLLM did not listen
+        yield
+        return
+    hooks = "jit_cache_hook", "jit_post_compile_hook"
+    kept = {name: getattr(knobs.runtime, name) for name in hooks}
+    try:
+        for name in hooks:
+            setattr(knobs.runtime, name, None)
+        yield
+    finally:
+        for name, hook in kept.items():
+            setattr(knobs.runtime, name, hook)
 
 
 def current_stream(device: int) -> int:
