@@ -159,9 +159,16 @@ class Packer(Protocol):
         ...
 
     def compress(
-        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+        self,
+        weight: torch.Tensor,
+        pattern: Pattern,
+        groups: torch.Tensor | None,
+        k_offset: int,
+        name: str,
+        *,
+        checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``slide.compress`` of some ascending groups, all when None.
+        """``slide.compress`` of some ascending groups, all when None; ``checked``: they are what ``following`` found.
 
         Raises:
             PatternViolation: When one of them violates the pattern.
@@ -184,11 +191,19 @@ class TorchPacker:
         return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
 
     def compress(
-        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+        self,
+        weight: torch.Tensor,
+        pattern: Pattern,
+        groups: torch.Tensor | None,
+        k_offset: int,
+        name: str,
+        *,
+        checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Packer`."""
-        check_weight(weight, name)
-        check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
+        if not checked:
+            check_weight(weight, name)
+            check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
         by_group = grouped(as_bits(weight), pattern, k_offset)
         chosen = by_group if groups is None else by_group[:, groups]
         return compress(chosen.view(weight.dtype), pattern)
@@ -242,8 +257,9 @@ def pack(
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
     if groups is not None:
-        groups = groups.cpu()
+        groups = groups.to("cpu", torch.int64)
         check_ascending(groups, total, name)
+    found = False
     if pattern == DENSE:
         check_weight(weight, name)
         slid = torch.arange(0) if groups is None else groups
@@ -251,20 +267,21 @@ def pack(
         slid = torch.arange(total)
     else:  # also for the sake of NaN and Inf in the groups that stay dense
         slid = packer.following(weight, pattern, k_offset, name)
+        found = groups is None
         if groups is None:
-            check_share(len(slid), total, pattern, name)
+            check_share(slid.numel(), total, pattern, name)
         else:
             slid = groups
-    segments, device = [], weight.device
-    if len(slid) < total:
-        stays = torch.ones(total, dtype=torch.bool)  # on the CPU, as slid: each answer of a GPU is one to wait for
-        stays[slid] = False
-        dense = stays.nonzero().flatten().to(device)
+    slid_there, segments = slid.to(weight.device, non_blocking=True), []
+    if slid.numel() < total:
+        # On the CPU, as slid: each answer of a GPU is one to wait for.
+        stays = torch.ones(total, dtype=torch.bool).index_fill_(0, slid, False)
+        dense = stays.nonzero().flatten().to(weight.device, non_blocking=True)
         segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
-    if len(slid):
-        slid = slid.to(device)
-        chosen = None if len(slid) == total else slid
-        segments.append(Segment("2:4", slid, *packer.compress(weight, pattern, chosen, k_offset, name)))
+    if slid.numel():
+        chosen = slid_there if segments else None
+        kept = packer.compress(weight, pattern, chosen, k_offset, name, checked=found)
+        segments.append(Segment("2:4", slid_there, *kept))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))
 
 

@@ -53,11 +53,19 @@ class KernelPacker:
             return copy_groups(dense_rows(weight), pattern, groups, k_offset=k_offset)
 
     def compress(
-        self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
+        self,
+        weight: torch.Tensor,
+        pattern: Pattern,
+        groups: torch.Tensor | None,
+        k_offset: int,
+        name: str,
+        *,
+        checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`slidesparse.packed.Packer`."""
         from slidesparse.kernels.pack import compress
 
         with torch.cuda.device_of(weight):
-            values, code, _ = compress(dense_rows(weight), pattern, groups, k_offset=k_offset, name=name)
+            rows = dense_rows(weight)
+            values, code, _ = compress(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
         return values, code

@@ -28,8 +28,9 @@ UNIFORM_PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GRO
 
 
 def as_bits(weight: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of the same width; no copy."""
-    return weight.view(INT_VIEW[weight.dtype])
+    """A tensor as integers of the same width: itself or a view, no copy."""
+    bits = INT_VIEW[weight.dtype]
+    return weight if weight.dtype == bits else weight.view(bits)
 
 
 def dense_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        plan = PackPlan(8192, 8, 0, 1024, False, magnitude, non_finite, True, 8)
+        plan = PackPlan(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,

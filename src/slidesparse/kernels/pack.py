@@ -34,7 +34,7 @@ from slidesparse.support import as_bits, check_form, check_groups, check_k_offse
 BLOCK = 128
 """Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
 
-COUNTED_ROWS = 32
+COUNTED_ROWS = 16
 """Rows in which a program counts before it tells the others, by one atomic operation a group."""
 
 CODE_TYPES = {True: torch.uint8, False: torch.int16}
@@ -67,6 +67,7 @@ class PackPlan:
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
         metadata: Write metadata too.
+        checked: Nothing is checked.
         width: The power of two that holds a group.
         block: Groups of a program.
     """
@@ -79,6 +80,7 @@ class PackPlan:
     magnitude: int
     non_finite: int
     metadata: bool
+    checked: bool
     width: int
     block: int = BLOCK
 
@@ -128,7 +130,10 @@ def _start(nth, group_ids, P: tl.constexpr):
 
 @triton.jit
 def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
-    """See the top of this file. ``faults``: int32 [2], groups that violate the pattern, values that are not finite."""
+    """See the top of this file.
+
+    ``faults``: int32 [2], groups that violate the pattern, values that are not finite; None where nothing is checked.
+    """
     row = (tl.program_id(0) // _blocks(P)).to(tl.int64)
     weight += row * row_stride
     nth = _nth(P)
@@ -141,11 +146,12 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
     zeros = tl.where((magnitude == 0) & (position < P.group), position, -1)
     b = tl.max(zeros, 1)[:, None]
     a = tl.max(tl.where(zeros == b, -1, zeros), 1)[:, None]
-    violations = tl.sum(((a < 0) & exists).to(tl.int32))
-    tl.atomic_add(faults, violations, mask=violations > 0)
-    if P.non_finite > 0:
-        broken = tl.sum((magnitude >= P.non_finite).to(tl.int32))
-        tl.atomic_add(faults + 1, broken, mask=broken > 0)
+    if not P.checked:
+        violations = tl.sum(((a < 0) & exists).to(tl.int32))
+        tl.atomic_add(faults, violations, mask=violations > 0)
+        if P.non_finite > 0:
+            broken = tl.sum((magnitude >= P.non_finite).to(tl.int32))
+            tl.atomic_add(faults + 1, broken, mask=broken > 0)
 
     KEEP: tl.constexpr = P.group - 2
     entry = position
@@ -217,11 +223,10 @@ def following_groups(
         InputError: When the weight is malformed or holds NaN or Inf.
     """
     _check(weight, pattern, k_offset, name)
-    rows = weight.shape[0]
-    plan = _plan(weight, pattern, pattern.groups(weight.shape[1], k_offset), k_offset)
-    counts = torch.zeros(2 + plan.groups, dtype=torch.int32, device=weight.device)
+    rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
+    counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
     if rows:
-        launcher = _launcher(count_kernel, (weight.dtype,), weight.device, plan, COUNTED_ROWS)
+        plan, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
         programs = -(-rows // COUNTED_ROWS) * plan.blocks
         launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
     on_host = counts.cpu()
@@ -240,19 +245,12 @@ def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *,
         groups: int64 [n], on the weight's device.
         k_offset: Position inside its group at which column 0 stands.
     """
-    plan = _plan(weight, pattern, len(groups), k_offset, gathered=True)
-    values = empty(weight.shape[0], plan.groups * pattern.group, weight.dtype, weight.get_device())
-    if values.numel():
-        launcher = _launcher(copy_kernel, (weight.dtype,), weight.device, plan)
-        tensors = as_bits(weight), groups, as_bits(values)
-        launcher.run(weight.shape[0] * plan.blocks, weight.get_device(), tensors, (), (weight.stride(0),))
+    out, index, count = weight.shape[0], weight.get_device(), groups.numel()
+    values = empty(out, count * pattern.group, weight.dtype, index)
+    if out and count:
+        plan, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
+        launcher.run(out * plan.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
     return values
-
-
-@lru_cache(maxsize=4096)
-def _launcher(kernel: Any, types: tuple[object, ...], device: torch.device, *constants: object) -> Launcher:
-    """One for the types of all tensors, on one device."""
-    return Launcher(kernel, constants, num_warps=4)
 
 
 def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> None:
@@ -262,27 +260,49 @@ def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> 
         raise InputError(f"columns of {name} are not contiguous", got=weight.stride(), remedy="call .contiguous()")
 
 
-def _plan(
+def _prepare(
+    kernel: Any,
     weight: torch.Tensor,
-    pattern: Pattern,
+    group: int,
     groups: int,
     k_offset: int,
-    *,
-    gathered: bool = False,
+    group_ids: torch.Tensor | None,
+    *constants: object,
     metadata: bool = False,
-) -> PackPlan:
-    magnitude, non_finite = MAGNITUDE[weight.dtype]
-    return PackPlan(
-        columns=weight.shape[1],
-        group=pattern.group,
+    checked: bool = False,
+) -> tuple[PackPlan, Launcher]:
+    """The plan of a launch, and who launches it: one look-up a call."""
+    gathered = None if group_ids is None else group_ids.dtype
+    sizes = weight.shape[1], group, groups, k_offset
+    return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, metadata, checked, *constants)
+
+
+@lru_cache(maxsize=4096)
+def _prepared(
+    kernel: Any,
+    dtype: torch.dtype,
+    device: torch.device,  # with the types of all tensors, what a launcher is for
+    sizes: tuple[int, int, int, int],
+    gathered: torch.dtype | None,
+    metadata: bool,
+    checked: bool,
+    *constants: object,
+) -> tuple[PackPlan, Launcher]:
+    columns, group, groups, k_offset = sizes
+    magnitude, non_finite = MAGNITUDE[dtype]
+    plan = PackPlan(
+        columns=columns,
+        group=group,
         k_offset=k_offset,
         groups=groups,
-        gathered=gathered,
+        gathered=gathered is not None,
         magnitude=magnitude,
         non_finite=non_finite,
         metadata=metadata,
-        width=1 << (pattern.group - 1).bit_length(),
+        checked=checked,
+        width=1 << (group - 1).bit_length(),
     )
+    return plan, Launcher(kernel, (plan, *constants), num_warps=4)
 
 
 def compress(
@@ -292,6 +312,7 @@ def compress(
     *,
     k_offset: int = 0,
     metadata: bool = False,
+    checked: bool = False,
     name: str = "weight",
 ) -> Compressed:
     """Check a weight and compress its groups; waits for the device once, to read the outcome of the checks.
@@ -302,6 +323,8 @@ def compress(
         groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group at which column 0 stands.
         metadata: Return the 2:4 metadata too.
+        checked: The groups are some of those that :func:`following_groups` found in this weight. Nothing is checked
+            again, and nothing waits.
         name: What error messages call the weight.
 
     Raises:
@@ -310,18 +333,18 @@ def compress(
     """
     _check(weight, pattern, k_offset, name)
     out, columns = weight.shape
-    count = pattern.groups(columns, k_offset) if groups is None else len(groups)
-    plan = _plan(weight, pattern, count, k_offset, gathered=groups is not None, metadata=metadata)
-    device, index, code_type = weight.device, weight.get_device(), CODE_TYPES[pattern.codes <= 256]
+    count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
+    index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
     values = empty(out, count * pattern.keep, weight.dtype, index)
     code = empty(out, count, code_type, index)
     nibbles = empty(out, count * pattern.windows, torch.uint8, index) if metadata else None
-    faults = torch.zeros(2, dtype=torch.int32, device=device)
+    faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
     if out and count:
-        launcher = _launcher(pack_kernel, (weight.dtype, None if groups is None else groups.dtype), device, plan)
+        sizes = pattern.group, count, k_offset
+        plan, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
         tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
         launcher.run(out * plan.blocks, index, tensors, (), (weight.stride(0),))
-    if any(faults.tolist()):
+    if faults is not None and any(faults.tolist()):
         # Rare, and about to end in an error: the torch definition names the place.
         check_weight(weight, name)
         check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
