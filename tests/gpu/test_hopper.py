@@ -18,6 +18,7 @@ from slidesparse.gemm.hopper import SLABS, Hopper
 from slidesparse.gemm.hopper_compile import Tile
 from slidesparse.gemm.hopper_tiles import TILES
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.integrations.vllm.rehearsal import Rehearsal
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -234,12 +235,16 @@ def test_a_second_gpu() -> None:
     assert torch.equal(layer.to("cuda:1")(x.to("cuda:1")).to("cuda:0"), expected)
 
 
-def test_behind_a_product_of_many_tokens_fewer_can_be_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_REHEARSED", set())
+def forget_kernels() -> None:
     hopper_launch.load.cache_clear()
+    hopper._run.cache_clear()
+
+
+def test_behind_a_rehearsal_any_batch_can_be_captured() -> None:
+    forget_kernels()
     layer = _layer("6:8", "int8")
-    layer(torch.randn(3000, COLUMNS, dtype=BF16, device="cuda"))
-    for tokens in (1, 40, 100, 700, 2500):
+    Rehearsal(3000, BF16).run(layer)
+    for tokens in (1, 40, 100, 700, 2500, 3000):
         x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -248,10 +253,10 @@ def test_behind_a_product_of_many_tokens_fewer_can_be_captured_at_once(monkeypat
         assert torch.equal(captured, layer(x))
 
 
-def test_a_kernel_cannot_be_loaded_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_cannot_be_loaded_while_capturing() -> None:
     layer, x = _layer("6:8", "int8"), torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
     layer(x)
-    hopper_launch.load.cache_clear()
+    forget_kernels()
     with (
         pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
