@@ -41,7 +41,7 @@ def _can_run() -> None:
     assert get_backend("hopper").why_not(problem) is None
 
 
-@pytest.fixture(params=TILES, ids=lambda tile: f"{tile.tokens}x{tile.channels}")
+@pytest.fixture(params=TILES, ids=str)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
     """Every tile in turn, whatever the sizes would choose."""
     chosen: Tile = request.param

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,22 +35,34 @@ OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SHARED_BYTES = 232448
 """Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
 
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
+
 
 @dataclass(frozen=True)
 class Tile:
     """The geometry of a variant of the kernel.
 
     Attributes:
-        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 32 divides.
+        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 16 divides.
         warpgroups: Consumer warpgroups, one below the other in the tile.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.
+        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
+        blocks: Thread blocks of a multiprocessor.
     """
 
     tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
+    split: int = 1
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
+        split = f"/{self.split}" if self.split > 1 else ""
+        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
 
     @property
     def channels(self) -> int:
@@ -61,6 +74,11 @@ class Tile:
         """Threads of a block: the consumers and a warpgroup in which one thread produces."""
         return 128 * (self.warpgroups + 1)
 
+    @property
+    def share(self) -> int:
+        """Tokens whose sums one block completes and stores: a multiple of 16."""
+        return self.tokens if self.split == 1 else -(-self.tokens // self.split // 16) * 16
+
     def count(self, tokens: int, channels: int) -> int:
         """Tiles of a product [tokens, channels]."""
         return -(-tokens // self.tokens) * -(-channels // self.channels)
@@ -68,11 +86,12 @@ class Tile:
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, as the source lays it out."""
         blocks = self.warpgroups * self.row_blocks
-        stage = self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
-        piece = (64 if self.tokens % 64 == 0 else 32) * channels * 2
-        factors = (self.tokens + 2 * channels) * 4
-        return 1024 + self.stages * stage + self.warpgroups * (piece + factors) + self.stages * 16
+        piece = math.gcd(self.share, 64) * channels * 2
+        factors = (self.share + 2 * channels) * 4
+        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
 
 
 def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
@@ -87,6 +106,8 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
         "WARPGROUPS": tile.warpgroups,
         "ROW_BLOCKS": tile.row_blocks,
         "STAGES": tile.stages,
+        "SPLIT": tile.split,
+        "BLOCKS": tile.blocks,
     }
     return [
         f"--gpu-architecture={ARCH}",
