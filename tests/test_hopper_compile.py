@@ -10,10 +10,10 @@ import torch
 from slidesparse import UnsupportedError
 from slidesparse.gemm import hopper_compile
 from slidesparse.gemm.hopper_compile import (
-    OPERANDS,
-    OUTPUTS,
     BLOCK_BYTES,
     MULTIPROCESSOR_BYTES,
+    OPERANDS,
+    OUTPUTS,
     SHARED_BYTES,
     SOURCE,
     Tile,

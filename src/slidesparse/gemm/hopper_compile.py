@@ -76,8 +76,9 @@ class Tile:
 
     @property
     def share(self) -> int:
-        """Tokens whose sums one block completes and stores: a multiple of 16."""
-        return self.tokens if self.split == 1 else -(-self.tokens // self.split // 16) * 16
+        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
+        shares = range(16, self.tokens + 1, 16)
+        return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
 
     def count(self, tokens: int, channels: int) -> int:
         """Tiles of a product [tokens, channels]."""

@@ -83,8 +83,16 @@ constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4
 constexpr int FULL_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
 constexpr int STAGE_BYTES = (FULL_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats every 1024 bytes
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
-constexpr int SHARE = SPLIT == 1 ? TOKENS : (TOKENS / SPLIT + 15) / 16 * 16;  // tokens that a block completes and stores
-constexpr int PIECE = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;       // of them, what a warpgroup transposes at a time
+
+// Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
+constexpr int share_of(int tokens, int split) {
+    int share = 16;
+    while (tokens % share != 0 || tokens / share > split) share += 16;
+    return share;
+}
+
+constexpr int SHARE = share_of(TOKENS, SPLIT);
+constexpr int PIECE = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;  // of them, what a warpgroup transposes at a time
 constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
@@ -99,7 +107,6 @@ constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 
 static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
-static_assert(TOKENS % SHARE == 0, "shares are equal");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 
 struct Problem {
