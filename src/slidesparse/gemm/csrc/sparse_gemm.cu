@@ -85,7 +85,7 @@ constexpr int STAGE_BYTES = (FULL_BYTES + 1023) / 1024 * 1024;  // X's swizzle r
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
 
 // Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
-constexpr int share_of(int tokens, int split) {
+__host__ __device__ constexpr int share_of(int tokens, int split) {
     int share = 16;
     while (tokens % share != 0 || tokens / share > split) share += 16;
     return share;
