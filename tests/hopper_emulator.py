@@ -75,11 +75,10 @@ def weights(sparse: np.ndarray, dense: np.ndarray, itemsize: int) -> np.ndarray:
     return np.concatenate(tiles)
 
 
-def activations(tiles: np.ndarray, itemsize: int) -> np.ndarray:
-    """Token tiles uint8 [tiles, slabs, tokens, 128] as [tokens, K'] of bit patterns."""
+def activations(slabs: np.ndarray, itemsize: int) -> np.ndarray:
+    """Slabs uint8 [slabs, tokens, 128] as [tokens, K'] of bit patterns."""
     tokens = [
-        np.concatenate([read_row(slab.reshape(-1), row, SLAB).view(TYPES[itemsize]) for slab in tile])
-        for tile in tiles
-        for row in range(tile.shape[1])
+        np.concatenate([read_row(slab.reshape(-1), row, SLAB).view(TYPES[itemsize]) for slab in slabs])
+        for row in range(slabs.shape[1])
     ]
     return np.stack(tokens)

@@ -57,8 +57,8 @@ def test_int8_product_of_what_the_hardware_reads(pattern: str) -> None:
     x = torch.randn(200, 500)
     layout = Hopper.layout
     lifted, _ = quantize_lift(x, layout.column_map(packed), torch.int8, "hopper")
-    tiles = slab_view(lifted, SLABS).contiguous().view(torch.uint8).numpy()
-    ours = emulator.activations(tiles, 1).view(np.int8)[:200].astype(np.int64)
+    slabs = slab_view(lifted, SLABS).contiguous().view(torch.uint8).numpy()
+    ours = emulator.activations(slabs, 1).view(np.int8)[:200].astype(np.int64)
     product = ours @ _decoded(packed).view(np.int8)[:130].astype(np.int64).T
     exact = quantize_rows(x, torch.int8).values.numpy().astype(np.int64) @ packed.unpack().numpy().astype(np.int64).T
     assert np.array_equal(product, exact)

@@ -73,13 +73,11 @@ def test_fused_is_one_after_the_other(first: str, dtype: torch.dtype, pattern: s
 def from_slabs(values: torch.Tensor) -> torch.Tensor:
     """The rows of tile-contiguous values [M, K']."""
     tokens, width = values.shape
-    tiles, slabs, rows, slab = SLABS.shape(tokens, width, values.element_size())
-    chunks = values.as_strided(
-        (tiles, slabs, rows, 8, slab // 8), (slabs * rows * slab, rows * slab, slab, slab // 8, 1)
-    )
+    slabs, rows, slab = SLABS.shape(tokens, width, values.element_size())
+    chunks = values.as_strided((slabs, rows, 8, slab // 8), (rows * slab, slab, slab // 8, 1))
     row, chunk = torch.arange(rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
-    straight = as_bits(chunks)[:, :, row, chunk ^ row % 8]
-    return straight.permute(0, 2, 1, 3, 4).reshape(tiles * rows, width)[:tokens].view(values.dtype)
+    straight = as_bits(chunks)[:, row, chunk ^ row % 8]
+    return straight.transpose(0, 1).reshape(rows, width)[:tokens].view(values.dtype)
 
 
 @pytest.mark.parametrize("backend", ["padded", "tiled"])

@@ -154,7 +154,7 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "weight": pointer,
             "fullest": "*i32",
             "faults": "*i32",
-            "rows": "i32",
+            "tokens": "i32",
             "row_stride": "i32",
             "P": (plan,),
             "ROWS": (COUNTED_ROWS,),

@@ -251,15 +251,16 @@ def test_one_variant_serves_all_rows(device: str) -> None:
 
 
 def in_slabs(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The definition of the slab layout: bytes [M, K'] -> [tiles, K' / 128, rows, 128]."""
-    padded = torch.nn.functional.pad(values.view(torch.uint8), (0, 0, 0, -len(values) % slabs.rows))
-    tiles = padded.unflatten(0, (-1, slabs.rows)).unflatten(-1, (-1, 8, 16)).permute(0, 2, 1, 3, 4)
+    """The definition of the slab layout: bytes [M, K'] -> [K' / 128, M padded with its last row, 128]."""
+    rows = values.view(torch.uint8)
+    padded = torch.cat([rows, rows[-1:].expand(-len(rows) % slabs.rows, -1)])
+    chunks = padded.unflatten(-1, (-1, 8, 16)).transpose(0, 1)
     if slabs.swizzle:
-        row, chunk = torch.arange(slabs.rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
-        swizzled = torch.zeros_like(tiles)
-        swizzled[:, :, row, chunk ^ row % 8] = tiles[:, :, row, chunk]
-        tiles = swizzled
-    return tiles.flatten(-2)
+        row, chunk = torch.arange(len(padded)).unsqueeze(1), torch.arange(8).unsqueeze(0)
+        swizzled = torch.zeros_like(chunks)
+        swizzled[:, row, chunk ^ row % 8] = chunks[:, row, chunk]
+        chunks = swizzled
+    return chunks.flatten(-2)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])

@@ -93,7 +93,7 @@ class Layout:
 
 
 def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The tiles behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
 
     Raises:
         InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
@@ -110,7 +110,7 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
         )
-    return x.as_strided(shape, (math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1))
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:

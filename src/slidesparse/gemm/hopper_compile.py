@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,12 +38,16 @@ MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
 """Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
 
 
+PIECE_TOKENS = 32
+"""Tokens whose results a warpgroup turns into rows at a time."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """The geometry of a variant of the kernel.
 
     Attributes:
-        tokens: Tokens of a tile, the N of its instructions: 192 or a part of it that 16 divides.
+        tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
         warpgroups: Consumer warpgroups, one below the other in the tile.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.
@@ -89,7 +92,7 @@ class Tile:
         blocks = self.warpgroups * self.row_blocks
         stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
-        piece = math.gcd(self.share, 64) * channels * 2
+        piece = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
         exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
         return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8

@@ -112,40 +112,44 @@ class Columns:
 
 @dataclass(frozen=True)
 class Slabs:
-    """A tile-contiguous layout: ``[ceil(M / rows)][K' bytes / 128][rows][128 bytes]``, what one bulk copy moves.
+    """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of rows][128 bytes]``.
 
-    A tile of ``rows`` tokens and 128 bytes of K' is contiguous. Rows past M are written as zeros.
+    Any tile of tokens by 128 bytes of K' is contiguous, what one bulk copy moves. Rows past M repeat the last one.
 
     Attributes:
-        rows: Tokens of a tile, a multiple of 8.
+        rows: A multiple of 8, with which the swizzle begins anew.
         swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
             for copies that do not swizzle themselves.
     """
 
-    rows: int
+    rows: int = 8
     swizzle: bool = False
 
     def __post_init__(self) -> None:
         if self.rows <= 0 or self.rows % 8:
             raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
 
-    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int, int]:
+    def padded(self, tokens: int) -> int:
+        """M, padded."""
+        return tokens + -tokens % self.rows
+
+    def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
         """Shape of the output in elements."""
         slab = SLAB_BYTES // itemsize
         if width % slab:
             raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
-        return -(-tokens // self.rows), width // slab, self.rows, slab
+        return width // slab, self.padded(tokens), slab
 
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
         """Row-major values [M, K'] in this layout, in torch: what the kernels write, of :meth:`shape`."""
         tokens, width = values.shape
-        tiles, slabs, rows, slab = self.shape(tokens, width, values.element_size())
+        slabs, rows, slab = self.shape(tokens, width, values.element_size())
         chunk = CHUNK_BYTES // values.element_size()
-        padded = torch.nn.functional.pad(as_bits(values), (0, 0, 0, tiles * rows - tokens))
-        chunks = padded.view(tiles, rows, slabs, slab // chunk, chunk).transpose(1, 2)
+        padded = as_bits(values)[torch.arange(rows, device=values.device).clamp(max=tokens - 1)]
+        chunks = padded.view(rows, slabs, slab // chunk, chunk).transpose(0, 1)
         if self.swizzle:
             chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
-        return chunks.reshape(tiles, slabs, rows, slab).view(values.dtype)
+        return chunks.reshape(slabs, rows, slab).view(values.dtype)
 
 
 def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
@@ -159,13 +163,13 @@ def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Put chunk ``c`` of every row at ``c ^ key[row]``, as wgmma expects of operands in shared memory.
 
     Args:
-        chunks: [tiles, steps, rows, chunks, elements].
+        chunks: [..., rows, chunks, elements].
         key: int64 [rows]; the PTX ISA ("Matrix descriptor") has ``row % 8`` for rows of 128 bytes, ``row / 2 % 4`` for
             rows of 64.
     """
-    chunk = torch.arange(chunks.shape[3], device=chunks.device)
+    chunk = torch.arange(chunks.shape[-2], device=chunks.device)
     # An exclusive or is its own inverse: chunk c comes from where chunk c went.
-    return chunks.gather(3, (chunk ^ key.unsqueeze(1))[None, None, :, :, None].expand_as(chunks))
+    return chunks.gather(-2, (chunk ^ key.unsqueeze(1)).unsqueeze(-1).expand_as(chunks))
 
 
 def _padded(columns: int, multiple: int) -> int:

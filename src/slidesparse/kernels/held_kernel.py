@@ -22,30 +22,30 @@ from slidesparse.kernels.row_math import add, normed, offset_of_row, place, quot
 
 
 @triton.jit
-def _load(x, chunk, live, P: tl.constexpr):
+def _load(x, chunk, P: tl.constexpr):
     """Columns of a chunk [READ], 0 past the end of the row."""
     column = chunk * P.read + tl.arange(0, P.read)
-    if P.slab_rows > 0 or (chunk + 1) * P.read > P.columns:
-        value = tl.load(x + column, mask=(column < P.columns) & live, other=0.0)
+    if (chunk + 1) * P.read > P.columns:
+        value = tl.load(x + column, mask=column < P.columns, other=0.0)
     else:
         value = tl.load(x + column)
     return value
 
 
 @triton.jit
-def _hold(x, residual, total, weight, live, eps, P: tl.constexpr):
+def _hold(x, residual, total, weight, eps, P: tl.constexpr):
     """What is to be quantised: a tuple of chunks [READ] in the row's type."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
     CHUNKS: tl.constexpr = P.chunks
     for chunk in tl.static_range(0, CHUNKS):
-        value = _load(x, chunk, live, P)
+        value = _load(x, chunk, P)
         if P.first == "silu_mul":
-            value = silu_times(value, _load(x + P.columns, chunk, live, P))
+            value = silu_times(value, _load(x + P.columns, chunk, P))
         if P.first == "add_rms_norm":
-            value = add(value, _load(residual, chunk, live, P))
+            value = add(value, _load(residual, chunk, P))
             column = chunk * P.read + tl.arange(0, P.read)
-            tl.store(total + column, value.to(total.dtype.element_ty), mask=(column < P.columns) & live)
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=column < P.columns)
         if P.first == "rms_norm" or P.first == "add_rms_norm":
             squares += value.to(tl.float32) * value.to(tl.float32)
         row = row + (value,)
@@ -54,7 +54,7 @@ def _hold(x, residual, total, weight, live, eps, P: tl.constexpr):
         held = row
         row = ()
         for chunk in tl.static_range(0, CHUNKS):
-            row = row + (normed(held[chunk], _load(weight, chunk, True, P), rstd),)
+            row = row + (normed(held[chunk], _load(weight, chunk, P), rstd),)
     return row
 
 
@@ -186,8 +186,9 @@ def _lift(whole, map_of_pairs, out, row, SLID: tl.constexpr, P: tl.constexpr):
             pairs = tl.where(exists, tl.gather(whole, tl.where(exists, source, 0), 0), 0)
         else:
             pairs = tl.gather(whole, source, 0)
-        position = start // 2 + tl.arange(0, P.write // 2)
-        tl.store(out + place(START // 2 + position, row, 2, P), pairs, mask=position < LENGTH // 2)
+        step = tl.arange(0, P.write // 2)
+        at = place((START + start) // 2, step, row, 2, P)
+        tl.store(out + at, pairs, mask=start // 2 + step < LENGTH // 2)
 
 
 @triton.jit
@@ -196,28 +197,31 @@ def _copy(pairs, out, row, P: tl.constexpr):
     WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
     HALF: tl.constexpr = P.read // 2
     for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
-        position = chunk * HALF + tl.arange(0, HALF)
+        step = tl.arange(0, HALF)
         value = tl.full((HALF,), 0, tl.int16)
         if chunk < P.chunks:
             value = pairs[chunk]
-        tl.store(out + place(position, row, 2, P), value, mask=position < WIDTH // 2)
+        tl.store(out + place(chunk * HALF, step, row, 2, P), value, mask=chunk * HALF + step < WIDTH // 2)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def held_kernel(
     x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
-    """One row a program; see the top of this file. ``out`` is int16, a pair of columns each."""
+    """One row a program; see the top of this file.
+
+    Where slabs are padded, programs past the last row repeat it. ``out`` is int16, a pair of columns each.
+    """
     row = tl.program_id(0).to(tl.int64)
-    live = row < tokens
-    x += row * x_stride
+    token = tl.minimum(row, tokens - 1)
+    x += token * x_stride
     if P.first == "add_rms_norm":
-        residual += row * residual_stride
-        total += row * P.columns
+        residual += token * residual_stride
+        total += token * P.columns
     out += offset_of_row(row, 2, P)
-    held = _hold(x, residual, total, weight, live, eps, P)
+    held = _hold(x, residual, total, weight, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
-    tl.store(scales + row, scale, mask=live)
+    tl.store(scales + token, scale)
     pairs = _quantise(held, scale, inverse, P)
     if P.in_place:
         _copy(pairs, out, row, P)

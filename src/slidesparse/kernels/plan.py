@@ -28,7 +28,7 @@ class Plan:
         first: See :data:`First`.
         quant: ``none``, ``int8`` or ``fp8``.
         itemsize: Bytes of an output column.
-        slab_rows: Tokens of a slab; 0 for row-major output.
+        slab_rows: Tokens of a slab are a multiple of it; 0 for row-major output.
         swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
         read: Input columns of a step of the passes that read; of a chunk of a row that is held.
         write: Output columns of a step of the pass that writes.

@@ -67,7 +67,7 @@ def quantize_lift(
         weight: [K] in x's type, the gain of the norm.
         residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
         eps: Of the norm.
-        slabs: A tile-contiguous layout, rows past M zeros; row-major when None.
+        slabs: Slab after slab; row-major when None.
         rows: Allocate at least so many rows, for a GEMM that reads whole tiles. What lies past M is not written.
 
     Raises:
@@ -136,7 +136,7 @@ class Call:
         first: What comes first.
         tokens: M.
         device: Where.
-        slabs: A tile-contiguous layout; row-major when None.
+        slabs: Slab after slab; row-major when None.
         rows: Allocate at least so many rows.
 
     Raises:
@@ -171,8 +171,7 @@ class Call:
         if slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
         else:
-            tiles = slabs.shape(tokens, columns.width, target.itemsize)[0]
-            self.programs = self.padded = tiles * slabs.rows
+            self.programs = self.padded = slabs.shape(tokens, columns.width, target.itemsize)[1]
 
     def __call__(
         self,
@@ -187,7 +186,7 @@ class Call:
         values = torch.empty(self.padded, width, dtype=self.target, device=device)
         scale = torch.empty(tokens, 1, dtype=torch.float32, device=device) if self.plan.quant != "none" else None
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
-        if self.programs and width:
+        if tokens and width:
             self._launch(x, pairs, weight, residual, total, values, scale, eps)
         return Lifted(values if self.padded == tokens else values[:tokens], scale, total)
 

@@ -86,25 +86,27 @@ def quotient(value, scale, inverse, P: tl.constexpr):
 @triton.jit
 def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
     """Where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
-    WIDTH: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize // ITEM
-    if P.slab_rows == 0:
-        start = row * WIDTH
-    else:
-        start = row // P.slab_rows * (P.slab_rows * WIDTH) + row % P.slab_rows * (_SLAB_BYTES // ITEM)
-    return start
+    ROW_BYTES: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
+    return row * (ROW_BYTES // ITEM)
 
 
 @triton.jit
-def place(position, row, ITEM: tl.constexpr, P: tl.constexpr):
-    """Where items of ITEM bytes of a row stand, from the row's own start on."""
+def place(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
+    """Where the items of ITEM bytes ``start + step`` of a row stand, from the row's own start on.
+
+    ``start`` is where a slab begins; what depends on ``step`` alone is computed once for all of a loop's starts. A slab
+    has a row for every program.
+    """
     if P.slab_rows == 0:
-        at = position
+        at = start + step
     else:
         SLAB: tl.constexpr = _SLAB_BYTES // ITEM
         CHUNK: tl.constexpr = _CHUNK_BYTES // ITEM
-        chunk = position % SLAB // CHUNK
+        chunk = step % SLAB // CHUNK
         if P.swizzle:
             chunk = chunk ^ (row % 8).to(tl.int32)
-        at = position // SLAB * (SLAB * P.slab_rows) + chunk * CHUNK + position % CHUNK
+        pitch = tl.num_programs(0).to(tl.int64) * SLAB
+        at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
         at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # which the exclusive or hides
+        at += start // SLAB * pitch
     return at

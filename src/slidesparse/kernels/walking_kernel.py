@@ -46,13 +46,11 @@ def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _inside(column, live, P: tl.constexpr):
+def _inside(column, P: tl.constexpr):
     """Which of these columns exist."""
     inside = column < P.columns
     if P.gathered or P.k_offset > 0:
         inside = inside & (column >= 0)
-    if P.slab_rows > 0:
-        inside = inside & live
     return inside
 
 
@@ -70,12 +68,12 @@ def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
 
 
 @triton.jit
-def _rstd(x, residual, total, live, eps, P: tl.constexpr):
+def _rstd(x, residual, total, eps, P: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of the sum of the two, which it writes."""
     squares = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.columns, P.read):
         column = start + tl.arange(0, P.read)
-        inside = (column < P.columns) & live
+        inside = column < P.columns
         value = tl.load(x + column, mask=inside, other=0.0)
         if P.first == "add_rms_norm":
             value = add(value, tl.load(residual + column, mask=inside, other=0.0))
@@ -85,12 +83,12 @@ def _rstd(x, residual, total, live, eps, P: tl.constexpr):
 
 
 @triton.jit
-def _absmax(x, residual, weight, live, rstd, P: tl.constexpr):
+def _absmax(x, residual, weight, rstd, P: tl.constexpr):
     """The largest magnitude of a row, NaN if there is one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.columns, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x, residual, weight, column, (column < P.columns) & live, rstd, P)
+        value = _value(x, residual, weight, column, column < P.columns, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
     return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -130,42 +128,41 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
-):
+def _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
     """Quantise, lift and write one segment of a row."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     for start in range(0, LENGTH, P.write):
-        position = start + tl.arange(0, P.write)
+        step = tl.arange(0, P.write)
         column = _source(map_of_pairs, start, SLID, P)
-        value = _value(x, residual, weight, column, _inside(column, live, P), rstd, P)
+        value = _value(x, residual, weight, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
-        tl.store(out + place(START + position, row, P.itemsize, P), value, mask=position < LENGTH)
+        at = place(START + start, step, row, P.itemsize, P)
+        tl.store(out + at, value, mask=start + step < LENGTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def walking_kernel(
     x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
-    """One row a program; see the top of this file."""
+    """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
     row = tl.program_id(0).to(tl.int64)
-    live = row < tokens
-    x += row * x_stride
+    token = tl.minimum(row, tokens - 1)
+    x += token * x_stride
     if P.first == "add_rms_norm":
-        residual += row * residual_stride
-        total += row * P.columns
+        residual += token * residual_stride
+        total += token * P.columns
     out += offset_of_row(row, P.itemsize, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
     if P.first == "rms_norm" or P.first == "add_rms_norm":
-        rstd = _rstd(x, residual, total, live, eps, P)
+        rstd = _rstd(x, residual, total, eps, P)
     if P.quant != "none":
-        scale, inverse = row_scale(_absmax(x, residual, weight, live, rstd, P), P)
-        tl.store(scales + row, scale, mask=live)
+        scale, inverse = row_scale(_absmax(x, residual, weight, rstd, P), P)
+        tl.store(scales + token, scale)
     if P.dense_columns > 0:
-        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, False, P)
+        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x, residual, weight, map_of_pairs, out, row, live, rstd, scale, inverse, True, P)
+        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, True, P)

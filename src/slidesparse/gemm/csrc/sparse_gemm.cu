@@ -73,16 +73,13 @@ typedef u16 out_t;
 constexpr int ROWS = 64;                    // channels of a row block: the M of wgmma
 constexpr int SLAB = 128;                   // bytes of an X row in a slab
 constexpr int HALF = 64;                    // bytes of a weight row in a step
-constexpr int X_TILE = 192;                 // tokens that are contiguous in memory, slab by slab
 constexpr int W_TILE = 4;                   // row blocks that are contiguous in memory, step by step
 constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
 constexpr int META_BYTES = META_WORDS * 512;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
-constexpr int FULL_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
-constexpr int STAGE_BYTES = (FULL_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats every 1024 bytes
-constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
+constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 
 // Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
 __host__ __device__ constexpr int share_of(int tokens, int split) {
@@ -92,7 +89,8 @@ __host__ __device__ constexpr int share_of(int tokens, int split) {
 }
 
 constexpr int SHARE = share_of(TOKENS, SPLIT);
-constexpr int PIECE = SHARE % 64 == 0 ? 64 : SHARE % 32 == 0 ? 32 : 16;  // of them, what a warpgroup transposes at a time
+constexpr int CHANNELS = ROW_BLOCKS * ROWS;               // channels of a warpgroup
+constexpr int PIECE = 32;                                 // of them, what a warpgroup transposes at a time
 constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
@@ -105,12 +103,12 @@ constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
 constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 
-static_assert(X_TILE % TOKENS == 0 && W_TILE % TILE_BLOCKS == 0, "the operands of a tile are contiguous");
+static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixteens, and the weights of a tile are contiguous");
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 
 struct Problem {
-    const u8* x;          // [token tiles][slabs][X_TILE][SLAB], 128-byte swizzle
+    const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
     const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
     const float* scale_x; // [tokens] or null
@@ -222,22 +220,22 @@ __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, in
 
 __device__ __forceinline__ void produce(const Problem& p, const Ring& ring, int rank) {
     const Tiles tiles(p);
-    const int slabs = p.dense_slabs + p.sparse_slabs;
+    const int rows = ceil_div(p.tokens, 8) * 8;
     Place place;
     for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
         const int block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const int x_bytes = min(TOKENS, rows - token) * SLAB;  // what stands in the stage past them is not stored
         const Range range = range_of(p, rank);
-        const u8* x = p.x + (i64)(token / X_TILE) * slabs * (X_TILE * SLAB) + token % X_TILE * SLAB;
         auto copy_x = [&](int slab) {
-            copy(ring.stage(place), x + (i64)slab * (X_TILE * SLAB), X_BYTES, ring.full_of(place));
+            copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
         };
 #pragma unroll 1
         for (int step = 2 * range.dense; step < 2 * range.dense_end; step++, place.next()) {
             const bool first_half = step % 2 == 0;
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), (first_half ? X_BYTES : 0) + TILE_BLOCKS * VALUE_BYTES);
+            barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + TILE_BLOCKS * VALUE_BYTES);
             if (first_half) copy_x(step / 2);
             copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
                  TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
@@ -245,7 +243,7 @@ __device__ __forceinline__ void produce(const Problem& p, const Ring& ring, int 
 #pragma unroll 1
         for (int step = range.sparse; step < range.sparse_end; step++, place.next()) {
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), FULL_BYTES);
+            barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES);
             copy_x(p.dense_slabs + step);
             copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
                  TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
@@ -409,7 +407,7 @@ __device__ __forceinline__ void send_four(u32 to, const acc_t* d, u32 bar) {
 // block that completes it, itself included, which adds them in the order of the ranks: the same bits every time.
 // A block does so once in its life, since nothing says when what it received has been read.
 struct Exchange {
-    static constexpr int SHARES = TOKENS / SHARE;              // with few tokens, less than there are blocks
+    static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, less than there are blocks
     static constexpr int VECTORS = ROW_BLOCKS * SHARE / 2 / 4;  // of four sums, a thread
     const u8* const sums;  // [SPLIT][VECTORS][consumer threads][4], in shared memory
     const u32 received;    // barrier, completed by SPLIT shares
@@ -554,7 +552,7 @@ struct Epilogue {
             for (int j = 0; j < ROW_BLOCKS; j++) {
                 const Channel c[2] = {channel(j, 0), channel(j, 1)};
 #pragma unroll
-                for (int q = start / 8; q < (start + PIECE) / 8; q += 2) transpose(d[j], c, j, q, q * 8 - start);
+                for (int q = start / 8; q < min(start + PIECE, SHARE) / 8; q += 2) transpose(d[j], c, j, q, q * 8 - start);
             }
             warpgroup_sync(warpgroup);
             store_rows(start);
@@ -582,15 +580,16 @@ struct Epilogue {
     // Neighbouring lanes write neighbouring chunks, a warp whole lines.
     __device__ __forceinline__ void store_rows(int start) const {
         constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
-        constexpr int STEP = 128 / CHUNKS;    // rows a pass: a multiple of 8, so a thread's swizzle stays
+        constexpr int STEP = 128 / CHUNKS;    // rows a pass: 8 or 16, so a thread's swizzle stays
         const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
-        const int rows = min(PIECE, p.tokens - first_token - start), channels = min(8, p.channels - channel);
+        const int whole = min(PIECE, SHARE - start);  // known when compiled
+        const int rows = min(whole, p.tokens - first_token - start), channels = min(8, p.channels - channel);
         const u8* from = piece + chunk_offset(first, chunk);
         out_t* to = p.y + (i64)(first_token + start + first) * p.channels + channel;
         const i64 stride = (i64)STEP * p.channels;
-        if (rows == PIECE && channels == 8 && p.channels % 8 == 0) {
+        if (rows == whole && channels == 8 && p.channels % 8 == 0) {
 #pragma unroll
-            for (int i = 0; i < PIECE / STEP; i++)
+            for (int i = 0; i < whole / STEP; i++)
                 *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
         } else {
 #pragma unroll 1

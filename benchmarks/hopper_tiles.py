@@ -1,0 +1,123 @@
+"""Time every tile of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper_tiles.py``.
+
+    python benchmarks/hopper_tiles.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtype int8]
+
+Needs an H200. The tiles of a shape are timed in turn, CUDA graphs on a warm cache, so that they share one clock; with
+vLLM installed its CUTLASS kernel takes part, for the reader. ``--fit`` alone reads a file that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+from slidesparse.bench import environment, operands
+from slidesparse.bench.dense import vllm_ops
+from slidesparse.bench.timing import CudaStopwatch, interleave
+from slidesparse.gemm import get_backend, hopper
+from slidesparse.gemm.hopper_compile import Tile
+from slidesparse.gemm.hopper_tiles import MULTIPROCESSORS, TILES, choose_tile
+from slidesparse.quant import parse_dtype, quantize_rows
+
+SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
+TOKENS = (256, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+ROUND_S = 0.02
+GHZ = 1.5
+"""Cycles are times at this clock: the choice needs their ratios alone."""
+
+
+def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> list[float]:
+    """Median microseconds of each, in turn."""
+    passes = [stopwatch.prepare([call] * 3, True, lambda _: None) for call in calls]
+    (first,) = zip(*interleave(passes, 1), strict=True)
+    rounds = max(4, min(15, int(ROUND_S * 1e6 / statistics.mean(first) / 3)))
+    return [statistics.median(samples) for samples in interleave(passes, rounds)]
+
+
+def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, object]:
+    (out, columns), device, backend = SHAPES[layer], torch.device("cuda"), get_backend("hopper")
+    packed = operands.packed_weight(pattern, dtype, out, columns, device)
+    operand = operands.operand("hopper", pattern, dtype, out, columns, device)
+    x = operands.gaussian(tokens, columns, dtype=torch.bfloat16, device=device)
+    lifted, scale_x = operands.lifted(x, packed, backend.layout, "hopper")
+
+    def run(tile: Tile) -> torch.Tensor:
+        hopper.choose_tile = lambda *_: tile
+        return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16)
+
+    expected = run(next(iter(TILES)))
+    for tile in TILES:
+        assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
+    calls: list[Callable[[], object]] = [partial(run, tile) for tile in TILES]
+    vllm = vllm_ops()
+    if vllm is not None and packed.scale is not None:
+        quantised = quantize_rows(x, parse_dtype(dtype))
+        weight, scale_w = packed.unpack().t(), packed.scale.view(-1, 1)
+        calls.append(
+            partial(vllm.cutlass_scaled_mm, quantised.values, weight, quantised.scale, scale_w, torch.bfloat16)
+        )
+    us = [round(t, 2) for t in times(calls, stopwatch)]
+    steps = (operand[0].shape[1], operand[1].shape[1] // 2)
+    row: dict[str, object] = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern}
+    row |= {"dtype": dtype, "slabs": steps, "us": dict(zip(map(str, TILES), us[: len(TILES)], strict=True))}
+    return row | ({"dense_us": us[-1]} if len(us) > len(TILES) else {})
+
+
+def fit(rows: Sequence[dict]) -> None:
+    """Costs with the least relative error, and how far the choice by today's costs is from the best tile."""
+    equations, losses = defaultdict(list), []
+    for row in rows:
+        sparse, dense = row["slabs"]
+        for tile in TILES:
+            waves = -(-tile.count(row["tokens"], row["out"]) // MULTIPROCESSORS)
+            cycles = row["us"][str(tile)] * 1e3 * GHZ
+            equations[tile].append((waves * (sparse + 2 * dense) / cycles, waves / cycles))
+        chosen = choose_tile(row["tokens"], row["out"], sparse, dense)
+        losses.append(row["us"][str(chosen)] / min(row["us"].values()) - 1)
+    for tile, lines in equations.items():
+        (step, once), _ = nnls(np.array(lines), np.ones(len(lines)))
+        errors = np.abs(np.array(lines) @ (step, once) - 1)
+        print(f"{tile!s:8} step {step:5.0f}  tile {once:6.0f}  error {errors.mean():.1%}, most {errors.max():.1%}")
+    print(f"the tile chosen today is {statistics.mean(losses):.2%} slower than the best, at most {max(losses):.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--patterns", nargs="+", default=["2:4", "6:8"])
+    parser.add_argument("--dtype", default="int8", choices=["int8", "fp8", "bf16"])
+    parser.add_argument("--fit", action="store_true", help="only fit what the file holds")
+    options = parser.parse_args()
+    if not options.fit:
+        stopwatch = CudaStopwatch()
+        machine = environment.machine()
+        head = {
+            "what": __doc__.splitlines()[0],
+            "gpu": machine.gpu,
+            "commit": machine.commit,
+            "date": str(date.today()),
+        }
+        with options.file.open("w") as file:
+            file.write(json.dumps(head) + "\n")
+            for layer in SHAPES:
+                for pattern in options.patterns:
+                    for tokens in options.tokens:
+                        file.write(json.dumps(measure(options.dtype, layer, pattern, tokens, stopwatch)) + "\n")
+                        file.flush()
+    rows = [json.loads(line) for line in options.file.read_text().splitlines()]
+    fit([row for row in rows if "us" in row])
+
+
+if __name__ == "__main__":
+    main()
