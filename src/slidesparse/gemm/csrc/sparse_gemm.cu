@@ -545,32 +545,40 @@ struct Epilogue {
 
     __device__ __forceinline__ void store(const acc_t (*d)[SHARE / 2]) const {
         share();
+        Channel c[ROW_BLOCKS][2];
 #pragma unroll
-        for (int start = 0; start < SHARE; start += PIECE) {
-            if (start > 0) warpgroup_sync(warpgroup);  // the piece before has been read
+        for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
-            for (int j = 0; j < ROW_BLOCKS; j++) {
-                const Channel c[2] = {channel(j, 0), channel(j, 1)};
-#pragma unroll
-                for (int q = start / 8; q < min(start + PIECE, SHARE) / 8; q += 2) transpose(d[j], c, j, q, q * 8 - start);
-            }
-            warpgroup_sync(warpgroup);
-            store_rows(start);
-        }
+            for (int h = 0; h < 2; h++) c[j][h] = channel(j, h);
+        store_from<0>(d, c);
     }
 
-    // Four 8 x 8 matrices into the piece: channels +0 and +8 of tokens 8q +0..7, then of tokens +8..15.
-    __device__ __forceinline__ void transpose(const acc_t* d, const Channel* c, int j, int q, int first_row) const {
+    template <int START>
+    __device__ __forceinline__ void store_from(const acc_t (*d)[SHARE / 2], const Channel (*c)[2]) const {
+        constexpr int LENGTH = SHARE - START < PIECE ? SHARE - START : PIECE;
+        if (START > 0) warpgroup_sync(warpgroup);  // the piece before has been read
+#pragma unroll
+        for (int row = 0; row < LENGTH; row += 16) {
+            const float* own = factors + START + row + lane % 4 * 2;
+            const float2 s[2] = {*(const float2*)own, *(const float2*)(own + 8)};
+#pragma unroll
+            for (int j = 0; j < ROW_BLOCKS; j++) transpose(d[j] + (START + row) / 2, c[j], s, j, row);
+        }
+        warpgroup_sync(warpgroup);
+        store_rows<START, LENGTH>();
+        if constexpr (START + PIECE < SHARE) store_from<START + PIECE>(d, c);
+    }
+
+    // Four 8 x 8 matrices into the piece: channels +0 and +8 of 8 tokens, then of the 8 tokens after them.
+    __device__ __forceinline__ void transpose(const acc_t* d, const Channel* c, const float2* s, int j, int first_row) const {
         u32 m[4];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float2 s = *(const float2*)(factors + (q + i) * 8 + lane % 4 * 2);
+        for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const acc_t* pair = d + (q + i) * 4 + h * 2;
-                m[i * 2 + h] = round_pair(finish(pair[0], s.x, c[h]), finish(pair[1], s.y, c[h]));
+                const acc_t* pair = d + i * 4 + h * 2;
+                m[i * 2 + h] = round_pair(finish(pair[0], s[i].x, c[h]), finish(pair[1], s[i].y, c[h]));
             }
-        }
         // first_row is a multiple of 16, so the swizzle is that of the lane's own row.
         const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * (ROWS / 8) + warp * 2 + lane / 8 % 2);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
@@ -578,18 +586,18 @@ struct Epilogue {
     }
 
     // Neighbouring lanes write neighbouring chunks, a warp whole lines.
-    __device__ __forceinline__ void store_rows(int start) const {
+    template <int START, int LENGTH>
+    __device__ __forceinline__ void store_rows() const {
         constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
         constexpr int STEP = 128 / CHUNKS;    // rows a pass: 8 or 16, so a thread's swizzle stays
         const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
-        const int whole = min(PIECE, SHARE - start);  // known when compiled
-        const int rows = min(whole, p.tokens - first_token - start), channels = min(8, p.channels - channel);
+        const int rows = min(LENGTH, p.tokens - first_token - START), channels = min(8, p.channels - channel);
         const u8* from = piece + chunk_offset(first, chunk);
-        out_t* to = p.y + (i64)(first_token + start + first) * p.channels + channel;
+        out_t* to = p.y + (i64)(first_token + START + first) * p.channels + channel;
         const i64 stride = (i64)STEP * p.channels;
-        if (rows == whole && channels == 8 && p.channels % 8 == 0) {
+        if (rows == LENGTH && channels == 8 && p.channels % 8 == 0) {
 #pragma unroll
-            for (int i = 0; i < whole / STEP; i++)
+            for (int i = 0; i < LENGTH / STEP; i++)
                 *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
         } else {
 #pragma unroll 1
