@@ -16,12 +16,15 @@ from contextlib import AbstractContextManager
 import torch
 
 from slidesparse import ops
+from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.errors import SlideSparseError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
+from slidesparse.quant import dtype_name
 
 BLOCKS, CALLS = 15, 40
 TOKENS, COLUMNS, OUT = 64, 2048, 2048
@@ -60,7 +63,7 @@ def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[st
     where = (column_map, dtype, backend, columns.pairs, columns.order)
     x, residual = torch.randn(2, TOKENS, COLUMNS, dtype=BF16, device="cuda").unbind(0)
     gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
-    label = f"{pattern} {backend}"
+    label = f"{pattern} {dtype_name(dtype)} {backend}"
     yield f"quantize_lift {label}", lambda: ops.quantize_lift(x, *where)
     yield f"silu_mul_quantize_lift {label}", lambda: ops.silu_mul_quantize_lift(gate_up, *where)
     yield f"rms_norm_quantize_lift {label}", lambda: ops.rms_norm_quantize_lift(x, gain, 1e-6, *where)
@@ -80,8 +83,29 @@ def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tupl
     operand = list(chosen.prepare(packed))
     rest = (packed.scale, None, OUT, BF16, backend)
     layer = SlideLinear(packed, backend=backend)
-    yield f"gemm {pattern} {backend}", lambda: ops.gemm(values, scale, operand, *rest)
-    yield f"SlideLinear {pattern} {backend}", lambda: layer(x)
+    label = f"{pattern} {dtype_name(dtype)} {backend}"
+    yield f"gemm {label}", lambda: ops.gemm(values, scale, operand, *rest)
+    yield f"SlideLinear {label}", lambda: layer(x)
+
+
+def vllms(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """vLLM's own dense layer: its quantisation, then its CUTLASS kernel."""
+    vllm = vllm_ops()
+    if vllm is None:
+        print("vLLM: not installed")
+        return
+    x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
+    w, scale_w = weight("6:8", dtype).unpack().t(), torch.ones(OUT, 1, device="cuda")
+    values, scale = vllm_quantize(x, dtype)
+
+    def layer() -> torch.Tensor:
+        values, scale = vllm_quantize(x, dtype)
+        return vllm.cutlass_scaled_mm(values, w, scale, scale_w, BF16)
+
+    name = dtype_name(dtype)
+    yield f"vLLM quantise {name}", lambda: vllm_quantize(x, dtype)
+    yield f"vLLM gemm {name}", lambda: vllm.cutlass_scaled_mm(values, w, scale, scale_w, BF16)
+    yield f"vLLM layer {name}", layer
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -92,7 +116,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "nn.Linear bf16", lambda: dense(x)
     yield from lifting("6:8", torch.int8, "cusparselt")
     yield from lifting("6:8", torch.float8_e4m3fn, "cusparselt")
+    yield from lifting("6:8", torch.int8, "hopper")
     yield from lifting("4:6@50%", torch.int8, "hopper")
+    yield from vllms(torch.int8)
+    yield from vllms(torch.float8_e4m3fn)
     for backend in ("cusparselt", "hopper", "dense"):
         yield from multiplying("6:8", torch.int8, backend)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +32,7 @@ from slidesparse.bench.timing import (
     poison,
     rounds_for,
     summarize,
+    time_laps,
     time_passes,
 )
 from slidesparse.cli import main
@@ -61,6 +64,22 @@ class FakePass:
             return us
 
         return read
+
+
+@dataclass
+class GovernedPass:
+    """Takes as much longer as the power of the last launches on its GPU was higher."""
+
+    power: float
+    gpu: deque[float]
+    us: float = 100.0
+    copies: int = 2
+    method: str = "graph"
+
+    def launch(self) -> Callable[[], float]:
+        self.gpu.append(self.power)
+        us = self.us * statistics.mean(self.gpu)
+        return lambda: us
 
 
 @dataclass
@@ -213,6 +232,18 @@ def test_a_drifting_clock_hits_all_variants_alike() -> None:
     assert one == pytest.approx(two, rel=0.002)
     assert noise < 0.002
     assert samples[0][-1] > 1.02 * samples[0][0]
+
+
+def test_in_laps_a_variant_has_its_own_clock_where_turns_share_the_hungriest_one() -> None:
+    gpu: deque[float] = deque(maxlen=20)
+    hungry, thrifty = GovernedPass(2.0, gpu), GovernedPass(1.0, gpu)
+    shared, _ = time_passes([hungry, thrifty], 0.1)
+    assert statistics.median(shared[1]) == pytest.approx(150, rel=0.15)
+    queued: list[str] = []
+    samples, noise = time_laps([[hungry, hungry], [thrifty, thrifty]], lambda: queued.append("once"))
+    assert [[statistics.median(times) for times in lap] for lap in samples] == [[200, 200], [100, 100]]
+    assert noise == [0, 0]
+    assert queued == ["once"]
 
 
 def test_summary_has_the_percentiles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,15 @@ from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.inspection import inspect_checkpoint
 from slidesparse.pattern import Pattern
-from slidesparse.records import ENGINE, KERNELS, Clocks, Machine, read_records
+from slidesparse.records import ENGINE, KERNELS, STEP_KERNELS, Clocks, Machine, read_records
 from slidesparse.report import write_report
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 0.3, "2:4": 0.2, "6:8": 0.25}
 KERNEL_NAMES = {"flash::x": (5.0, 1), "cutlass::gemm": (60.0, 4), "triton_red_fused": (20.0, 4), "memcpy": (1.0, 2)}
+
+
+FAILS = {"slidesparse": {"backend": "cusparselt"}}
 
 
 class Pretender:
@@ -38,7 +42,8 @@ class Pretender:
         Pretender.started.append(options)
 
     def ready(self) -> None:
-        pass
+        if self.options.additional == FAILS:
+            raise UnsupportedError("the vLLM engine failed", got="no memory")
 
     def call(self, name: str, *arguments: Any) -> Any:
         fixed = {"weights_gb": 7.5, "kernels": KERNEL_NAMES}
@@ -72,7 +77,9 @@ SMALL = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "num_atten
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
-PROFILE = EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "6:8"), (1024,), (64,), rounds=3, layers=1)
+PROFILE = EngineProfile(
+    ("Qwen2.5-7B",), ("int8",), ("2:4", "6:8"), (1024,), (64,), rounds=3, layers=1, backends=("hopper",)
+)
 
 
 def test_a_run_records_every_engine_and_the_report_draws_them(pretend: None, tmp_path: Path) -> None:
@@ -89,13 +96,27 @@ def test_a_run_records_every_engine_and_the_report_draws_them(pretend: None, tmp
     medians = [r.timing.median_us for r in times[:3] if r.timing]
     assert medians == pytest.approx([3e6 * seconds for seconds in SECONDS.values()])
     assert {r.n_bytes for r in times} == {7_500_000_000}
-    kernels = [record for record in records if record.case.benchmark == KERNELS]
-    assert len(kernels) == 3 * 4
+    for benchmark in (KERNELS, STEP_KERNELS):
+        assert len([record for record in records if record.case.benchmark == benchmark]) == 3 * 4
     page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
     assert "C, prefill, INT8" in page
     assert "| Qwen2.5-7B | 1024 | 900.00 | 1138 | 1.500 | 1.200 | 0.0% |" in page
     assert "D, decode, INT8: efficiency against 2:4" in page
     assert "| Qwen2.5-7B | int8 | 16384 | 6:8 | 0.0 | 0.1 | 0.0 | 0.0 | 0.1 | 7.50 |" in page
+    assert "| Qwen2.5-7B | int8 | 64 | 6:8 | 0.01 | 0.06 | 0.02 | 0.00 | 0.09 | 7.50 |" in page
+
+
+def test_auto_runs_beside_a_backend_on_the_same_checkpoint_under_a_name_of_its_own(
+    pretend: None, tmp_path: Path
+) -> None:
+    records = run(replace(PROFILE, patterns=("6:8",), backends=("hopper", "auto")), tmp_path / "records.jsonl")
+    stock, hopper, auto = Pretender.started
+    assert (stock.plugin, stock.additional) == (False, {})
+    assert [ours.additional["slidesparse"] for ours in (hopper, auto)] == [{"backend": "hopper"}, {"backend": "auto"}]
+    assert hopper.folder == auto.folder
+    assert [(r.variant, r.algorithm) for r in records[:3]] == [("dense", ""), ("6:8", "hopper"), ("auto 6:8", "auto")]
+    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
+    assert "| model | M | dense ms | dense tokens/s | 6:8 | auto 6:8 | noise |" in page
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
@@ -142,7 +163,7 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> No
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = vllm.PROFILES["quick"]
-    for wrong in ({"dtypes": ["fp16"]}, {"models": ["GPT"]}, {"patterns": ["6:9"]}, {"layers": 0}):
+    for wrong in ({"dtypes": ["fp16"]}, {"models": ["GPT"]}, {"patterns": ["6:9"]}, {"layers": 0}, {"rounds": 1}):
         with pytest.raises(InputError):
             adapt(profile, **wrong)
     assert main(["bench", "gemm", "--layers", "4", "--out", str(tmp_path / "x")]) == 1
@@ -151,7 +172,7 @@ def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--budget-s" in capsys.readouterr().err
 
 
-def test_an_engine_that_does_not_start_is_one_line_and_the_others_are_stopped(
+def test_without_a_dense_engine_nothing_is_measured_and_the_others_are_stopped(
     pretend: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(self: Pretender) -> None:
@@ -161,6 +182,17 @@ def test_an_engine_that_does_not_start_is_one_line_and_the_others_are_stopped(
     with pytest.raises(UnsupportedError, match="no memory"):
         run(PROFILE, tmp_path / "records.jsonl")
     assert Pretender.stopped == 3
+
+
+def test_an_engine_of_ours_that_does_not_start_is_recorded_and_the_others_are_measured(
+    pretend: None, tmp_path: Path
+) -> None:
+    records = run(replace(PROFILE, patterns=("6:8",), backends=("cusparselt", "hopper")), tmp_path / "records.jsonl")
+    failed, *timed = records
+    assert (failed.algorithm, failed.why_not) == ("cusparselt", "the vLLM engine failed; got no memory")
+    assert {record.algorithm for record in timed} == {"", "hopper"}
+    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
+    assert "| vllm | int8 | 6:8 | slidesparse | the vLLM engine failed; got no memory | 1 |" in page
 
 
 def test_an_engine_whose_process_fails_says_why(tmp_path: Path) -> None:

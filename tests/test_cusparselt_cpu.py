@@ -92,12 +92,13 @@ def _why(
     version: tuple[int, int, int] = (0, 8, 0),
     pattern: str = "6:8",
     backend: str = "cusparselt",
+    slid: bool = True,
 ) -> str | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(api, "load", lambda: _Library(*version))
     monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
     monkeypatch.setattr(cusparselt, "_handle", lambda device: None)
-    return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda")))
+    return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda"), slid))
 
 
 @pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
@@ -114,6 +115,7 @@ def test_hopper_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch, dt
         ({"dtype": torch.float32}, "no fp32 kernels"),
         ({"dtype": torch.float16}, "FP16 kernels of cuSPARSELt 0.8 fail on Hopper"),
         ({"pattern": "dense"}, "no 2:4 segment"),
+        ({"pattern": "4:6@50%", "slid": False}, "no group of this weight is slid"),
         ({"pattern": "4:6@50%", "dtype": torch.bfloat16}, "rounded twice"),
         ({"pattern": "4:6@50%", "backend": "cusparselt-bf16"}, "rounded twice"),
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
 from slidesparse.gemm.dense import Dense, _has_kernels
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import NOT_MEASURED
+from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback
 from slidesparse.gemm.speed import LayerSpeed, Table
 from slidesparse.gemm.switch import Route
 from slidesparse.slide import gather
@@ -163,6 +164,15 @@ def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.Monkey
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _measured(monkeypatch, dense=(0.1, 0.1, 0.1), fast_6at8=(2.0, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
     assert choose(ABLE, fallback="none").routes == (Route(0, "slow"),)
+
+
+@pytest.mark.parametrize("fallback", ["dense", "none"])
+def test_what_has_no_slid_group_runs_dense(monkeypatch: pytest.MonkeyPatch, fallback: Fallback) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(0.1, 0.1, 0.1))
+    assert choose(ABLE, fallback=fallback).backends == ("fast",)
+    choice = choose(replace(ABLE, slid=False), fallback=fallback)
+    assert choice == Choice((Route(0, "dense"),), "no group of this weight is slid")
 
 
 def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

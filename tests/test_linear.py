@@ -413,3 +413,13 @@ def test_scales_belong_to_quantised_weights() -> None:
         SlideLinear(pack(torch.zeros(4, 8, dtype=torch.int8), "6:8"))
     with pytest.raises(InputError, match="with a scale"):
         SlideLinear(pack(torch.zeros(4, 8), "6:8", scale=torch.ones(4)))
+
+
+def test_a_shard_without_a_slid_group_chooses_and_runs_dense() -> None:
+    weight = torch.randint(1, 100, (OUT, 24), dtype=torch.int8)
+    packed = pack(weight, "4:6@50%", scale=torch.rand(OUT), groups=torch.arange(0))
+    layer = SlideLinear(packed, fallback="none")
+    assert layer.choice.backends == ("dense",)
+    assert layer.choice.reason == "no group of this weight is slid"
+    x = torch.randn(3, 24)
+    assert torch.equal(layer(x), SlideLinear(packed, backend="reference")(x))

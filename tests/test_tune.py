@@ -17,7 +17,7 @@ from test_bench import FakeStopwatch, session
 from slidesparse.bench import problems, runner, speed, tune
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import cusparselt_tune
+from slidesparse.gemm import Problem, cusparselt_tune
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.speed import LayerSpeed, load_table, tuned_path
 from slidesparse.records import DENSE, Case, Record
@@ -83,7 +83,7 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
     monkeypatch.setattr(Reference, "accelerated", True)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
     what = tune.plan(["Tiny"], ["6:8"], ["int8"], [64, 32])
-    assert len(what.cases()) == 3 * 2  # two layers have one size
+    assert [len(lap) for lap in what.laps()] == [3, 3]  # at two M's; two layers have one size
     watched = replace(session(FakeStopwatch()), patterns=lambda _: what.patterns)
     layers = tune.measure_layers(what, watched)
     assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
@@ -92,6 +92,25 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
         (96, 32, (32, 64)),
     ]
     assert all(layer.us == {"dense": (10.0, 10.0), "reference 6:8": (10.0, 10.0)} for layer in layers)
+
+
+def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "accelerated", True)
+
+    def why_not(self: Reference, problem: Problem) -> str | None:
+        return "not this one" if self.name == "reference" and problem.out_features == 96 else None
+
+    monkeypatch.setattr(Reference, "why_not", why_not)
+    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
+    what = tune.plan(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
+    layers = tune.measure_layers(what, replace(session(FakeStopwatch()), patterns=lambda _: what.patterns))
+    assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
+
+
+def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(tune, "tune_shapes", lambda *_, **__: pytest.fail("it searched"))
+    assert tune.search_algorithms(tune.plan(None, None, None, [64], ["hopper"])) == []
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------

@@ -132,7 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
     tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
     tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
-    tune.add_argument("--tokens", type=int, nargs="+", default=[64, 512, 4096, 16384], help="(default: %(default)s)")
+    tune.add_argument(
+        "--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="(default: %(default)s)"
+    )
+    tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
     tune.add_argument(
         "--from",
@@ -156,13 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
     )
     bench.add_argument(
-        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run)"
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
+    engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 5)")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
-    engine.add_argument("--backend", metavar="NAME", help="of the sparse layers (default: auto)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -312,7 +315,7 @@ def _tune(options: argparse.Namespace) -> int:
     from slidesparse.bench import runner, tune
     from slidesparse.bench.problems import PROFILES
 
-    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens)
+    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(plan)
     if options.records:
         layers = tune.recorded_layers(options.records)
@@ -331,8 +334,8 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    if any(value is not None for value in (options.sequences, options.layers, options.backend, options.scratch)):
-        raise InputError("--sequences, --layers, --backend and --scratch", needed="bench vllm")
+    if any(value is not None for value in (options.sequences, options.rounds, options.layers, options.scratch)):
+        raise InputError("--sequences, --rounds, --layers and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -360,8 +363,9 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         patterns=options.patterns,
         tokens=options.tokens,
         sequences=options.sequences,
+        rounds=options.rounds,
         layers=options.layers,
-        backend=options.backend,
+        backends=options.backends,
     )
     records = vllm.run(profile, options.out, options.scratch)
     told = {"path": str(options.out), "records": len(records)}

@@ -117,10 +117,12 @@ class SlideLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.pattern = packed.pattern
         self.weight_dtype = packed.dtype
-        problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device)
+        slid = any(segment.kind == "2:4" for segment in packed.segments)
+        problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
         self.choice = choose(problem, backend, fallback)
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
+        self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
         self._switch = Switch(tuple(form.describe() for form in self.forms), self.choice.routes).to_text()
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
@@ -173,7 +175,7 @@ class SlideLinear(nn.Module):
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
-        tensors = [tensor for form in self.forms for tensor in form.tensors]
+        tensors = [tensor for form in self._forms for tensor in form.tensors]
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
         own = self._buffers["bias"]
         scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))

@@ -6,6 +6,7 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, with_rows
+from slidesparse.gemm.base import Backend, Layout, with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
@@ -28,8 +29,44 @@ KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
-def _no_backward(*_: Any) -> None:
-    raise UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+class _NoBackward(torch.autograd.Function):
+    """An operator where a gradient is wanted: what it gives is part of the graph, and the way back an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, below: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(below, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            "slidesparse layers are for inference", remedy="train the dense model, with its zeros held"
+        )
+
+
+@lru_cache(maxsize=256)
+def _is_eager(keys: int) -> bool:
+    """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
+    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
+    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the autograd keys, which every call outside inference mode meets.
+
+    ``torch.library.register_autograd`` makes one that goes through the dispatcher, and converts all arguments, a
+    second time: 8 us. Where nothing else would happen there, this one is a call of the kernel.
+    """
+    operator = getattr(torch.ops.slidesparse, name).default
+
+    def run(keys: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            return _NoBackward.apply(operator, keys & torch._C._after_autograd_keyset, *arguments)
+        if _is_eager(keys.raw_repr()):
+            return kernel(*arguments)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    return run
 
 
 def _without_autocast(name: str, device: str) -> Callable[..., Any]:
@@ -48,7 +85,7 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _LIBRARY.impl(name, _without_autocast(name, device), key)
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"slidesparse::{name}", _no_backward, lib=_LIBRARY)
+    _LIBRARY.impl(name, _under_autograd(name, kernel), "Autograd", with_keyset=True)
 
 
 def _check_finite(x: torch.Tensor) -> None:
@@ -57,22 +94,30 @@ def _check_finite(x: torch.Tensor) -> None:
         raise InputError("activations hold NaN or Inf", needed="finite activations")
 
 
-@lru_cache(maxsize=4096)
-def _columns(order: tuple[int, ...]) -> Columns:
-    return Columns(*order)  # type: ignore[arg-type] # mypy does not count them
+@lru_cache(maxsize=1 << 16)
+def _kernel_call(
+    backend: Backend,
+    first: First,
+    tokens: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    device: torch.device,
+    order: tuple[int, ...],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None:
+    """:class:`slidesparse.kernels.quantize_lift.Call`, or None where the torch definition must do.
 
-
-@lru_cache(maxsize=64)
-def _kernel(device: torch.device, source: torch.dtype, target: torch.dtype) -> Callable[..., Any] | None:
-    """:func:`slidesparse.kernels.quantize_lift.quantize_lift`, or None where the torch definition must do."""
+    One look-up a call: a model has few linears, and a server many numbers of tokens.
+    """
     needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+    if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
         return None
     if torch.cuda.get_device_capability(device) < needed:
         return None
-    from slidesparse.kernels.quantize_lift import quantize_lift
+    from slidesparse.kernels.quantize_lift import Call
 
-    return quantize_lift
+    columns = Columns(*order)  # type: ignore[arg-type] # mypy does not count them
+    slabs, rows = backend.layout.slabs, backend.layout.rows(tokens)
+    return Call(columns, source, target, first, tokens, device, slabs, rows if slabs is None else None)
 
 
 def _lifted(
@@ -80,30 +125,17 @@ def _lifted(
     x: torch.Tensor,
     column_map: torch.Tensor,
     dtype: torch.dtype,
-    backend: str,
+    backend: Backend,
     pairs: torch.Tensor | None,
-    order: Sequence[int],
+    order: tuple[int, ...],
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Lifted values in the layout of a backend, their scale, and the new residual, of all operators but ``gemm``."""
-    layout = get_backend(backend).layout
-    kernel = _kernel(x.device, x.dtype, dtype) if order else None
-    if kernel is not None:
-        lifted: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = kernel(
-            dense_rows(x),
-            _columns(tuple(order)),
-            dtype,
-            first,
-            pairs=pairs,
-            weight=weight,
-            residual=None if residual is None else dense_rows(residual),
-            eps=eps,
-            slabs=layout.slabs,
-            rows=layout.rows(x.shape[0]) if layout.slabs is None else None,
-        )
-        return lifted
+    call = _kernel_call(backend, first, x.shape[0], x.dtype, dtype, x.device, order)
+    if call is not None:
+        return call(dense_rows(x), pairs, weight, None if residual is None else dense_rows(residual), eps)
     total = None
     if first == "silu_mul":
         x = silu_mul(x)
@@ -113,9 +145,9 @@ def _lifted(
         x, total = add_rms_norm(x, residual, weight, eps)
     _check_finite(x)
     if dtype == x.dtype:
-        return _for_backend(gather(x, column_map), layout), None, total
+        return _for_backend(gather(x, column_map), backend.layout), None, total
     values, scale = quantize_rows(x, dtype)
-    return _for_backend(gather(values, column_map), layout), scale, total
+    return _for_backend(gather(values, column_map), backend.layout), scale, total
 
 
 def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -137,7 +169,7 @@ def _quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("none", x, column_map, dtype, get_backend(backend), pairs, tuple(order))[:2]
 
 
 def _quantize_lift_fake(
@@ -154,7 +186,7 @@ def _lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> torch.Tensor:
-    return _lifted("none", x, column_map, x.dtype, backend, pairs, order)[0]
+    return _lifted("none", x, column_map, x.dtype, get_backend(backend), pairs, tuple(order))[0]
 
 
 def _lift_fake(x: torch.Tensor, column_map: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -171,7 +203,7 @@ def _rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, weight, eps=eps)[:2]
+    return _lifted("rms_norm", x, column_map, dtype, get_backend(backend), pairs, tuple(order), weight, eps=eps)[:2]
 
 
 def _rms_norm_quantize_lift_fake(
@@ -191,7 +223,9 @@ def _add_rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, weight, residual, eps)
+    return _lifted(
+        "add_rms_norm", x, column_map, dtype, get_backend(backend), pairs, tuple(order), weight, residual, eps
+    )
 
 
 def _add_rms_norm_quantize_lift_fake(
@@ -214,7 +248,7 @@ def _silu_mul_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("silu_mul", x, column_map, dtype, get_backend(backend), pairs, tuple(order))[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
@@ -246,6 +280,21 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
+_REHEARSED: set[tuple[object, ...]] = set()
+"""Kinds of layers whose product has run."""
+
+
+def rehearsal(tokens: int, switch: str) -> list[int]:
+    """Numbers of tokens below M that a layer runs before its first product, of M tokens.
+
+    Between them they need every form, kernel and tile that smaller batches do, which are so compiled and loaded before
+    a server serves: vLLM begins with the largest batch, and captures the smallest ones. Two to an octave, and those at
+    which the layer changes its backend.
+    """
+    octaves = [m << k for k in range(tokens.bit_length()) for m in (1, 3)]
+    return sorted({m for m in (*octaves, *(route.first for route in parse_switch(switch).routes)) if 0 < m < tokens})
+
+
 def _multiplied(
     first: First,
     x: torch.Tensor,
@@ -255,9 +304,20 @@ def _multiplied(
     out_features: int,
     dtype: torch.dtype,
     switch: str,
+    *,
+    residual: torch.Tensor | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
+    kind = (first, x.dtype, dtype, out_features, switch, x.get_device())
+    if x.is_cuda and kind not in _REHEARSED and not torch.cuda.is_current_stream_capturing():
+        _REHEARSED.add(kind)
+        for tokens in rehearsal(x.shape[0], switch):
+            fewer = None if residual is None else residual[:tokens]
+            with suppress(UnsupportedError):  # to be told to whoever asks for so many tokens
+                _multiplied(
+                    first, x[:tokens], tensors, scale_w, bias, out_features, dtype, switch, residual=fewer, **given
+                )
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
     if column_map.device != x.device:  # kernels read by address
@@ -267,8 +327,11 @@ def _multiplied(
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
-    pairs = moved if len(moved) else None
-    lifted, scale_x, total = _lifted(first, x, column_map, dtype, form.backend, pairs, form.order, **given)
+    pairs = moved if moved.numel() else None
+    backend = get_backend(form.backend)
+    lifted, scale_x, total = _lifted(
+        first, x, column_map, dtype, backend, pairs, form.order, residual=residual, **given
+    )
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
 
 

@@ -147,7 +147,15 @@ class Packer(Protocol):
     """
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
-        """``support.following_groups`` of a weight, int64 [n]; raises InputError where it holds NaN or Inf."""
+        """``support.following_groups`` of a weight, int64 [n], on the CPU: how many there are says what to launch.
+
+        Raises:
+            InputError: When the weight holds NaN or Inf.
+        """
+        ...
+
+    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+        """Some groups as they are, side by side, -0.0 as +0.0 and zeros where the weight ends: [out, n * 2N]."""
         ...
 
     def compress(
@@ -168,7 +176,12 @@ class TorchPacker:
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`Packer`."""
         check_weight(weight, name)
-        return following_groups(weight, pattern, k_offset)
+        return following_groups(weight, pattern, k_offset).cpu()
+
+    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+        """See :class:`Packer`."""
+        kept = grouped(as_bits(weight), pattern, k_offset)[:, groups].view(weight.dtype)
+        return torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
 
     def compress(
         self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
@@ -223,30 +236,33 @@ def pack(
     check_k_offset(pattern, k_offset)
     out, columns = weight.shape
     total = pattern.groups(columns, k_offset)
-    everything = torch.arange(total, device=weight.device)
     if not pattern.is_uniform and groups is None and k_offset and pattern != DENSE:
         raise InputError(
             f"a shard of {pattern} has a share of its own",
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
+    if groups is not None:
+        groups = groups.cpu()
+        check_ascending(groups, total, name)
     if pattern == DENSE:
         check_weight(weight, name)
-        slid = everything[:0] if groups is None else groups.to(weight.device)
+        slid = torch.arange(0) if groups is None else groups
     elif groups is None and pattern.is_uniform:
-        slid = everything
+        slid = torch.arange(total)
     else:  # also for the sake of NaN and Inf in the groups that stay dense
-        following = packer.following(weight, pattern, k_offset, name)
+        slid = packer.following(weight, pattern, k_offset, name)
         if groups is None:
-            check_share(len(following), total, pattern, name)
-        slid = following if groups is None else groups.to(weight.device)
-    check_ascending(slid, total, name)
-    segments = []
+            check_share(len(slid), total, pattern, name)
+        else:
+            slid = groups
+    segments, device = [], weight.device
     if len(slid) < total:
-        dense = everything[~torch.isin(everything, slid)]
-        kept = grouped(as_bits(weight), pattern, k_offset)[:, dense].view(weight.dtype)
-        values = torch.where(is_nonzero(kept), as_bits(kept), 0).flatten(1).view(weight.dtype)
-        segments.append(Segment("dense", dense, values))
+        stays = torch.ones(total, dtype=torch.bool)  # on the CPU, as slid: each answer of a GPU is one to wait for
+        stays[slid] = False
+        dense = stays.nonzero().flatten().to(device)
+        segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
     if len(slid):
+        slid = slid.to(device)
         chosen = None if len(slid) == total else slid
         segments.append(Segment("2:4", slid, *packer.compress(weight, pattern, chosen, k_offset, name)))
     return PackedWeight(pattern, (out, columns), k_offset, tuple(segments), _channel_scale(scale, out, name))

@@ -45,6 +45,13 @@ class KernelPacker:
         with torch.cuda.device_of(weight):  # Triton launches on the current device
             return following_groups(dense_rows(weight), pattern, k_offset=k_offset, name=name)
 
+    def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
+        """See :class:`slidesparse.packed.Packer`."""
+        from slidesparse.kernels.pack import copy_groups
+
+        with torch.cuda.device_of(weight):
+            return copy_groups(dense_rows(weight), pattern, groups, k_offset=k_offset)
+
     def compress(
         self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor | None, k_offset: int, name: str
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,8 +29,8 @@ ALONE, LIBRARY = "alone", "library"
 """Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
 SQUARE = "square"
 ALL = "*"
-ENGINE, KERNELS = "vllm", "vllm kernels"
-"""Benchmarks of whole engines: times of requests, and of what the kernels of one do."""
+ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
+"""Benchmarks of whole engines: times of requests, and of what the kernels of a prefill and of a decoding step do."""
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
@@ -44,7 +44,7 @@ class Case:
     """What is measured: one problem.
 
     Attributes:
-        benchmark: ``gemm``, ``kernels``, ``linear``, ``pack``, ``vllm`` or ``vllm kernels``.
+        benchmark: ``gemm``, ``kernels``, ``linear``, ``pack``, ``vllm``, ``vllm kernels`` or ``vllm step kernels``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
         layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, and what kernels do
             (``gemm``, ...); empty where there is no model.

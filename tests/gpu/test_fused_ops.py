@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton import knobs
 
 from slidesparse import Pattern, ops, pack
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
@@ -49,6 +52,25 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
     }[first]
     run = getattr(ops, f"{first}_quantize_lift")
     return given, (layout.column_map(packed), (backend, order.pairs, order.order)), run
+
+
+def test_a_kernel_compiles_while_somebody_listens_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM does once it serves."""
+    heard: list[str] = []
+    for hook in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(knobs.runtime, hook, lambda fn, **_: heard.append(fn.name))
+    columns = 1234  # of no other test, so that these kernels are new
+    given, (column_map, where), run = problem("rms_norm", "6:8", 7, columns, "reference")
+    expected = quantize_rows(rms_norm(*given), torch.int8)[0]
+    assert torch.equal(run(*given, column_map, torch.int8, *where)[0], gather(expected, column_map))
+    pack(torch.zeros(4, columns, dtype=torch.int8, device="cuda"), Pattern.parse("28:30"))
+    _listened[(1,)](torch.zeros(1, device="cuda"))
+    assert set(heard) == {"_listened"}  # there is somebody
+
+
+@triton.jit
+def _listened(x):
+    tl.store(x, 1.0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "padded", "tiled"])

@@ -267,6 +267,20 @@ def test_a_second_gpu() -> None:
     assert torch.equal(layer.to("cuda:1")(x.to("cuda:1")).to("cuda:0"), expected)
 
 
+def test_behind_a_product_of_many_tokens_fewer_can_be_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_REHEARSED", set())
+    hopper_launch.load.cache_clear()
+    layer = _layer("6:8", "int8")
+    layer(torch.randn(3000, COLUMNS, dtype=BF16, device="cuda"))
+    for tokens in (1, 40, 100, 700, 2500):
+        x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+        graph.replay()
+        assert torch.equal(captured, layer(x))
+
+
 def test_a_kernel_cannot_be_loaded_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = _layer("6:8", "int8"), torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
     layer(x)

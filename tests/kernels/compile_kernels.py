@@ -2,7 +2,8 @@
 
     python compile_kernels.py 90
 
-Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), and the widths of its global accesses.
+Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, and
+how many shuffles it has.
 Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
 """
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, configure
-from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, count_kernel, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.packed import pack
@@ -81,7 +83,8 @@ def resources(cubin: bytes) -> dict[str, object]:
 
 
 def accesses(ptx: str) -> dict[str, object]:
-    return {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
+    widths = {what: Counter(re.findall(rf"{what}\.global\.\S*?((?:v\d\.)?b\d+)", ptx)) for what in ("ld", "st")}
+    return {**widths, "shuffles": ptx.count("shfl.sync")}
 
 
 def order(pattern: str, columns: int, multiple: int) -> Columns:
@@ -95,6 +98,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     """Pattern, K, source, target, first, slabs."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
+    cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6@50%")]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
     cases += [(p, 18944, BF16, types[-1], first, None) for p in ("6:8", "4:6@50%") for first in ("none", "silu_mul")]
     cases += [("6:8", 40960, BF16, types[-1], first, None) for first in ("none", "silu_mul")]  # too long to be held
@@ -152,14 +156,16 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
         arguments = {
             "weight": pointer,
-            "fullest": "*i32",
-            "faults": "*i32",
-            "tokens": "i32",
+            "counts": "*i32",
+            "rows": "i32",
             "row_stride": "i32",
             "P": (plan,),
             "ROWS": (COUNTED_ROWS,),
         }
         yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
+        plan = replace(plan, gathered=True)
+        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (plan,)}
+        yield f"pack: copy {dtype}", build(copy_kernel, arguments, arch, 4)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from slidesparse.kernels import launcher
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 if not torch.cuda.is_available():
@@ -26,12 +28,15 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh tensors hold garbage, so that a byte that a kernel forgets shows."""
-    empty: Callable[..., torch.Tensor] = torch.empty
 
-    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
-        tensor = empty(*shape, **options)
-        if tensor.numel():
-            tensor.view(torch.uint8).fill_(0xA5)
-        return tensor
+    def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*shape: Any, **options: Any) -> torch.Tensor:
+            tensor = empty(*shape, **options)
+            if tensor.numel():
+                tensor.view(torch.uint8).fill_(0xA5)
+            return tensor
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        return run
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(launcher, "_empty_strided_cuda", poisoned(launcher._empty_strided_cuda))

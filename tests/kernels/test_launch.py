@@ -36,7 +36,7 @@ def test_the_rule_gives_a_launch_for_any_size(columns: int, quantised: bool) -> 
     for tokens in (1, 4096):
         chosen = configure(0, tokens, order, 2, "none", quantised)
         assert chosen.read == 8 * 32 * chosen.num_warps
-        assert chosen.num_warps == 1 or chosen.read <= columns
+        assert chosen.num_warps == (launch.FEWEST_HOLDING if quantised else 1) or chosen.read <= columns
 
 
 def plan_of(columns: Columns, launch: Launch) -> Plan:
@@ -56,7 +56,7 @@ def test_rows_are_held_as_long_as_they_fit(columns: int, tokens: int) -> None:
 
 def test_held_rows_get_few_lanes_and_few_rows_many() -> None:
     warps = {k: configure(0, 4096, Columns.identity(k), 2, "none").num_warps for k in (2048, 3584, 8192, 18944)}
-    assert warps == {2048: 1, 3584: 2, 8192: 4, 18944: 16}
+    assert warps == {2048: launch.FEWEST_HOLDING, 3584: 2, 8192: 4, 18944: 16}
     assert configure(0, 1, Columns.identity(3584), 2, "none").num_warps == 8
     assert configure(0, 1, Columns.identity(600), 2, "none").num_warps == 2
     assert configure(0, 4096, Columns.identity(3584), 2, "add_rms_norm").num_warps == 8

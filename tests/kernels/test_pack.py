@@ -224,7 +224,7 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         inside.remove(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("compress", "following_groups"):
+    for name in ("compress", "copy_groups", "following_groups"):
         run = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)

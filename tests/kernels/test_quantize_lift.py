@@ -72,10 +72,10 @@ def rows(columns: int) -> torch.Tensor:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A chunk has 64 columns and a step writes 128: rows of more than 512 columns are walked, in steps of 64."""
-    kernels._call.cache_clear()
+    kernels.call_for.cache_clear()
     monkeypatch.setattr(kernels, "configure", lambda *_: Launch(read=64, write=128, num_warps=1))
     yield
-    kernels._call.cache_clear()
+    kernels.call_for.cache_clear()
 
 
 # -- the column order ----------------------------------------------------------------------------------------------
@@ -144,10 +144,10 @@ def test_walked_rows_are_held_rows(
     given |= {"residual": residual} if first == "add_rms_norm" else {}
     results = []
     for read in (1024, 64):  # held in one chunk, and walked
-        kernels._call.cache_clear()
+        kernels.call_for.cache_clear()
         monkeypatch.setattr(kernels, "configure", lambda *_, read=read: Launch(read, 256, 1))
         results.append(quantize_lift(columns=on(device, packed, 32), target=dtype, first=first, **given))
-    kernels._call.cache_clear()
+    kernels.call_for.cache_clear()
     for one, other in zip(*results, strict=True):
         assert one is None if other is None else same_bits(one, other)
 
@@ -438,7 +438,7 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels._call.cache_clear()
+    kernels.call_for.cache_clear()
     monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
     with pytest.raises(UnsupportedError, match="sm_89"):
         quantize_lift(torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn)

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench.timing import Pass, Stopwatch, copies_needed, copies_of, poison, summarize, time_passes
+from slidesparse.bench.timing import (
+    Pass,
+    Stopwatch,
+    copies_needed,
+    copies_of,
+    poison,
+    summarize,
+    time_laps,
+    time_passes,
+)
 from slidesparse.errors import SlideSparseError
 from slidesparse.records import Case, Clocks, Machine, Record, Timing, Tried
 
@@ -150,6 +159,41 @@ def compare(
     common = partial(Record, case, session.machine, started, before, after)
     return [_record(common, group, noise) for group in _alternatives(attempts)] + [
         common(refusal.variant, refusal.backend, why_not=refusal.why_not) for refusal in refusals
+    ]
+
+
+def compare_laps(session: Session, laps: Sequence[Sequence[tuple[Case, Subject]]]) -> list[Record]:
+    """Check, time and record the layers of a model: each variant runs all of them for a while, then the next one.
+
+    Args:
+        session: The run's.
+        laps: For each variant its subject for each layer that it can run, of one number of tokens; the first one has
+            them all, and is timed twice.
+
+    Returns:
+        A record for each subject.
+    """
+    started = now()
+    session.stopwatch.begin()
+    before = after = session.clocks()
+    rivals = sum(map(len, laps))
+    attempts = [[(case, _prepare(session.stopwatch, subject, rivals)) for case, subject in lap] for lap in laps]
+    ready = [[(case, attempt) for case, attempt in lap if attempt.made is not None] for lap in attempts]
+    ready = [lap for lap in ready if lap]
+    noise: dict[Case, float] = {}
+    if ready:
+        under_load: list[Clocks] = []
+        passes = [[attempt.made for _, attempt in lap if attempt.made is not None] for lap in ready]
+        samples, differences = time_laps(passes, lambda: under_load.append(session.clocks()))
+        after = under_load[0]
+        noise = dict(zip((case for case, _ in ready[0]), differences, strict=True))
+        for lap, made, times in zip(ready, passes, samples, strict=True):
+            for (_, attempt), one, own in zip(lap, made, times, strict=True):
+                attempt.timing = summarize(own, one)
+    return [
+        _record(partial(Record, case, session.machine, started, before, after), [attempt], noise.get(case))
+        for lap in attempts
+        for case, attempt in lap
     ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from slidesparse.bench.comparison import Refusal, Session, compare
+from slidesparse.bench.comparison import Session, Subject, compare_laps
 from slidesparse.bench.linear import layer_subject
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS, get_backend
@@ -16,27 +17,44 @@ from slidesparse.records import DENSE, Case, Machine, Record
 Sizes = tuple[str, int, int]
 
 
-def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one layer at one M: our dense layer, and every accelerated backend at the session's patterns."""
-    accelerated = [name for name in BACKENDS if get_backend(name).accelerated]
-    wanted = [(DENSE, DENSE), *((pattern, name) for pattern in session.patterns(case) for name in accelerated)]
-    subjects, refusals = [], []
-    for pattern, name in wanted:
-        try:
-            subjects.append(layer_subject(session, case, pattern, pattern, name))
-        except UnsupportedError as error:
-            refusals.append(Refusal(pattern, name, str(error)))
-    return compare(session, case, subjects, refusals)
+def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) -> list[Record]:
+    """The times of some layers of a model, as the model would run them: one variant at a time, layer after layer.
+
+    Our dense layers, and every backend at the session's patterns. Dense and packed layers so have the clocks that each
+    of them gets under the GPU's power limit (:func:`slidesparse.bench.timing.time_laps`).
+
+    Args:
+        session: The run's.
+        cases: The linears of a model, of one type and one number of tokens.
+        backends: Names.
+    """
+    patterns = session.patterns(cases[0])
+    wanted = [(DENSE, DENSE), *((pattern, name) for pattern in patterns for name in backends)]
+    laps = [_lap(session, cases, pattern, name) for pattern, name in wanted]
+    return compare_laps(session, [lap for lap in laps if lap])
+
+
+def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) -> list[tuple[Case, Subject]]:
+    """The layers that a backend can run."""
+    subjects = []
+    for case in cases:
+        with suppress(UnsupportedError):  # it has no time then, which is all that a table says of it
+            subjects.append((case, layer_subject(session, case, pattern, pattern, backend)))
+    return subjects
+
+
+def accelerated() -> tuple[str, ...]:
+    """The backends that ``auto`` may take beside the dense one."""
+    return tuple(name for name in BACKENDS if get_backend(name).accelerated)
 
 
 def libraries() -> dict[str, str]:
     """The backends that ``auto`` may take here, with their libraries."""
     found = {}
     for name in BACKENDS:
-        backend = get_backend(name)
-        if name == DENSE or backend.accelerated:
+        if name == DENSE or name in accelerated():
             try:
-                found[name] = backend.library()
+                found[name] = get_backend(name).library()
             except UnsupportedError:
                 continue  # it is missing here
     return found

@@ -8,6 +8,10 @@
 4. The first variant takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
 5. Median, 20th and 80th percentile. Clocks and power are read and never set.
 
+Variants that take turns pass by pass share a clock, which under a power limit the hungriest of them sets. What a model
+gains is another question, since it runs one variant all the time: for that there are *laps* (:func:`time_laps`), a pass
+of each of a model's layers, repeated for a while before the next variant has its turn.
+
 Data are Gaussian: zeros and constants draw less power, so the clocks rise and every number flatters.
 """
 
@@ -33,6 +37,9 @@ MAX_COPIES = 512
 
 MIN_ROUNDS, MAX_ROUNDS = 9, 200
 HOST_CALLS = 30
+
+STRETCH_S, STRETCHES = 0.2, 3
+"""How long a variant runs laps before the next one does, and how often that comes round."""
 
 Reading = Callable[[], float]
 """Waits for a pass that was queued; gives microseconds per call."""
@@ -132,6 +139,48 @@ def time_passes(
     pass_us = [times[0] * one.copies for times, one in zip(estimate, twice, strict=True)]
     *samples, again = interleave(twice, rounds_for(pass_us, target_s), when_queued)
     return samples, noise_of(samples[0], again)
+
+
+def time_laps(
+    laps: Sequence[Sequence[Pass]], when_queued: Callable[[], None] = lambda: None
+) -> tuple[list[list[list[float]]], list[float]]:
+    """Time passes that follow one another as the layers of a model do.
+
+    A lap is repeated for :data:`STRETCH_S` before the next one has its turn, and the later half of that counts: by then
+    the clock is what the power limit allows for this lap's own work.
+
+    Args:
+        laps: For each variant a pass of each layer.
+        when_queued: Called when the first stretch is queued and the device works.
+
+    Returns:
+        For each lap, for each of its passes, the samples, microseconds per call; and for each pass of the first lap,
+        which takes part twice, the noise.
+    """
+    twice = [*laps, laps[0]]
+    samples: list[list[list[float]]] = [[[] for _ in lap] for lap in twice]
+    lengths = []
+    for lap in twice:
+        _stretch(lap, 1)  # warms up
+        (readings,) = _stretch(lap, 1)
+        lap_us = sum(us * one.copies for us, one in zip(readings, lap, strict=True))
+        lengths.append(max(2, int(STRETCH_S * 1e6 / max(1e-3, lap_us))))
+    for number in range(STRETCHES):
+        for step in range(len(twice)):
+            at = (number + step) % len(twice)
+            taken = _stretch(twice[at], lengths[at], when_queued if number == step == 0 else lambda: None)
+            for times in taken[len(taken) // 2 :]:
+                for own, us in zip(samples[at], times, strict=True):
+                    own.append(us)
+    *first, again = samples
+    return first, [noise_of(one, two) for one, two in zip(first[0], again, strict=True)]
+
+
+def _stretch(lap: Sequence[Pass], times: int, when_queued: Callable[[], None] = lambda: None) -> list[list[float]]:
+    """Queue a lap so many times; the times of its passes, lap by lap."""
+    pending = [[one.launch() for one in lap] for _ in range(times)]
+    when_queued()
+    return [[read() for read in readings] for readings in pending]
 
 
 def summarize(samples: Sequence[float], made_by: Pass, host_us: float | None = None) -> Timing:

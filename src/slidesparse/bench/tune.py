@@ -23,6 +23,7 @@ from slidesparse.records import LAYERS, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QUANTISED = ("int8", "fp8")
+SEARCHED = "cusparselt"
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,24 @@ class Plan:
         patterns: Patterns, uniform or partial.
         dtypes: Names out of ``bench.problems.DTYPES``.
         tokens: M's, ascending.
+        backends: Names; those of cuSPARSELt are what the search for algorithms is for.
     """
 
     models: tuple[str, ...]
     patterns: tuple[str, ...]
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
+    backends: tuple[str, ...]
 
-    def cases(self) -> list[Case]:
-        """Every linear of every model in every type at every M; layers of one size once."""
+    def laps(self) -> list[list[Case]]:
+        """The linears of every model, in every type at every M; a model's layers of one size once."""
         sizes = {
-            size: (model, layer) for model in self.models for layer, size in zip(LAYERS, MODELS[model], strict=True)
+            model: {size: layer for layer, size in zip(LAYERS, MODELS[model], strict=True)} for model in self.models
         }
         return [
-            Case("linear", *named, dtype, m, *size)
+            [Case("linear", model, layer, dtype, m, *size) for size, layer in sizes[model].items()]
+            for model in self.models
             for dtype in self.dtypes
-            for size, named in sizes.items()
             for m in self.tokens
         ]
 
@@ -67,8 +70,9 @@ def plan(
     patterns: Sequence[str] | None,
     dtypes: Sequence[str] | None,
     tokens: Sequence[int],
+    backends: Sequence[str] | None = None,
 ) -> Plan:
-    """A plan of a user's choices; None stands for all models, 2:4 to 8:10, and INT8 and FP8.
+    """A plan of a user's choices; None stands for all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
 
     Raises:
         InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
@@ -84,16 +88,19 @@ def plan(
         chosen,
         select(dtypes, DTYPES, QUANTISED, "dtype"),
         tuple(sorted(set(tokens))),
+        select(backends, speed.accelerated(), speed.accelerated(), "backend"),
     )
 
 
 def search_algorithms(what: Plan) -> list[Record]:
-    """Search for cuSPARSELt's fastest algorithms, and store what is found.
+    """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
 
     Raises:
         UnsupportedError: There is no CUDA device, or the library is missing, or memory does not suffice.
     """
     environment.require_cuda("tune")
+    if not any(name.startswith(SEARCHED) for name in what.backends):
+        return []
     shapes = what.packed_shapes()
     records: list[Record] = []
     with progress_bar("algorithms", len(shapes) * len(what.tokens) * len(what.dtypes), unit="searches") as advance:
@@ -104,10 +111,10 @@ def search_algorithms(what: Plan) -> list[Record]:
 
 def measure_layers(what: Plan, session: Session) -> list[LayerSpeed]:
     """Measure whole layers on every backend that ``auto`` may take."""
-    records, cases = [], what.cases()
-    with torch.no_grad(), progress_bar("layers", len(cases), unit="comparisons") as advance:
-        for case in cases:
-            records += speed.measure(session, case)
+    records, laps = [], what.laps()
+    with torch.no_grad(), progress_bar("layers", len(laps), unit="comparisons") as advance:
+        for cases in laps:
+            records += speed.measure(session, cases, what.backends)
             advance(1)
     return speed.layer_speeds(records)
 

@@ -5,8 +5,10 @@ is started for each; then each measurement goes round all engines, several times
 round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a user would otherwise run.
 
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
-* decode: a step of M sequences, the mean of 64; default compilation and CUDA graphs.
-* kernels: the time of all kernels of one prefill by what they do, from the profiler.
+* decode: an engine step in which M sequences decode, the median of 64; default compilation and CUDA graphs.
+* kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler.
+
+With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each.
 """
 
 from __future__ import annotations
@@ -17,23 +19,27 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
 from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
+from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import ideal_speedup, select
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, ENGINE, KERNELS, Case, Clocks, Record, Timing
+from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
 
 STOCK, OURS = "vllm", "slidesparse"
+
+NO_CLOCKS = Clocks(None, None, None)
 
 CLASSES = (
     ("attention", re.compile("flash::|FlashAttn|flash_fwd|attention|fmha")),
@@ -57,7 +63,7 @@ class EngineProfile:
         decode: M, sequences.
         rounds: How often each measurement is taken, after one that warms up.
         layers: Decoder layers; None for all.
-        backend: ``auto`` or a backend's name, for all sparse layers.
+        backends: ``auto`` or backends' names, each for all sparse layers of engines of its own.
     """
 
     models: tuple[str, ...]
@@ -67,8 +73,28 @@ class EngineProfile:
     decode: tuple[int, ...]
     rounds: int = 5
     layers: int | None = None
-    backend: str = "auto"
+    backends: tuple[str, ...] = (AUTO,)
 
+    def variants(self) -> list[Variant]:
+        """The engines: dense, then every pattern on every backend."""
+        return [Variant(DENSE, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an engine serves, and on which backend; stock vLLM where that is empty."""
+
+    pattern: str
+    backend: str
+
+    @property
+    def label(self) -> str:
+        """What records call it: a pattern, ``auto`` before it where it is one's own rule that chose."""
+        return f"{AUTO} {self.pattern}" if self.backend == AUTO else self.pattern
+
+
+Engines: TypeAlias = dict[Variant, Engine]
+"""Dense first."""
 
 PROFILES = {
     "quick": EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "4:6", "6:8"), (1024, 4096, 16384), (64, 256)),
@@ -90,21 +116,23 @@ def adapt(
     patterns: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     sequences: Sequence[int] | None = None,
+    rounds: int | None = None,
     layers: int | None = None,
-    backend: str | None = None,
+    backends: Sequence[str] | None = None,
 ) -> EngineProfile:
     """A profile with a user's choices.
 
     Raises:
-        InputError: An unknown name, or a number below 1.
+        InputError: An unknown name, or too small a number.
     """
-    for what, numbers in (
-        ("tokens", tokens),
-        ("sequences", sequences),
-        ("layers", None if layers is None else [layers]),
+    for what, least, numbers in (
+        ("tokens", 1, tokens),
+        ("sequences", 1, sequences),
+        ("rounds", 2, None if rounds is None else [rounds]),  # percentiles need two
+        ("layers", 1, None if layers is None else [layers]),
     ):
-        if any(number < 1 for number in numbers or ()):
-            raise InputError(what, got=min(numbers or ()), needed="at least 1")
+        if any(number < least for number in numbers or ()):
+            raise InputError(what, got=min(numbers or ()), needed=f"at least {least}")
     return replace(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
@@ -112,8 +140,9 @@ def adapt(
         patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
         prefill=tuple(tokens or profile.prefill),
         decode=tuple(sequences or profile.decode),
+        rounds=rounds or profile.rounds,
         layers=layers or profile.layers,
-        backend=backend or profile.backend,
+        backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
     )
 
 
@@ -149,79 +178,108 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
 def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | None) -> Iterator[Record]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-        engines: dict[str, Engine] = {}
-        for variant in (DENSE, *profile.patterns):
-            options = _engine_options(profile, model, dtype, variant, folder / str(len(engines)))
-            engines[variant] = Engine(options)
+        engines: Engines = {}
+        for variant in profile.variants():
+            engines[variant] = Engine(_engine_options(profile, model, dtype, variant, folder))
             stack.callback(engines[variant].stop)
-        for engine in engines.values():
-            engine.ready()
+        yield from _failures(engines, Case(ENGINE, model, "", dtype, 0, 0, 0))
         weights = {variant: round(1e9 * engine.call("weights_gb")) for variant, engine in engines.items()}
-        common = partial(_records, weights, profile.backend)
         for kind, sizes in (("prefill", profile.prefill), ("decode", profile.decode)):
             for size in sizes:
-                yield from common(Case(ENGINE, model, kind, dtype, size, 0, 0), _times(engines, kind, size, profile))
-        yield from _kernel_records(engines, Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0), profile.backend)
+                case = Case(ENGINE, model, kind, dtype, size, 0, 0)
+                yield from _records(weights, case, _times(engines, kind, size, profile))
+        yield from _kernel_records(engines, "prefill", Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0))
+        for size in profile.decode:
+            yield from _kernel_records(engines, "decode", Case(STEP_KERNELS, model, "", dtype, size, 0, 0))
 
 
-def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: str, folder: Path) -> EngineOptions:
-    """Write the checkpoint of a variant, and say how to serve it."""
+def _failures(engines: Engines, case: Case) -> Iterator[Record]:
+    """Wait for all engines; those of ours that do not start are dropped and recorded.
+
+    Raises:
+        UnsupportedError: The dense one does not start, without which no time means anything.
+    """
+    for variant, engine in list(engines.items()):
+        try:
+            engine.ready()
+        except UnsupportedError as error:
+            if variant.pattern == DENSE:
+                raise
+            del engines[variant]
+            yield _record(case, variant, now(), (NO_CLOCKS, NO_CLOCKS), why_not=str(error))
+
+
+def _record(case: Case, variant: Variant, started: str, clocks: tuple[Clocks, Clocks], **found: Any) -> Record:
+    return Record(
+        case,
+        environment.machine(),
+        started,
+        *clocks,
+        variant.label,
+        OURS if variant.backend else STOCK,
+        algorithm=variant.backend,
+        ideal_speedup=ideal_speedup(variant.pattern),
+        **found,
+    )
+
+
+def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Variant, parent: Path) -> EngineOptions:
+    """Write the checkpoint of a variant, unless it is there already, and say how to serve it."""
     config = model_config(model, profile.layers)
-    device = torch.device("cuda", torch.cuda.current_device())
-    write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant), device)
-    torch.cuda.empty_cache()
-    arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant != DENSE else {}
+    folder = parent / variant.pattern.replace(":", "of")
+    if not folder.exists():
+        device = torch.device("cuda", torch.cuda.current_device())
+        write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant.pattern), device)
+        torch.cuda.empty_cache()
+    arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
     # A key and a value of two bytes for every token of the largest request, and room to round to blocks.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(*profile.prefill, DECODE_TOKENS * max(profile.decode))
-    additional = {"slidesparse": {"backend": profile.backend}}
-    return EngineOptions(folder, variant != DENSE, additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens)
+    additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}
+    return EngineOptions(
+        folder, bool(variant.backend), additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens
+    )
 
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of every round by variant; dense twice, the second time behind all others."""
+    """Seconds of every round by variant; dense, the first one, again behind all others."""
 
     started: str
-    before: Clocks
-    after: Clocks
-    seconds: Mapping[str, Sequence[float]]
+    clocks: tuple[Clocks, Clocks]
+    seconds: Mapping[Variant, Sequence[float]]
     again: Sequence[float]
 
     @property
     def noise(self) -> float:
-        first, second = (statistics.median(times) for times in (self.seconds[DENSE], self.again))
+        first, second = (statistics.median(times) for times in (next(iter(self.seconds.values())), self.again))
         return abs(first - second) / first
 
 
-def _times(engines: Mapping[str, Engine], kind: str, size: int, profile: EngineProfile) -> _Times:
+def _times(engines: Engines, kind: str, size: int, profile: EngineProfile) -> _Times:
     started, before = now(), environment.clocks()
-    seconds: dict[str, list[float]] = {variant: [] for variant in engines}
+    dense = next(iter(engines.values()))
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in engines}
     again, after = [], before
     for turn in range(profile.rounds + 1):  # the first one warms up: plans, allocations, clocks
         for variant, engine in engines.items():
             seconds[variant].append(engine.call(kind, size, turn))
-        engines[DENSE].ask(kind, size, turn)
+        dense.ask(kind, size, turn)
         after = environment.clocks()
-        again.append(engines[DENSE].answer())
-    return _Times(started, before, after, {variant: times[1:] for variant, times in seconds.items()}, again[1:])
+        again.append(dense.answer())
+    return _Times(started, (before, after), {variant: times[1:] for variant, times in seconds.items()}, again[1:])
 
 
-def _records(weights: Mapping[str, int], backend: str, case: Case, times: _Times) -> Iterator[Record]:
+def _records(weights: Mapping[Variant, int], case: Case, times: _Times) -> Iterator[Record]:
     for variant, seconds in times.seconds.items():
         p20, median, p80 = (1e6 * quantile for quantile in _quantiles(seconds))
-        yield Record(
+        yield _record(
             case,
-            environment.machine(),
-            times.started,
-            times.before,
-            times.after,
             variant,
-            STOCK if variant == DENSE else OURS,
-            algorithm="" if variant == DENSE else backend,
+            times.started,
+            times.clocks,
             timing=Timing(median, p20, p80, len(seconds), 1, "engine"),
             noise=times.noise,
-            ideal_speedup=ideal_speedup(variant),
             n_bytes=weights[variant],
         )
 
@@ -231,22 +289,12 @@ def _quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
     return fifths[0], statistics.median(seconds), fifths[-1]
 
 
-def _kernel_records(engines: Mapping[str, Engine], case: Case, backend: str) -> Iterator[Record]:
+def _kernel_records(engines: Engines, kind: str, case: Case) -> Iterator[Record]:
     started, clocks = now(), environment.clocks()
     for variant, engine in engines.items():
-        for name, time_us in by_class(engine.call("kernels", "prefill", case.tokens)).items():
-            yield Record(
-                replace(case, layer=name),
-                environment.machine(),
-                started,
-                clocks,
-                clocks,
-                variant,
-                STOCK if variant == DENSE else OURS,
-                algorithm="" if variant == DENSE else backend,
-                timing=Timing(time_us, time_us, time_us, 1, 1, "profiler"),
-                ideal_speedup=ideal_speedup(variant),
-            )
+        for name, time_us in by_class(engine.call("kernels", kind, case.tokens)).items():
+            timing = Timing(time_us, time_us, time_us, 1, 1, "profiler")
+            yield _record(replace(case, layer=name), variant, started, (clocks, clocks), timing=timing)
 
 
 def by_class(kernels: Mapping[str, tuple[float, int]]) -> dict[str, float]:

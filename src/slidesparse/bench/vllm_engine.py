@@ -7,12 +7,14 @@ one works the others wait. They also start at the same time, which takes most of
 from __future__ import annotations
 
 import os
+import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,8 +25,14 @@ from slidesparse.errors import UnsupportedError, first_line
 PROMPT = 1024
 """Tokens of a prompt in prefill."""
 
+PREFILL_S = 0.25
+"""How long a prefill is repeated at least."""
+
 DECODE_PROMPT, DECODE_STEPS = 16, 64
-"""Tokens of a prompt, and of the output, in decoding."""
+"""Tokens of a prompt in decoding, and steps that are timed."""
+
+MARGIN_STEPS = 8
+"""Steps before those, in which prompts are taken in, and behind them, in which the scheduler runs out of work."""
 
 DECODE_TOKENS = 128
 """What a sequence of decoding takes of the key-value cache, at most."""
@@ -163,14 +171,27 @@ class Driver:
         self.llm = LLM(**settings | options.arguments)
 
     def prefill(self, tokens: int, seed: int) -> float:
-        """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each."""
+        """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each.
+
+        The median of as many requests as fit into :data:`PREFILL_S`: a single short one says more of the host's mood.
+        """
         prompt = min(PROMPT, tokens)
-        return self._seconds(tokens // prompt, prompt, 1, seed)
+        prompts = _random_prompts(tokens // prompt, prompt, seed)
+        taken: list[float] = []
+        while sum(taken) < PREFILL_S:
+            start = time.perf_counter()
+            self._generate(prompts, 1)
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
 
     def decode(self, sequences: int, seed: int) -> float:
-        """Seconds of one decoding step of so many sequences, the mean of :data:`DECODE_STEPS`."""
-        first = self._seconds(sequences, DECODE_PROMPT, 1, seed)
-        return (self._seconds(sequences, DECODE_PROMPT, 1 + DECODE_STEPS, seed) - first) / DECODE_STEPS
+        """Seconds of one decoding step of so many sequences, the median of :data:`DECODE_STEPS`."""
+        with self._decoding(sequences, seed) as step:
+            times = [time.perf_counter()]
+            for _ in range(DECODE_STEPS):
+                step()
+                times.append(time.perf_counter())
+        return statistics.median(after - before for before, after in pairwise(times))
 
     def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Greedy continuations of some prompts."""
@@ -183,44 +204,69 @@ class Driver:
         return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
 
     def kernels(self, kind: str, size: int) -> dict[str, tuple[float, int]]:
-        """Microseconds and launches of every kernel in one prefill, or in one decode of :data:`DECODE_STEPS` steps."""
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            if kind == "prefill":
-                self.prefill(size, 1)
-            else:
-                self._seconds(size, DECODE_PROMPT, 1 + DECODE_STEPS, 1)
-        times: Counter[str] = Counter()
-        launches: Counter[str] = Counter()
-        for event in profiler.events() or ():
-            if event.device_type is not None and event.device_type.name == "CUDA":
-                times[event.name] += event.device_time
-                launches[event.name] += 1
-        return {name: (time_us, launches[name]) for name, time_us in times.items()}
+        """Microseconds and launches of every kernel in one prefill, or in one decoding step, the mean of many."""
+        if kind == "prefill":
+            prompt = min(PROMPT, size)
+            prompts = _random_prompts(size // prompt, prompt, 1)
+            return _profiled(lambda: self._generate(prompts, 1), 1)
+        with self._decoding(size, 1) as step:
+            return _profiled(step, DECODE_STEPS)
 
     def weights_gb(self) -> float:
         """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
         first, *_ = self.llm.apply_model(_bytes)
         return float(first) / 1e9
 
-    def _seconds(self, sequences: int, prompt: int, output: int, seed: int) -> float:
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        shape = sequences, prompt
-        prompts = torch.randint(FIRST_TOKEN, VOCABULARY, shape, generator=generator).tolist()
-        start = time.perf_counter()
-        self._generate(prompts, output)
-        return time.perf_counter() - start
+    @contextmanager
+    def _decoding(self, sequences: int, seed: int) -> Iterator[Callable[[], Any]]:
+        """An engine step in which all sequences decode; it may be called :data:`DECODE_STEPS` times."""
+        engine = self.llm.llm_engine
+        sampling = _greedy(DECODE_STEPS + 2 * MARGIN_STEPS)
+        self.llm.enqueue(_inputs(_random_prompts(sequences, DECODE_PROMPT, seed)), sampling, use_tqdm=False)
+        for _ in range(MARGIN_STEPS):
+            engine.step()
+        yield engine.step
+        while engine.has_unfinished_requests():
+            engine.step()
 
     def _generate(self, prompts: Sequence[Sequence[int]], output: int, **settings: Any) -> list[Any]:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answer: list[Any] = self.llm.generate(inputs, sampling, use_tqdm=False)
+        answer: list[Any] = self.llm.generate(_inputs(prompts), _greedy(output, **settings), use_tqdm=False)
         return answer
+
+
+def _random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[list[int]] = torch.randint(FIRST_TOKEN, VOCABULARY, (count, tokens), generator=generator).tolist()
+    return drawn
+
+
+def _inputs(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _greedy(output: int, **settings: Any) -> Any:
+    """Sampling parameters for so many tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
+
+
+def _profiled(call: Callable[[], Any], times: int) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches a call of every kernel in so many calls."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(times):
+            call()
+    times_us: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in profiler.events() or ():
+        if event.device_type is not None and event.device_type.name == "CUDA":
+            times_us[event.name] += event.device_time
+            launches[event.name] += 1
+    return {name: (time_us / times, round(launches[name] / times)) for name, time_us in times_us.items()}
 
 
 def _bytes(model: Any) -> int:

@@ -36,6 +36,7 @@ class Problem:
         out_features: Rows of the weight.
         in_features: Columns of the weight, before lifting.
         device: Where.
+        slid: Some group is slid. Of a partial pattern a shard may have none: then the packed weight is a dense one.
     """
 
     pattern: Pattern
@@ -43,6 +44,7 @@ class Problem:
     out_features: int
     in_features: int
     device: torch.device
+    slid: bool = True
 
 
 def exact_rows(tokens: int) -> int:
@@ -92,17 +94,14 @@ class Layout:
         return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
 
 
-def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+def check_slabs(x: torch.Tensor, needed: int) -> None:
+    """Make sure that so many bytes lie behind activations [M, K'], which were made for a layout in slabs.
 
     Raises:
         InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
             another layout cannot be told apart where there are enough of them.
     """
-    tokens, width = x.shape
-    shape = slabs.shape(tokens, width, x.element_size())
     held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    needed = math.prod(shape) * x.element_size()
     if not x.is_contiguous() or held < needed:
         raise InputError(
             "activations in slabs",
@@ -110,6 +109,17 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
             needed=f"{needed} bytes, contiguous",
             remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
         )
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: See :func:`check_slabs`.
+    """
+    tokens, width = x.shape
+    shape = slabs.shape(tokens, width, x.element_size())
+    check_slabs(x, math.prod(shape) * x.element_size())
     return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
 
 
@@ -163,6 +173,10 @@ class Backend(Protocol):
     name: str
     accelerated: bool
     layout: Layout
+
+    def __hash__(self) -> int:
+        """Of the object: what belongs to a backend is looked up by it."""
+        ...
 
     def why_not(self, problem: Problem) -> str | None:
         """Why this backend cannot run ``problem``, in one sentence, or None when it can."""

@@ -28,7 +28,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import cusparselt_api as api
 from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, release, with_rows
 from slidesparse.gemm.cusparselt_table import Algorithm, Key, load_table, nearest, table_path
-from slidesparse.kernels.launcher import current_stream
+from slidesparse.kernels.launcher import current_stream, empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
@@ -202,10 +202,9 @@ class Plan:
             y: [rows, out], contiguous.
             accumulate: Add to what ``y`` holds, in float32.
         """
-        # Torch's allocator reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
-        workspace = None
-        if self.workspace:
-            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=y.device).data_ptr()
+        # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
+        # reuses this memory on this stream only after the GEMM, and it keeps it for a captured graph.
+        workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
         stream = ctypes.c_void_p(current_stream(y.get_device()))
         pointer = y.data_ptr()
         beta = _ONE_POINTER if accumulate else _ZERO_POINTER
@@ -218,7 +217,7 @@ class Plan:
             beta,
             pointer,
             pointer,
-            workspace,
+            None if workspace is None else workspace.data_ptr(),
             ctypes.byref(stream),
             1,
         )
@@ -333,6 +332,8 @@ class CuSparseLt:
             return None
         if pattern == DENSE:
             return "a dense weight has no 2:4 segment"
+        if not problem.slid:
+            return "no group of this weight is slid, so it has no 2:4 segment"
         if problem.dtype not in QUANTISED or self.name != "cusparselt":
             return "a partial pattern runs as two GEMMs, whose sum would be rounded twice in 16-bit accumulators"
         return None
@@ -405,7 +406,7 @@ class CuSparseLt:
         device = gpu_of(x, self.name)
         if x.shape[0] == 0:
             return x.new_empty(0, out_features, dtype=out_dtype)
-        if device == torch.cuda.current_device():
+        if is_current(device):
             return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
         with torch.cuda.device(device):
             return self._matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
@@ -462,7 +463,7 @@ class CuSparseLt:
             plan = plan_for(Shape(x.get_device(), out, stride - start, stride, rows, x.dtype, accumulator))
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED.add(plan)
-        acc = torch.empty(rows, out, dtype=accumulator, device=x.device)
+        acc = empty(rows, out, accumulator, x.get_device())
         if bias is not None:
             acc[:, :out_features] = bias
         plan.run(weight, x.data_ptr() + start * x.element_size(), acc, accumulate=bias is not None)

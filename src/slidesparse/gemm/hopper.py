@@ -7,16 +7,20 @@ quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper_layout`: no
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Layout, Operand, Problem, gpu_of, slab_view
-from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, nvrtc_version
-from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, driver_version, load
+from slidesparse.gemm.base import Layout, Operand, Problem, check_slabs, gpu_of
+from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, Tile, nvrtc_version
+from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, Kernel, driver_version, load
 from slidesparse.gemm.hopper_layout import TILE_ROWS, dense_steps, sparse_steps, step_bytes
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
 from slidesparse.kernels.columns import SLAB_BYTES, Slabs
-from slidesparse.kernels.launcher import current_stream
+from slidesparse.kernels.launcher import current_stream, empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector
@@ -70,32 +74,22 @@ class Hopper:
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """See :class:`slidesparse.gemm.base.Backend`."""
-        device = gpu_of(x, self.name)
-        if device != torch.cuda.current_device():
+        device, (sparse, dense) = gpu_of(x, self.name), operand
+        if not is_current(device):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
-        tokens, (sparse, dense) = x.shape[0], operand
-        sparse_slabs, dense_slabs = sparse.shape[1], dense.shape[1] // 2
-        if out_dtype not in OUTPUTS:
-            raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
-        columns = SLAB_BYTES // x.element_size() * (sparse_slabs + dense_slabs)
-        fits = x.shape[1] == columns and sparse.shape[3] == step_bytes(x.element_size())
-        if not fits or out_features > TILE_ROWS * sparse.shape[0]:
-            raise InputError(
-                f"activations {list(x.shape)} {x.dtype} for {out_features} outputs",
-                needed=f"{columns} columns, at most {TILE_ROWS * sparse.shape[0]} outputs, as the weight was prepared",
-                remedy="quantise and lift with this weight's own columns",
-            )
+        tokens = x.shape[0]
+        tile = choose_tile(tokens, out_features, sparse.shape[1], dense.shape[1] // 2)
+        run = _run(x.shape, x.dtype, sparse.shape, dense.shape, out_features, out_dtype, tile, device)
+        check_slabs(x, run.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
         check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
-        y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
-        if y.numel() == 0:
+        y = empty(tokens, out_features, out_dtype, device)
+        if run.kernel is None:
             return y
-        tile = choose_tile(tokens, out_features, sparse_slabs, dense_slabs)
-        kernel = load(tile, x.dtype, out_dtype, device)
         arguments = Arguments(
-            slab_view(x, SLABS).data_ptr(),
+            x.data_ptr(),
             dense.data_ptr(),
             sparse.data_ptr(),
             None if scale_x is None else scale_x.data_ptr(),
@@ -104,10 +98,58 @@ class Hopper:
             y.data_ptr(),
             tokens,
             out_features,
-            dense_slabs,
-            sparse_slabs,
+            run.dense_slabs,
+            run.sparse_slabs,
             0 if bias is None else BIAS_TYPES[bias.dtype],
             GROUP,
         )
-        kernel.launch(arguments, tile.count(tokens, out_features), current_stream(device))
+        run.kernel.launch(arguments, run.tiles, current_stream(device))
         return y
+
+
+class Run(NamedTuple):
+    """What the sizes of a product decide.
+
+    Attributes:
+        kernel: The variant; None where there is nothing to compute.
+        tiles: Of the product.
+        sparse_slabs: Slabs of the 2:4 segment.
+        dense_slabs: Slabs of the dense one.
+        slab_bytes: Of the activations.
+    """
+
+    kernel: Kernel | None
+    tiles: int
+    sparse_slabs: int
+    dense_slabs: int
+    slab_bytes: int
+
+
+@lru_cache(maxsize=1 << 16)
+def _run(
+    activations: torch.Size,
+    dtype: torch.dtype,
+    sparse: torch.Size,
+    dense: torch.Size,
+    out_features: int,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    device: int,
+) -> Run:
+    """One look-up a call: a model has few linears, and a server many numbers of tokens."""
+    tokens, sparse_slabs, dense_slabs = activations[0], sparse[1], dense[1] // 2
+    if out_dtype not in OUTPUTS:
+        raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
+    columns = SLAB_BYTES // dtype.itemsize * (sparse_slabs + dense_slabs)
+    fits = activations[1] == columns and sparse[3] == step_bytes(dtype.itemsize)
+    if not fits or out_features > TILE_ROWS * sparse[0]:
+        raise InputError(
+            f"activations {list(activations)} {dtype} for {out_features} outputs",
+            needed=f"{columns} columns, at most {TILE_ROWS * sparse[0]} outputs, as the weight was prepared",
+            remedy="quantise and lift with this weight's own columns",
+        )
+    slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
+    if not tokens or not out_features:
+        return Run(None, 0, sparse_slabs, dense_slabs, slab_bytes)
+    kernel = load(tile, dtype, out_dtype, device)
+    return Run(kernel, tile.count(tokens, out_features), sparse_slabs, dense_slabs, slab_bytes)

@@ -1,10 +1,10 @@
 """Which tile the Hopper kernel uses: a pure function of the problem's size.
 
 The blocks of a launch walk over the tiles side by side, so a launch takes as many *waves* as the busiest block has
-tiles, and a wave its steps plus what a tile costs besides. Both were fitted to times of tiles of 192 and 96 tokens on an
-H200; between them they grow with the tokens. At 2:4 and 6:8 in INT8, the linears of Qwen2.5-7B, M from 256 to 16384
-(results/h200/hopper-tiles.jsonl, made by benchmarks/hopper_tiles.py), the choice is at most 3 % slower than the best tile,
-0.1 % on average. A step has as many bytes and cycles in the other types.
+tiles, and a wave its steps plus what a tile costs besides. Both were fitted to times of tiles of 192 and 96 tokens on
+an H200; between them they grow with the tokens. At 2:4 and 6:8 in INT8, the linears of Qwen2.5-7B, M from 256 to 16384
+(results/h200/hopper-tiles.jsonl, made by benchmarks/hopper_tiles.py), the choice is at most 3 % slower than the best
+tile, 0.1 % on average. A step has as many bytes and cycles in the other types.
 """
 
 from __future__ import annotations

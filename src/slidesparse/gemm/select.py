@@ -1,7 +1,9 @@
 """Which backends run a problem, and for how many tokens each.
 
-The rule, in full. An explicit choice is taken or refused with its reason. ``auto`` asks which accelerated backends can
-run the problem, then looks for a layer near in type and size that was measured on this GPU (gemm/speed.py):
+The rule, in full. An explicit choice is taken or refused with its reason. ``auto`` runs a weight of which no group is
+slid (a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Else it asks which
+accelerated backends can run the problem, then looks for a layer near in type and size that was measured on this GPU
+(gemm/speed.py):
 
 * ``fallback="dense"``: the dense weight runs, but for the token counts at which a packed form was measured faster; both
   are kept then. What was not measured is not claimed: without such a layer the dense weight runs alone.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -40,6 +43,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
 
+NOTHING_SLID = "no group of this weight is slid"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 
 
@@ -77,7 +81,13 @@ def get_backend(name: str) -> Backend:
     """
     if name not in BACKENDS:
         raise InputError("unknown backend", got=repr(name), needed=f"auto or one of {', '.join(BACKENDS)}")
-    return BACKENDS[name]()
+    return _made(BACKENDS[name])
+
+
+@lru_cache(maxsize=64)
+def _made(constructor: Callable[[], Backend]) -> Backend:
+    """One of each: they have no state, and operators ask for one with every call."""
+    return constructor()
 
 
 def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:
@@ -94,6 +104,8 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         if reason is not None:
             raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
         return _only(backend, "asked for")
+    if not problem.slid:
+        return _only("dense", NOTHING_SLID)
     accelerated = [candidate for name in BACKENDS if (candidate := get_backend(name)).accelerated]
     answers = {candidate.name: candidate.why_not(problem) for candidate in accelerated}
     able = [name for name, why_not in answers.items() if why_not is None]

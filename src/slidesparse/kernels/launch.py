@@ -52,6 +52,10 @@ THREE_PROGRAMS = 40
 few more for FP8, and the rows in flight would be two: 7 % slower on an H200 at K = 18944."""
 HELD_COLUMNS = 256
 """Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
+FEWEST_HOLDING = 2
+"""Warps of a program that holds its row, at least. What one warp holds the compiler gathers with shuffles, one and a
+compare and a select for each register that may be meant, instead of through shared memory: at 6:8 and K = 2048 56
+instructions a column of the input in place of 15."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: st
     >>> configure(80, 4096, Columns.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
     """
-    holding = [warps for warps in WARPS if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
+    able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
+    holding = [warps for warps in able if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
     if not quantised or columns.k_offset % 2 or not holding:
         return _walk(tokens, columns, itemsize, first)
     measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]

@@ -8,9 +8,12 @@ not, and in Triton's interpreter, every launch goes through Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
 
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
@@ -41,6 +44,36 @@ class Launcher:
         """There is a kernel for aligned arguments."""
         return self._run is not None
 
+    def run(
+        self,
+        programs: int,
+        device: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        free: tuple[int, ...],
+        specialised: tuple[int, ...],
+    ) -> None:
+        """Launch by whichever of the two ways below is right, on the current stream.
+
+        Args:
+            programs: How many.
+            device: Index of the current device; negative where Triton's interpreter runs.
+            tensors: The kernel's first arguments.
+            free: Its integers that Triton does not specialise, after them.
+            specialised: Its other integers.
+        """
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits, largest = 0, 0
+        for address in addresses:
+            bits |= address or 0
+        for number in specialised:
+            bits |= number
+            largest = max(largest, number)
+        aligned = bits % ALIGNMENT == 0 and largest <= LARGEST
+        if aligned and self.ready:
+            self.launch(programs, current_stream(device), *addresses, *free, *specialised)
+        else:
+            self.compile_and_launch(programs, (*tensors, *free, *specialised), aligned)
+
     def launch(self, programs: int, stream: int, *numbers: object) -> None:
         """Launch the compiled kernel on the current device; :attr:`ready` must hold.
 
@@ -62,13 +95,58 @@ class Launcher:
             arguments: Tensors of the right types (or None) and numbers.
             aligned: All pointers, and all integers that the kernel specialises, are multiples of 16 and below 2^31.
         """
-        compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
+        with without_hooks():
+            compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
             self._function, self._packed = compiled.function, compiled.packed_metadata
             self._run = compiled.run
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Nobody listens while Triton compiles.
+
+    Triton tells listeners the constants of a kernel as JSON, and raises where one, such as a plan, is no JSON. vLLM
+    listens as soon as it serves: a kernel that is needed for the first time then would end the engine.
+    """
+    try:
+        from triton import knobs
+    except ImportError:  # before 3.4 Triton kept them elsewhere, and vLLM did not listen
+        yield
+        return
+    hooks = "jit_cache_hook", "jit_post_compile_hook"
+    kept = {name: getattr(knobs.runtime, name) for name in hooks}
+    try:
+        for name in hooks:
+            setattr(knobs.runtime, name, None)
+        yield
+    finally:
+        for name, hook in kept.items():
+            setattr(knobs.runtime, name, hook)
 
 
 def current_stream(device: int) -> int:
     """``cudaStream_t`` of the current stream of a device, as a number."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
+
+
+def is_current(device: int) -> bool:
+    """A CUDA device, by its index, is the current one: kernels launch there."""
+    current: int = torch._C._cuda_getDevice()
+    return current == device
+
+
+def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        dtype: Of its elements.
+        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+    """
+    if device < 0:
+        return torch.empty(rows, columns, dtype=dtype)
+    made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
+    return made

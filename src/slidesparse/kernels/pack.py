@@ -12,19 +12,22 @@ One program treats ``BLOCK`` groups of one row, a group along the second dimensi
 
 Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
 
-Which groups of a weight follow a partial pattern is found by a second kernel, which reads it once.
+Which groups of a weight follow a partial pattern is found by a second kernel, which reads it once; a third one copies
+the groups that do not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
+from slidesparse.kernels.launcher import Launcher, empty
 from slidesparse.pattern import Pattern
 from slidesparse.support import as_bits, check_form, check_groups, check_k_offset, check_weight
 
@@ -79,6 +82,11 @@ class PackPlan:
     width: int
     block: int = BLOCK
 
+    @property
+    def blocks(self) -> int:
+        """Programs that share a row."""
+        return -(-self.groups // self.block)
+
 
 MAGNITUDE = {
     torch.int8: (-1, 0),
@@ -98,16 +106,34 @@ def _column(start, position, P: tl.constexpr):
 
 
 @triton.jit
-def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
-    """See the top of this file. ``faults``: int32 [2], groups that violate the pattern, values that are not finite."""
-    row = tl.program_id(0).to(tl.int64)
-    weight += row * row_stride
-    nth = tl.program_id(1) * P.block + tl.arange(0, P.block)
-    exists = (nth < P.groups)[:, None]
+def _blocks(P: tl.constexpr):
+    """Programs that share a row."""
+    return (P.groups + P.block - 1) // P.block
+
+
+@triton.jit
+def _nth(P: tl.constexpr):
+    """The groups of this program, by their place among those that are treated [BLOCK]."""
+    return tl.program_id(0) % _blocks(P) * P.block + tl.arange(0, P.block)
+
+
+@triton.jit
+def _start(nth, group_ids, P: tl.constexpr):
+    """The columns at which groups begin, [BLOCK, 1]."""
     group = nth
     if P.gathered:
-        group = tl.load(group_ids + nth, mask=nth < P.groups, other=0)
-    start = (group * P.group - P.k_offset)[:, None]
+        group = tl.load(group_ids + nth, mask=nth < P.groups, other=0).to(tl.int32)
+    return (group * P.group - P.k_offset)[:, None]
+
+
+@triton.jit
+def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
+    """See the top of this file. ``faults``: int32 [2], groups that violate the pattern, values that are not finite."""
+    row = (tl.program_id(0) // _blocks(P)).to(tl.int64)
+    weight += row * row_stride
+    nth = _nth(P)
+    exists = (nth < P.groups)[:, None]
+    start = _start(nth, group_ids, P)
 
     position = tl.arange(0, P.width)[None, :]
     column, inside = _column(start, position, P)
@@ -142,14 +168,29 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
 
 
 @triton.jit
-def count_kernel(weight, fullest, faults, rows, row_stride, P: tl.constexpr, ROWS: tl.constexpr):
-    """Non-zeros of the fullest row of every group: int32 ``fullest`` [groups], zeroed; ``faults`` as in pack_kernel."""
-    nth = tl.program_id(1) * P.block + tl.arange(0, P.block)
+def copy_kernel(weight, group_ids, values, row_stride, P: tl.constexpr):
+    """Groups as they are, -0 as +0, zeros where a group is cut: ``values`` [out, groups * 2N]."""
+    row = (tl.program_id(0) // _blocks(P)).to(tl.int64)
+    weight += row * row_stride
+    nth = _nth(P)
+    position = tl.arange(0, P.width)[None, :]
+    column, inside = _column(_start(nth, group_ids, P), position, P)
+    here = (nth < P.groups)[:, None] & (position < P.group)
+    bits = tl.load(weight + column, mask=inside & here, other=0)
+    positive = tl.where((bits & P.magnitude) == 0, 0, bits)
+    at = values + row * (P.groups * P.group) + nth[:, None] * P.group + position
+    tl.store(at, positive.to(bits.dtype), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.constexpr):
+    """``counts``: int32 [2 + groups] of 0: faults as in pack_kernel, then the non-zeros in each group's fullest row."""
+    nth = _nth(P)
     exists = (nth < P.groups)[:, None]
     column, inside = _column((nth * P.group - P.k_offset)[:, None], tl.arange(0, P.width)[None, :], P)
     largest = tl.full((P.block,), 0, tl.int32)
     broken = 0
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    first = (tl.program_id(0) // _blocks(P)).to(tl.int64) * ROWS
     for r in range(ROWS):
         row = first + r
         here = inside & exists & (row < rows)
@@ -157,14 +198,14 @@ def count_kernel(weight, fullest, faults, rows, row_stride, P: tl.constexpr, ROW
         largest = tl.maximum(largest, tl.sum((magnitude != 0).to(tl.int32), 1))
         if P.non_finite > 0:
             broken += tl.sum((magnitude >= P.non_finite).to(tl.int32))
-    tl.atomic_max(fullest + nth, largest, mask=nth < P.groups)
-    tl.atomic_add(faults + 1, broken, mask=broken > 0)
+    tl.atomic_max(counts + 2 + nth, largest, mask=nth < P.groups)
+    tl.atomic_add(counts + 1, broken, mask=broken > 0)
 
 
 def following_groups(
     weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
 ) -> torch.Tensor:
-    """:func:`slidesparse.support.following_groups` of a weight that holds neither NaN nor Inf, int64 [n].
+    """:func:`slidesparse.support.following_groups` of a weight that holds neither NaN nor Inf, int64 [n], on the CPU.
 
     Args:
         weight: As :func:`compress` takes it.
@@ -176,16 +217,42 @@ def following_groups(
         InputError: When the weight is malformed or holds NaN or Inf.
     """
     _check(weight, pattern, k_offset, name)
-    rows, device = weight.shape[0], weight.device
+    rows = weight.shape[0]
     plan = _plan(weight, pattern, pattern.groups(weight.shape[1], k_offset), k_offset)
-    fullest = torch.zeros(plan.groups, dtype=torch.int32, device=device)
-    faults = torch.zeros(2, dtype=torch.int32, device=device)
+    counts = torch.zeros(2 + plan.groups, dtype=torch.int32, device=weight.device)
     if rows:
-        grid = (-(-rows // COUNTED_ROWS), -(-plan.groups // BLOCK))
-        count_kernel[grid](as_bits(weight), fullest, faults, rows, weight.stride(0), plan, COUNTED_ROWS)
-    if bool(faults.any()):
+        launcher = _launcher(count_kernel, (weight.dtype,), weight.device, plan, COUNTED_ROWS)
+        programs = -(-rows // COUNTED_ROWS) * plan.blocks
+        launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
+    on_host = counts.cpu()
+    if bool(on_host[1]):
         check_weight(weight, name)
-    return (fullest <= pattern.keep).nonzero().flatten()
+    following: torch.Tensor = (on_host[2:] <= pattern.keep).nonzero().flatten()
+    return following
+
+
+def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *, k_offset: int = 0) -> torch.Tensor:
+    """Groups of a weight as they are, side by side, -0 as +0: [out, n * 2N].
+
+    Args:
+        weight: As :func:`compress` takes it.
+        pattern: The pattern, whose groups these are.
+        groups: int64 [n], on the weight's device.
+        k_offset: Position inside its group at which column 0 stands.
+    """
+    plan = _plan(weight, pattern, len(groups), k_offset, gathered=True)
+    values = empty(weight.shape[0], plan.groups * pattern.group, weight.dtype, weight.get_device())
+    if values.numel():
+        launcher = _launcher(copy_kernel, (weight.dtype,), weight.device, plan)
+        tensors = as_bits(weight), groups, as_bits(values)
+        launcher.run(weight.shape[0] * plan.blocks, weight.get_device(), tensors, (), (weight.stride(0),))
+    return values
+
+
+@lru_cache(maxsize=4096)
+def _launcher(kernel: Any, types: tuple[object, ...], device: torch.device, *constants: object) -> Launcher:
+    """One for the types of all tensors, on one device."""
+    return Launcher(kernel, constants, num_warps=4)
 
 
 def _check(weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> None:
@@ -232,7 +299,7 @@ def compress(
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
         pattern: The pattern that the groups follow.
-        groups: int [n], the groups to compress, ascending; all of them when None.
+        groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group at which column 0 stands.
         metadata: Return the 2:4 metadata too.
         name: What error messages call the weight.
@@ -245,16 +312,16 @@ def compress(
     out, columns = weight.shape
     count = pattern.groups(columns, k_offset) if groups is None else len(groups)
     plan = _plan(weight, pattern, count, k_offset, gathered=groups is not None, metadata=metadata)
-    device = weight.device
-    values = torch.empty(out, count * pattern.keep, dtype=weight.dtype, device=device)
-    code = torch.empty(out, count, dtype=CODE_TYPES[pattern.codes <= 256], device=device)
-    nibbles = torch.empty(out, count * pattern.windows, dtype=torch.uint8, device=device) if metadata else None
+    device, index, code_type = weight.device, weight.get_device(), CODE_TYPES[pattern.codes <= 256]
+    values = empty(out, count * pattern.keep, weight.dtype, index)
+    code = empty(out, count, code_type, index)
+    nibbles = empty(out, count * pattern.windows, torch.uint8, index) if metadata else None
     faults = torch.zeros(2, dtype=torch.int32, device=device)
     if out and count:
-        ids = None if groups is None else groups.to(device, torch.int32)
-        grid = (out, -(-count // BLOCK))
-        pack_kernel[grid](as_bits(weight), ids, as_bits(values), code, nibbles, faults, weight.stride(0), plan)
-    if bool(faults.any()):
+        launcher = _launcher(pack_kernel, (weight.dtype, None if groups is None else groups.dtype), device, plan)
+        tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
+        launcher.run(out * plan.blocks, index, tensors, (), (weight.stride(0),))
+    if any(faults.tolist()):
         # Rare, and about to end in an error: the torch definition names the place.
         check_weight(weight, name)
         check_groups(weight, pattern, groups, k_offset=k_offset, name=name)

@@ -17,7 +17,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import FP8_ARCH, Launch, configure, device_arch
-from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, empty, is_current
 from slidesparse.kernels.plan import First, Plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.quant import QUANTISED
@@ -74,53 +74,10 @@ def quantize_lift(
         InputError: When shapes, types or strides do not fit.
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
-    _check(x, columns, first, weight, residual)
-    pairs = _check_pairs(columns, columns.pairs if pairs is None else pairs)
-    _check_devices(x, pairs, weight, residual)
-    call = _call(columns.without_pairs, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
-    return call(x, pairs, weight, residual, eps)
-
-
-def _check(
-    x: torch.Tensor, columns: Columns, first: First, weight: torch.Tensor | None, residual: torch.Tensor | None
-) -> None:
-    needed = columns.columns * (2 if first == "silu_mul" else 1)
-    if x.dim() != 2 or x.shape[1] != needed or x.dtype not in FLOATS or x.stride(1) != 1:
-        raise InputError(
-            "activations to lift",
-            got=f"{list(x.shape)} {x.dtype}, strides {x.stride()}",
-            needed=f"[M, {needed}] bf16, fp16 or fp32, columns contiguous",
-        )
-    if first not in NORMS:
-        return
-    if weight is None or weight.shape != (needed,) or weight.dtype != x.dtype or not weight.is_contiguous():
-        got = "none" if weight is None else f"{list(weight.shape)} {weight.dtype}"
-        raise InputError("weight of RMSNorm", got=got, needed=f"[{needed}] {x.dtype}, contiguous")
-    if first == "add_rms_norm" and (
-        residual is None or residual.shape != x.shape or residual.dtype != x.dtype or residual.stride(1) != 1
-    ):
-        got = "none" if residual is None else f"{list(residual.shape)} {residual.dtype}, strides {residual.stride()}"
-        raise InputError("residual", got=got, needed=f"{list(x.shape)} {x.dtype}, columns contiguous")
-
-
-def _check_pairs(columns: Columns, pairs: torch.Tensor | None) -> torch.Tensor | None:
-    """The index of pairs of an order that has one: a launch takes its type for granted."""
-    if not columns.gathered:
-        return None
-    needed = torch.int16 if columns.columns < 2**15 else torch.int32
-    right = pairs is not None and pairs.shape == (columns.width // 2,) and pairs.dtype == needed
-    if pairs is None or not right or not pairs.is_contiguous():
-        got = "none" if pairs is None else f"{list(pairs.shape)} {pairs.dtype}, strides {pairs.stride()}"
-        raise InputError("index of pairs", got=got, needed=f"[{columns.width // 2}] {needed}, contiguous")
-    return pairs
-
-
-def _check_devices(x: torch.Tensor, *others: torch.Tensor | None) -> None:
-    """A launch passes addresses, which mean nothing on another device."""
-    device = x.device
-    for other in others:
-        if other is not None and other.device != device:
-            raise InputError("tensors to quantise and lift", got=f"{x.device}, {other.device}", needed="one device")
+    if x.dim() != 2:
+        raise InputError("activations to lift", got=list(x.shape), needed="[M, K]")
+    call = call_for(columns.without_pairs, x.dtype, target, first, x.shape[0], x.device, slabs, rows)
+    return call(x, columns.pairs if pairs is None else pairs, weight, residual, eps)
 
 
 # -- one call ------------------------------------------------------------------------------------------------------
@@ -144,7 +101,10 @@ class Call:
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
 
-    __slots__ = ("device", "launcher", "padded", "plan", "programs", "target", "tokens", "width")
+    __slots__ = (
+        *("columns", "device", "first", "gathered", "launcher", "padded", "plan", "programs", "quantised", "shape"),
+        *("source", "target", "tokens", "width"),
+    )
 
     def __init__(
         self,
@@ -157,6 +117,8 @@ class Call:
         slabs: Slabs | None,
         rows: int | None,
     ) -> None:
+        if source not in FLOATS:
+            raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
         if rows is not None and slabs is not None:
             raise InputError("rows and slabs", got=rows, needed="one of them: slabs come in whole tiles")
         arch = device_arch(device)
@@ -167,11 +129,13 @@ class Call:
         launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
         self.plan = make_plan(columns, source, target, first, slabs, launch)
         self.launcher = _launcher(self.plan, launch, source, device)
-        self.width, self.target, self.tokens, self.device = columns.width, target, tokens, device
+        self.columns, self.source, self.target, self.first, self.device = columns, source, target, first, device
+        self.quantised, self.gathered, self.width = self.plan.quant != "none", columns.gathered, columns.width
         if slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
         else:
             self.programs = self.padded = slabs.shape(tokens, columns.width, target.itemsize)[1]
+        self.tokens, self.shape = tokens, (tokens, columns.columns * (2 if first == "silu_mul" else 1))
 
     def __call__(
         self,
@@ -181,17 +145,86 @@ class Call:
         residual: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Run; the tensors must be what this call was made for, as :func:`quantize_lift` checks."""
-        tokens, device, width = self.tokens, self.device, self.width
-        values = torch.empty(self.padded, width, dtype=self.target, device=device)
-        scale = torch.empty(tokens, 1, dtype=torch.float32, device=device) if self.plan.quant != "none" else None
-        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=device)
+        """Run on tensors of the types, the rows and the device that this call was made for; the rest is checked.
+
+        Raises:
+            InputError: As :func:`quantize_lift`.
+        """
+        self._check(x, pairs, weight, residual)
+        index = x.get_device()
+        if index < 0 or is_current(index):
+            return self._run(index, x, pairs, weight, residual, eps)
+        with torch.cuda.device(index):
+            return self._run(index, x, pairs, weight, residual, eps)
+
+    # A launch passes addresses, which say neither how much lies behind them nor where and of what type it is.
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        pairs: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        if x.shape != self.shape or x.stride(1) != 1:
+            raise InputError(
+                "activations to lift",
+                got=f"{list(x.shape)} {x.dtype}, strides {x.stride()}",
+                needed=f"{list(self.shape)} {self.source}, columns contiguous",
+            )
+        if self.gathered:
+            self._check_pairs(pairs)
+        if self.first in NORMS:
+            self._check_norm(weight, residual)
+
+    def _check_pairs(self, pairs: torch.Tensor | None) -> None:
+        count, dtype = self.columns.width // 2, torch.int16 if self.columns.columns < 2**15 else torch.int32
+        right = pairs is not None and pairs.shape == (count,) and pairs.dtype == dtype and pairs.is_contiguous()
+        if pairs is None or not right:
+            got = "none" if pairs is None else f"{list(pairs.shape)} {pairs.dtype}, strides {pairs.stride()}"
+            raise InputError("index of pairs", got=got, needed=f"[{count}] {dtype}, contiguous")
+        self._check_device(pairs)
+
+    def _check_norm(self, weight: torch.Tensor | None, residual: torch.Tensor | None) -> None:
+        (_, columns), dtype = self.shape, self.source
+        if weight is None or weight.shape != (columns,) or weight.dtype != dtype or not weight.is_contiguous():
+            got = "none" if weight is None else f"{list(weight.shape)} {weight.dtype}"
+            raise InputError("weight of RMSNorm", got=got, needed=f"[{columns}] {dtype}, contiguous")
+        self._check_device(weight)
+        if self.first != "add_rms_norm":
+            return
+        right = residual is not None and residual.shape == self.shape and residual.dtype == dtype
+        if residual is None or not right or residual.stride(1) != 1:
+            got = "none" if residual is None else f"{list(residual.shape)} {residual.dtype}, {residual.stride()}"
+            raise InputError("residual", got=got, needed=f"{list(self.shape)} {dtype}, columns contiguous")
+        self._check_device(residual)
+
+    def _check_device(self, other: torch.Tensor) -> None:
+        if other.device != self.device:
+            raise InputError("tensors to quantise and lift", got=f"{self.device}, {other.device}", needed="one device")
+
+    def _run(
+        self,
+        index: int,
+        x: torch.Tensor,
+        pairs: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+    ) -> Lifted:
+        tokens, width = self.tokens, self.width
+        values = empty(self.padded, width, self.target, index)
+        scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
+        total = None if residual is None else empty(*self.shape, self.source, index)
         if tokens and width:
-            self._launch(x, pairs, weight, residual, total, values, scale, eps)
-        return Lifted(values if self.padded == tokens else values[:tokens], scale, total)
+            self._launch(index, x, pairs if self.gathered else None, weight, residual, total, values, scale, eps)
+        if self.padded != tokens:
+            values.resize_(tokens, width)  # the memory behind them stays; a view would be another tensor to make
+        return Lifted(values, scale, total)
 
     def _launch(
         self,
+        index: int,
         x: torch.Tensor,
         pairs: torch.Tensor | None,
         weight: torch.Tensor | None,
@@ -201,11 +234,6 @@ class Call:
         scale: torch.Tensor | None,
         eps: float,
     ) -> None:
-        index = x.get_device()
-        if index >= 0 and index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self._launch(x, pairs, weight, residual, total, values, scale, eps)
-            return
         x_at, x_stride = x.data_ptr(), x.stride(0)
         pairs_at = None if pairs is None else pairs.data_ptr()
         weight_at = None if weight is None else weight.data_ptr()
@@ -220,14 +248,14 @@ class Call:
             stream = current_stream(index)
             self.launcher.launch(self.programs, stream, *addresses, self.tokens, x_stride, residual_stride, eps)
             return
-        if self.plan.quant != "none":
+        if self.quantised:
             values = values.view(torch.int16 if self.plan.held else torch.int8)
         tensors = (x, residual, total, weight, pairs, values, scale)
         arguments = (*tensors, self.tokens, x_stride, residual_stride, float(eps))
         self.launcher.compile_and_launch(self.programs, arguments, aligned)
 
 
-_call = lru_cache(maxsize=1 << 16)(Call)
+call_for = lru_cache(maxsize=1 << 16)(Call)
 """One look-up a call: a model has few linears, and a server many numbers of tokens."""
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream
+from slidesparse.kernels.launcher import Launcher, empty, is_current
 from slidesparse.support import check_vector
 
 ROWS = 4
@@ -96,25 +96,17 @@ def scale_rows(
     check_vector("token scales for accumulators", scale_x, tokens, acc.device)
     check_vector("channel scales for accumulators", scale_w, out_features, acc.device)
     check_vector("bias for accumulators", bias, out_features, acc.device)
-    if index >= 0 and index != torch.cuda.current_device():
+    if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
             return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
-    y = torch.empty(tokens, out_features, dtype=out_dtype, device=acc.device)
+    y = empty(tokens, out_features, out_dtype, index)
     if not y.numel():
         return y
-    tensors, numbers = (acc, more, scale_x, scale_w, bias, y), (tokens, out_features, acc.stride(0))
+    tensors = acc, more, scale_x, scale_w, bias, y
     types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
     launcher = _launcher(types, acc.device)
     programs = -(-tokens // ROWS) * -(-out_features // COLUMNS)
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    bits = out_features | numbers[2]
-    for address in addresses:
-        bits |= address or 0
-    aligned = bits % ALIGNMENT == 0 and numbers[2] <= LARGEST
-    if aligned and launcher.ready:
-        launcher.launch(programs, current_stream(index), *addresses, *numbers)
-    else:
-        launcher.compile_and_launch(programs, (*tensors, *numbers), aligned)
+    launcher.run(programs, index, tensors, (tokens,), (out_features, acc.stride(0)))
     return y
 
 

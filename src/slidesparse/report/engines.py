@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from slidesparse.records import DENSE, ENGINE, KERNELS
+from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
 from slidesparse.report.tables import Cell, Table
 
@@ -26,7 +26,7 @@ def engine_tables(found: Sequence[Comparison]) -> list[Table]:
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
     ideals = {name: point.ideal(name) or 0.0 for point in group for name in point.variants}
-    variants = sorted(ideals, key=lambda name: -ideals[name])
+    variants = sorted(ideals, key=lambda name: (" " in name, -ideals[name]))
     lead = ("model", "M", "dense ms", "dense tokens/s")
     formats = {"dense ms": ".2f", "dense tokens/s": ".0f", "noise": ".1%"}
     ordered = sorted(group, key=lambda point: (point.model, point.tokens))
@@ -44,6 +44,7 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 
     speedups = [[point.speedup(name) for name in variants] for point in ordered]
     made = [table("speedup", "speed-up over stock dense vLLM", speedups, ".3f")]
+    variants = [name for name in variants if " " not in name]  # auto's is that of a mixture
     efficiencies = [[point.efficiency(name) for name in variants] for point in ordered]
     if any(cell is not None for row in efficiencies for cell in row):
         made.append(table("efficiency", "efficiency against 2:4", efficiencies, ".0%"))
@@ -56,26 +57,31 @@ def _lead(point: Point) -> tuple[Cell, ...]:
 
 
 def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Milliseconds of GPU time in one prefill, by what kernels do, and the memory of the weights."""
-    rows: dict[tuple[str, str, int, str], dict[str, float]] = {}
-    classes: list[str] = []
-    for one in found:
-        if one.case.benchmark != KERNELS:
-            continue
-        classes += [one.case.layer] if one.case.layer not in classes else []
-        for record in one.records:
-            key = (one.case.model, one.case.dtype, one.case.tokens, record.variant)
-            rows.setdefault(key, {})[one.case.layer] = median_us(record) / 1e3
+    """Milliseconds of GPU time in one prefill and in one decoding step, by what kernels do, and the weights' memory."""
     memory = {
         (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
         for one in found
         if one.case.benchmark == ENGINE
         for record in one.records
     }
+    prefill = _breakdown(found, KERNELS, "vllm_kernels", "GPU time of one prefill", memory)
+    return prefill + _breakdown(found, STEP_KERNELS, "vllm_step_kernels", "GPU time of one decoding step", memory)
+
+
+def _breakdown(
+    found: Sequence[Comparison], benchmark: str, name: str, title: str, memory: Mapping[tuple[str, str, str], float]
+) -> list[Table]:
+    rows: dict[tuple[str, str, int, str], dict[str, float]] = {}
+    for one in found:
+        if one.case.benchmark == benchmark:
+            for record in one.records:
+                key = (one.case.model, one.case.dtype, one.case.tokens, record.variant)
+                rows.setdefault(key, {})[one.case.layer] = median_us(record) / 1e3
+    classes = list(dict.fromkeys(kind for times in rows.values() for kind in times))
     cells = tuple(
-        (*key, *(times.get(name) for name in classes), sum(times.values()), memory.get((key[0], key[1], key[3])))
+        (*key, *(times.get(kind) for kind in classes), sum(times.values()), memory.get((key[0], key[1], key[3])))
         for key, times in rows.items()
     )
-    columns = ("model", "dtype", "M", "variant", *(f"{name} ms" for name in classes), "sum ms", "weights GB")
-    formats = {f"{name} ms": ".1f" for name in (*classes, "sum")}
-    return [Table("vllm_kernels", "GPU time of one prefill", columns, cells, formats)] if cells else []
+    columns = ("model", "dtype", "M", "variant", *(f"{kind} ms" for kind in classes), "sum ms", "weights GB")
+    formats = {f"{kind} ms": ".1f" if benchmark == KERNELS else ".2f" for kind in (*classes, "sum")}
+    return [Table(name, title, columns, cells, formats)] if cells else []

@@ -36,11 +36,12 @@ rate of the copy of the same comparison."""
 
 ABOUT_ENGINES = """\
 Median time of `LLM.generate`, scheduling included, over that of stock vLLM on unpruned weights in the same rounds.
-Prefill: M tokens in prompts of 1024, one output token each. Decode: one step of M sequences. Random weights."""
+Prefill: M tokens in prompts of 1024, one output token each. Decode: one step of M sequences. Random weights.
+`auto`: the plugin as it comes, which leaves a layer dense where measurement says so."""
 
 ABOUT_BREAKDOWN = """\
-One prefill under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings; each side fuses them
-in its own way. `weights GB` is what parameters and buffers take, both forms where two are kept."""
+A prefill, and a decoding step, under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings;
+each side fuses them in its own way. `weights GB` is what parameters and buffers take, both forms where two are kept."""
 
 ABOUT_LIBRARY = """\
 A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
