@@ -115,7 +115,7 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
     ]
     calls = dense_calls(tokens, out, columns, kind, copies[0]) | sparse_calls(tokens, out, slabs, kind, copies[1])
     row = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern, "dtype": dtype}
-    return {**row, "slabs": slabs, **times(calls, stopwatch)}
+    return {**row, "slabs": (slabs, 0), **times(calls, stopwatch)}
 
 
 def describe(row: dict[str, Any], best: int = 3) -> str:
