@@ -37,7 +37,7 @@ from slidesparse.records import LAYERS
 MODEL = "Qwen2.5-7B"
 TOKENS = (16, 32, 64, 128, 256, 512)
 MOST_BLOCKS = 8
-"""Tiles that need more blocks for each multiprocessor than this are no candidates."""
+"""Tiles of few tokens, or split, that need more blocks for each multiprocessor than this are no candidates."""
 
 SECONDS = 0.1
 WARM_CALLS = 12
@@ -59,7 +59,12 @@ def sparse_operand(out: int, slabs: int, dtype: torch.dtype) -> torch.Tensor:
 
 def candidates(tokens: int, out: int) -> list[Tile]:
     """Tiles that make sense for so many tokens."""
-    return [tile for tile in TILES if tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS]
+
+    def sensible(tile: Tile) -> bool:
+        wide = tile.tokens >= 96 and tile.split == 1
+        return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
+
+    return list(filter(sensible, TILES))
 
 
 def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
