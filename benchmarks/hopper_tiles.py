@@ -1,9 +1,10 @@
-"""Time every tile of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper_tiles.py``.
+"""Time tiles of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper_tiles.py``.
 
     python benchmarks/hopper_tiles.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtype int8]
 
 Needs an H200. The tiles of a shape are timed in turn, CUDA graphs on a warm cache, so that they share one clock; with
-vLLM installed its CUTLASS kernel takes part, for the reader. ``--fit`` alone reads a file that is there.
+vLLM installed its CUTLASS kernel takes part, for the reader. Tiles of 96 tokens and more: ``hopper_few_tokens.py`` is
+for the others. ``--fit FEW.jsonl`` reads a record that is there, and one of few tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.timing import CudaStopwatch, interleave
 from slidesparse.gemm import get_backend, hopper
 from slidesparse.gemm.hopper_compile import Tile
-from slidesparse.gemm.hopper_tiles import MULTIPROCESSORS, TILES, choose_tile
+from slidesparse.gemm.hopper_tiles import TILES, choose_tile, work
 from slidesparse.quant import parse_dtype, quantize_rows
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
@@ -35,9 +37,10 @@ ROUND_S = 0.02
 GHZ = 1.5
 """Cycles are times at this clock: the choice needs their ratios alone."""
 
+LAUNCH = 3500
+"""Of them, what every launch takes, whatever its tile."""
 
-def name_of(tile: Tile) -> str:
-    return f"{tile.tokens}x{tile.channels}"
+WIDE = [tile for tile in TILES if tile.tokens >= 96]
 
 
 def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> list[float]:
@@ -59,10 +62,10 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
         hopper.choose_tile = lambda *_: tile
         return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16)
 
-    expected = run(next(iter(TILES)))
-    for tile in TILES:
-        assert torch.equal(run(tile), expected) or dtype != "int8", name_of(tile)
-    calls: list[Callable[[], object]] = [partial(run, tile) for tile in TILES]
+    expected = run(next(iter(WIDE)))
+    for tile in WIDE:
+        assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
+    calls: list[Callable[[], object]] = [partial(run, tile) for tile in WIDE]
     vllm = vllm_ops()
     if vllm is not None and packed.scale is not None:
         quantised = quantize_rows(x, parse_dtype(dtype))
@@ -73,28 +76,28 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
     us = [round(t, 2) for t in times(calls, stopwatch)]
     steps = (operand[0].shape[1], operand[1].shape[1] // 2)
     row: dict[str, object] = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern}
-    row |= {"dtype": dtype, "slabs": steps, "us": dict(zip(map(name_of, TILES), us[: len(TILES)], strict=True))}
-    return row | ({"dense_us": us[-1]} if len(us) > len(TILES) else {})
+    row |= {"dtype": dtype, "slabs": steps, "us": dict(zip(map(str, WIDE), us[: len(WIDE)], strict=True))}
+    return row | ({"dense_us": us[-1]} if len(us) > len(WIDE) else {})
 
 
-def fit(rows: Sequence[dict]) -> None:
+def fit(rows: Sequence[dict[str, Any]]) -> None:
     """Costs with the least relative error, and how far the choice by today's costs is from the best tile."""
     equations, losses = defaultdict(list), []
     for row in rows:
         sparse, dense = row["slabs"]
-        for tile in TILES:
-            waves = -(-tile.count(row["tokens"], row["out"]) // MULTIPROCESSORS)
-            cycles = row["us"][name_of(tile)] * 1e3 * GHZ
-            equations[tile].append((waves * (sparse + 2 * dense) / cycles, waves / cycles))
+        us = {tile: row["us"][str(tile)] for tile in TILES if str(tile) in row["us"]}
+        for tile, time_us in us.items():
+            cycles = max(1.0, time_us * 1e3 * GHZ - LAUNCH)
+            steps, tiles = work(tile, row["tokens"], row["out"], sparse + 2 * dense)
+            equations[tile].append((steps / cycles, tiles / cycles))
         chosen = choose_tile(row["tokens"], row["out"], sparse, dense)
-        losses.append(row["us"][name_of(chosen)] / min(row["us"].values()) - 1)
+        losses.append((us.get(chosen, float("inf")) / min(us.values()) - 1, row["layer"], row["tokens"], str(chosen)))
     for tile, lines in equations.items():
         (step, once), _ = nnls(np.array(lines), np.ones(len(lines)))
         errors = np.abs(np.array(lines) @ (step, once) - 1)
-        print(
-            f"{name_of(tile):8} step {step:5.0f}  tile {once:6.0f}  error {errors.mean():.1%}, most {errors.max():.1%}"
-        )
-    print(f"the tile chosen today is {statistics.mean(losses):.2%} slower than the best, at most {max(losses):.1%}")
+        print(f"{tile!s:12} step {step:5.0f}  tile {once:6.0f}  error {errors.mean():.1%}, most {errors.max():.1%}")
+    mean = statistics.mean(loss for loss, *_ in losses)
+    print(f"the tile chosen today is {mean:.2%} slower than the best, at most", *max(losses))
 
 
 def main() -> None:
@@ -103,9 +106,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--patterns", nargs="+", default=["2:4", "6:8"])
     parser.add_argument("--dtype", default="int8", choices=["int8", "fp8", "bf16"])
-    parser.add_argument("--fit", action="store_true", help="only fit what the file holds")
+    parser.add_argument("--fit", type=Path, metavar="FEW", help="only fit what the file and this one hold")
     options = parser.parse_args()
-    if not options.fit:
+    if options.fit is None:
         stopwatch = CudaStopwatch()
         machine = environment.machine()
         head = {
@@ -121,7 +124,8 @@ def main() -> None:
                     for tokens in options.tokens:
                         file.write(json.dumps(measure(options.dtype, layer, pattern, tokens, stopwatch)) + "\n")
                         file.flush()
-    rows = [json.loads(line) for line in options.file.read_text().splitlines()]
+    files = [options.file] if options.fit is None else [options.file, options.fit]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     fit([row for row in rows if "us" in row])
 
 

@@ -10,6 +10,8 @@ import torch
 from slidesparse import UnsupportedError
 from slidesparse.gemm import hopper_compile
 from slidesparse.gemm.hopper_compile import (
+    BLOCK_BYTES,
+    MULTIPROCESSOR_BYTES,
     OPERANDS,
     OUTPUTS,
     SHARED_BYTES,
@@ -26,7 +28,7 @@ TILE = min(TILES, key=lambda tile: tile.tokens)
 
 @pytest.mark.parametrize("out_dtype", OUTPUTS, ids=str)
 @pytest.mark.parametrize("dtype", OPERANDS, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens}x{tile.channels}")
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, out_dtype), "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
@@ -36,9 +38,10 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: 
 
 
 @pytest.mark.parametrize("dtype", OPERANDS, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.tokens}x{tile.channels}")
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_fits(tile: Tile, dtype: torch.dtype) -> None:
     assert tile.shared_bytes(dtype.itemsize) <= SHARED_BYTES
+    assert tile.blocks * (tile.shared_bytes(dtype.itemsize) + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
 
 
 def test_a_refused_source_is_one_line() -> None:

@@ -26,7 +26,7 @@ def test_the_choice_is_close_to_the_best_measured(measured: list[dict[str, Any]]
     for case in measured:
         slabs = math.ceil(Pattern.parse(case["pattern"]).expansion * case["columns"] / 128)
         tile = choose_tile(case["tokens"], case["out"], slabs, 0)
-        losses.append(case["us"][f"{tile.tokens}x{tile.channels}"] / min(case["us"].values()) - 1)
+        losses.append(case["us"][str(tile)] / min(case["us"].values()) - 1)
     assert len(losses) == 72
     assert max(losses) < 0.04
     assert statistics.mean(losses) < 0.002

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.gemm import select
 from slidesparse.gemm.base import Layout, slab_view
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.switch import Route, Switch
 from slidesparse.kernels.columns import Slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import quantize_rows
@@ -176,16 +174,3 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
         slab_view(values.clone(), SLABS)
     with pytest.raises(InputError, match="activations in slabs"):
         slab_view(values.T.contiguous().T, SLABS)
-
-
-# -- rehearsals ----------------------------------------------------------------------------------------------------
-
-
-def test_a_rehearsal_comes_by_every_route_and_stays_below_the_batch() -> None:
-    switch = Switch((), (Route(0, "dense"), Route(17, "quick"), Route(18, "dense"), Route(5000, "quick")))
-    found = ops.rehearsal(4096, switch.to_text())
-    assert found == sorted(set(found))
-    assert {1, 16, 17, 18, 2048, 3072} <= set(found)
-    assert all(0 < tokens < 4096 for tokens in found)
-    assert all(later <= 2 * former for former, later in pairwise(found))
-    assert ops.rehearsal(1, switch.to_text()) == []

@@ -83,9 +83,9 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
     monkeypatch.setattr(Reference, "accelerated", True)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
     what = tune.plan(["Tiny"], ["6:8"], ["int8"], [64, 32])
-    assert [len(lap) for lap in what.laps()] == [3, 3]  # at two M's; two layers have one size
+    assert [[len(lap) for lap in laps] for laps in what.laps()] == [[3, 3]]  # at two M's; two layers have one size
     watched = replace(session(FakeStopwatch()), patterns=lambda _: what.patterns)
-    layers = tune.measure_layers(what, watched)
+    (layers,) = tune.measure_layers(what, watched)
     assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
         (48, 32, (32, 64)),
         (32, 32, (32, 64)),
@@ -103,7 +103,7 @@ def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest
     monkeypatch.setattr(Reference, "why_not", why_not)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
     what = tune.plan(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
-    layers = tune.measure_layers(what, replace(session(FakeStopwatch()), patterns=lambda _: what.patterns))
+    (layers,) = tune.measure_layers(what, replace(session(FakeStopwatch()), patterns=lambda _: what.patterns))
     assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
 
 
@@ -191,7 +191,7 @@ def test_the_command_searches_then_measures(
 ) -> None:
     layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
     monkeypatch.setattr(tune, "search_algorithms", lambda what: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda what, where: [layer])
+    monkeypatch.setattr(tune, "measure_layers", lambda what, where: [[layer]])
     monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]

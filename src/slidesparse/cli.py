@@ -317,14 +317,15 @@ def _tune(options: argparse.Namespace) -> int:
 
     plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(plan)
+    path, layers = None, []
     if options.records:
         layers = tune.recorded_layers(options.records)
-    elif options.algorithms_only:
-        layers = []
-    else:
+        path = tune.store_layers(layers)
+    elif not options.algorithms_only:
         profile = replace(PROFILES["quick"], model_patterns=plan.patterns)
-        layers = tune.measure_layers(plan, runner.cuda_session(profile))
-    path = tune.store_layers(layers) if layers else None
+        for found in tune.measure_layers(plan, runner.cuda_session(profile)):
+            path = tune.store_layers(found)  # whatever becomes of the rest
+            layers += found
     print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))
     return 0
 

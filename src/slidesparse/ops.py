@@ -6,7 +6,6 @@ Each is functional, has a fake implementation (shapes only, the number of tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -280,21 +279,6 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
-_REHEARSED: set[tuple[object, ...]] = set()
-"""Kinds of layers whose product has run."""
-
-
-def rehearsal(tokens: int, switch: str) -> list[int]:
-    """Numbers of tokens below M that a layer runs before its first product, of M tokens.
-
-    Between them they need every form, kernel and tile that smaller batches do, which are so compiled and loaded before
-    a server serves: vLLM begins with the largest batch, and captures the smallest ones. Two to an octave, and those at
-    which the layer changes its backend.
-    """
-    octaves = [m << k for k in range(tokens.bit_length()) for m in (1, 3)]
-    return sorted({m for m in (*octaves, *(route.first for route in parse_switch(switch).routes)) if 0 < m < tokens})
-
-
 def _multiplied(
     first: First,
     x: torch.Tensor,
@@ -304,20 +288,9 @@ def _multiplied(
     out_features: int,
     dtype: torch.dtype,
     switch: str,
-    *,
-    residual: torch.Tensor | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
-    kind = (first, x.dtype, dtype, out_features, switch, x.get_device())
-    if x.is_cuda and kind not in _REHEARSED and not torch.cuda.is_current_stream_capturing():
-        _REHEARSED.add(kind)
-        for tokens in rehearsal(x.shape[0], switch):
-            fewer = None if residual is None else residual[:tokens]
-            with suppress(UnsupportedError):  # to be told to whoever asks for so many tokens
-                _multiplied(
-                    first, x[:tokens], tensors, scale_w, bias, out_features, dtype, switch, residual=fewer, **given
-                )
     form, start = parse_switch(switch).pick(x.shape[0])
     column_map, moved, *operand = tensors[start : start + form.tensors]
     if column_map.device != x.device:  # kernels read by address
@@ -329,9 +302,7 @@ def _multiplied(
         )
     pairs = moved if moved.numel() else None
     backend = get_backend(form.backend)
-    lifted, scale_x, total = _lifted(
-        first, x, column_map, dtype, backend, pairs, form.order, residual=residual, **given
-    )
+    lifted, scale_x, total = _lifted(first, x, column_map, dtype, backend, pairs, form.order, **given)
     return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
 
 

@@ -18,6 +18,7 @@ from slidesparse.gemm.hopper import SLABS, Hopper
 from slidesparse.gemm.hopper_compile import Tile
 from slidesparse.gemm.hopper_tiles import TILES
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.integrations.vllm.rehearsal import Rehearsal
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -41,9 +42,17 @@ def _can_run() -> None:
     assert get_backend("hopper").why_not(problem) is None
 
 
-@pytest.fixture(params=TILES, ids=lambda tile: f"{tile.tokens}x{tile.channels}")
+@pytest.fixture(params=TILES, ids=str)
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
     """Every tile in turn, whatever the sizes would choose."""
+    chosen: Tile = request.param
+    monkeypatch.setattr(hopper, "choose_tile", lambda *_: chosen)
+    return chosen
+
+
+@pytest.fixture(params=[tile for tile in TILES if tile.split > 1], ids=str)
+def split_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
+    """Every tile whose steps several blocks share."""
     chosen: Tile = request.param
     monkeypatch.setattr(hopper, "choose_tile", lambda *_: chosen)
     return chosen
@@ -94,6 +103,30 @@ def test_int8_has_the_bits_of_the_reference(pattern: str, out: int, tile: Tile) 
             y = backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, out, out_dtype)
             expected = apply_scales(product(x, packed.unpack()), scale_x, packed.scale, bias, out_dtype)
             assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "dense", "4:6@50%"])
+@pytest.mark.parametrize("columns", [60, 200, 500])
+def test_a_split_into_more_parts_than_there_are_steps(columns: int, pattern: str, split_tile: Tile) -> None:
+    packed, backend = _packed(INT8, pattern, OUT, columns), get_backend("hopper")
+    operand = backend.prepare(packed)
+    for m in (3, 130):
+        x = _tokens(INT8, m, columns)
+        y = backend.matmul(_lifted(x, packed), None, operand, packed.scale, None, OUT, BF16)
+        assert torch.equal(y, apply_scales(product(x, packed.unpack()), None, packed.scale, None, BF16))
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16], ids=str)
+def test_a_split_sums_in_the_same_order_every_time(dtype: torch.dtype, split_tile: Tile) -> None:
+    packed, backend = _packed(dtype, "4:6@50%", 1024, 2000), get_backend("hopper")
+    x, operand = _lifted(_tokens(dtype, 100, 2000), packed), backend.prepare(packed)
+    expected = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32)
+    assert torch.isfinite(expected).all()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        y = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32)
+        different += (y.view(torch.int32) != expected.view(torch.int32)).any()
+    assert int(different) == 0
 
 
 @pytest.mark.parametrize("out", [1, 63, 257, 320])
@@ -190,11 +223,12 @@ def test_ten_thousand_launches_give_the_same_bits(dtype: torch.dtype) -> None:
 # -- graphs, streams, devices --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokens", [13, 199])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-def test_layer_eager_compiled_and_captured(pattern: str, dtype: str) -> None:
+def test_layer_eager_compiled_and_captured(pattern: str, dtype: str, tokens: int) -> None:
     layer, reference = _layer(pattern, dtype), _layer(pattern, dtype, "reference")
-    x = torch.randn(199, COLUMNS, dtype=BF16, device="cuda")
+    x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
     eager = layer(x)
     if dtype == "int8":
         assert torch.equal(eager, reference(x))
@@ -234,12 +268,16 @@ def test_a_second_gpu() -> None:
     assert torch.equal(layer.to("cuda:1")(x.to("cuda:1")).to("cuda:0"), expected)
 
 
-def test_behind_a_product_of_many_tokens_fewer_can_be_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_REHEARSED", set())
+def forget_kernels() -> None:
     hopper_launch.load.cache_clear()
+    hopper._run.cache_clear()
+
+
+def test_behind_a_rehearsal_any_batch_can_be_captured() -> None:
+    forget_kernels()
     layer = _layer("6:8", "int8")
-    layer(torch.randn(3000, COLUMNS, dtype=BF16, device="cuda"))
-    for tokens in (1, 40, 100, 700, 2500):
+    Rehearsal(3000, BF16).run(layer)
+    for tokens in (1, 40, 100, 700, 2500, 3000):
         x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -248,10 +286,10 @@ def test_behind_a_product_of_many_tokens_fewer_can_be_captured_at_once(monkeypat
         assert torch.equal(captured, layer(x))
 
 
-def test_a_kernel_cannot_be_loaded_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_cannot_be_loaded_while_capturing() -> None:
     layer, x = _layer("6:8", "int8"), torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
     layer(x)
-    hopper_launch.load.cache_clear()
+    forget_kernels()
     with (
         pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

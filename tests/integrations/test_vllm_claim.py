@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import pytest
+import torch
 
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, members, renamed, shard_start
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
+from slidesparse.integrations.vllm.rehearsal import Rehearsal, batches
+from slidesparse.linear import SlideLinear
 from slidesparse.marker import Marker
+from slidesparse.packed import pack
 from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import prune_mask
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 CT = {"quant_method": "compressed-tensors"}
@@ -125,3 +131,28 @@ def test_a_checkpoint_without_any_pattern_is_refused() -> None:
     ledger.expect("a", layer)
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         ledger.settle("a", NO_PATTERN, LOG)
+
+
+# -- rehearsal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_comes_by_every_route_and_skips_no_octave() -> None:
+    found = batches(4096, (0, 17, 18, 5000))
+    assert found == sorted(set(found))
+    assert {1, 17, 18, 2048, 3072, 4096} <= set(found)
+    assert all(0 < tokens <= 4096 for tokens in found)
+    assert all(later <= 2 * former for former, later in pairwise(found))
+    assert batches(1, ()) == [1]
+    assert batches(2500, ())[-1] == 2500
+
+
+def test_layers_of_a_kind_rehearse_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randint(-128, 128, (8, 16), dtype=torch.int8)
+    packed = pack(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
+    layers = [SlideLinear(packed, backend=backend) for backend in ("reference", "reference", "dense")]
+    ran: list[int] = []
+    monkeypatch.setattr(SlideLinear, "forward", lambda _, x: ran.append(len(x)))
+    rehearsal = Rehearsal(4, torch.bfloat16)
+    for layer in layers:
+        rehearsal.run(layer)
+    assert ran == [1, 2, 3, 4] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,18 @@ class Plan:
     tokens: tuple[int, ...]
     backends: tuple[str, ...]
 
-    def laps(self) -> list[list[Case]]:
-        """The linears of every model, in every type at every M; a model's layers of one size once."""
+    def laps(self) -> list[list[list[Case]]]:
+        """For every model and type, for every M: the linears, those of one size once."""
         sizes = {
             model: {size: layer for layer, size in zip(LAYERS, MODELS[model], strict=True)} for model in self.models
         }
         return [
-            [Case("linear", model, layer, dtype, m, *size) for size, layer in sizes[model].items()]
+            [
+                [Case("linear", model, layer, dtype, m, *size) for size, layer in sizes[model].items()]
+                for m in self.tokens
+            ]
             for model in self.models
             for dtype in self.dtypes
-            for m in self.tokens
         ]
 
     def packed_shapes(self) -> list[tuple[int, int]]:
@@ -109,14 +111,16 @@ def search_algorithms(what: Plan) -> list[Record]:
     return records
 
 
-def measure_layers(what: Plan, session: Session) -> list[LayerSpeed]:
-    """Measure whole layers on every backend that ``auto`` may take."""
-    records, laps = [], what.laps()
-    with torch.no_grad(), progress_bar("layers", len(laps), unit="comparisons") as advance:
-        for cases in laps:
-            records += speed.measure(session, cases, what.backends)
-            advance(1)
-    return speed.layer_speeds(records)
+def measure_layers(what: Plan, session: Session) -> Iterator[list[LayerSpeed]]:
+    """Measure whole layers on every backend that ``auto`` may take; gives those of a model in one type at a time."""
+    laps = what.laps()
+    with torch.no_grad(), progress_bar("layers", sum(map(len, laps)), unit="comparisons") as advance:
+        for by_tokens in laps:
+            records = []
+            for cases in by_tokens:
+                records += speed.measure(session, cases, what.backends)
+                advance(1)
+            yield speed.layer_speeds(records)
 
 
 def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:

@@ -34,6 +34,9 @@ OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SHARED_BYTES = 232448
 """Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
 
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
+
 
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup turns into rows at a time."""
@@ -48,12 +51,21 @@ class Tile:
         warpgroups: Consumer warpgroups, one below the other in the tile.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.
+        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
+        blocks: Thread blocks of a multiprocessor.
     """
 
     tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
+    split: int = 1
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
+        split = f"/{self.split}" if self.split > 1 else ""
+        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
 
     @property
     def channels(self) -> int:
@@ -65,6 +77,12 @@ class Tile:
         """Threads of a block: the consumers and a warpgroup in which one thread produces."""
         return 128 * (self.warpgroups + 1)
 
+    @property
+    def share(self) -> int:
+        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
+        shares = range(16, self.tokens + 1, 16)
+        return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
+
     def count(self, tokens: int, channels: int) -> int:
         """Tiles of a product [tokens, channels]."""
         return -(-tokens // self.tokens) * -(-channels // self.channels)
@@ -72,11 +90,12 @@ class Tile:
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of a block, as the source lays it out."""
         blocks = self.warpgroups * self.row_blocks
-        stage = self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
         piece = PIECE_TOKENS * channels * 2
-        factors = (self.tokens + 2 * channels) * 4
-        return 1024 + self.stages * stage + self.warpgroups * (piece + factors) + self.stages * 16
+        factors = (self.share + 2 * channels) * 4
+        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
 
 
 def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
@@ -91,6 +110,8 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
         "WARPGROUPS": tile.warpgroups,
         "ROW_BLOCKS": tile.row_blocks,
         "STAGES": tile.stages,
+        "SPLIT": tile.split,
+        "BLOCKS": tile.blocks,
     }
     return [
         f"--gpu-architecture={ARCH}",

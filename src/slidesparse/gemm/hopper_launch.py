@@ -52,8 +52,10 @@ class Kernel:
         """Run on ``stream``; the kernel's device must be the current one."""
         # The driver copies the struct before the call returns.
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
-        driver, grid = _driver(), min(tiles, self.multiprocessors)
-        launch = (self.function, grid, 1, 1, self.tile.threads, 1, 1, self.shared_bytes, stream)
+        tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
+        grid = min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
+        driver = _driver()
+        launch = (self.function, grid, 1, 1, tile.threads, 1, 1, self.shared_bytes, stream)
         (status,) = driver.cuLaunchKernel(*launch, ctypes.addressof(pointer), 0)
         if int(status) == INVALID_CONTEXT:
             _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")

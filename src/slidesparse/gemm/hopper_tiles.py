@@ -38,12 +38,34 @@ TILES = {
     Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): Cost(965, 5700),
     Tile(tokens=176, warpgroups=2, row_blocks=2, stages=4): Cost(896, 5303),
     Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5): Cost(827, 4906),
-    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(689, 4112),
+    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(656, 2900),
     Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(551, 3319),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(336, 1950),
     Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(333, 1835),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10): Cost(293, 2034),
-    Tile(tokens=32, warpgroups=2, row_blocks=1, stages=12): Cost(267, 2287),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(276, 1175),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(200, 665),
+    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3): Cost(164, 500),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=2): Cost(412, 5400),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=4): Cost(504, 5400),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=2): Cost(296, 3200),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=4): Cost(408, 3145),
+    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=7, split=2, blocks=2): Cost(268, 2200),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, split=2, blocks=2): Cost(200, 1650),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=10, split=3, blocks=2): Cost(224, 2050),
+    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=8, split=3, blocks=3): Cost(168, 1815),
 }
+
+
+def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int]:
+    """Steps that a multiprocessor takes one after another, and how many tiles it pays for besides.
+
+    Blocks that share a multiprocessor wait for memory in each other's stead, so that their average number counts;
+    where there is one at a time, the largest does.
+    """
+    blocks = tile.count(tokens, channels) * tile.split
+    most = -(-blocks // MULTIPROCESSORS)
+    load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
+    return load * steps / tile.split, -(-most // tile.blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -60,10 +82,8 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int)
     [32, 96, 96, 176]
     """
 
-    def cycles(tile: Tile) -> int:
-        cost = TILES[tile]
-        return -(-tile.count(tokens, channels) // MULTIPROCESSORS) * (
-            cost.step * (sparse_slabs + 2 * dense_slabs) + cost.tile
-        )
+    def cycles(tile: Tile) -> float:
+        steps, tiles = work(tile, tokens, channels, sparse_slabs + 2 * dense_slabs)
+        return TILES[tile].step * steps + TILES[tile].tile * tiles
 
     return min(TILES, key=cycles)

@@ -14,10 +14,13 @@
 // there are no tensor maps. A ring of STAGES steps joins producer and consumers: `full` is completed by the copies, `empty`
 // by one lane of each consumer warp. One wgmma group is always in flight: the step before the last one issued is complete.
 //
+// With few tokens there are fewer tiles than multiprocessors. Then SPLIT blocks, a cluster, share the steps of a tile and add
+// up their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
+//
 // The compiler is told (gemm/hopper_compile.py): OPERAND_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
-// ROW_BLOCKS, STAGES; and, since a preprocessor cannot count, the accumulator operands of the wgmma: ACC_NAMES is the string
-// "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and OPERAND(n) the string of the n-th
-// operand after them (OPERAND_0 ... OPERAND_4 are given).
+// ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor); and, since a preprocessor cannot count, the accumulator operands
+// of the wgmma: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
+// OPERAND(n) the string of the n-th operand after them (OPERAND_0 ... OPERAND_4 are given).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -76,17 +79,32 @@ constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
 constexpr int META_BYTES = META_WORDS * 512;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
-constexpr int STAGE_BYTES = X_BYTES + TILE_BLOCKS * SPARSE_BYTES;
-constexpr int CHANNELS = ROW_BLOCKS * ROWS;              // channels of a warpgroup
-constexpr int PIECE = 32;                                // tokens that a warpgroup transposes at a time
+constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
+
+// Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
+__host__ __device__ constexpr int share_of(int tokens, int split) {
+    int share = 16;
+    while (tokens % share != 0 || tokens / share > split) share += 16;
+    return share;
+}
+
+constexpr int SHARE = share_of(TOKENS, SPLIT);
+constexpr int CHANNELS = ROW_BLOCKS * ROWS;               // channels of a warpgroup
+constexpr int PIECE = 32;                                 // of them, what a warpgroup transposes at a time
 constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
-constexpr int FACTOR_BYTES = (TOKENS + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a tile
+constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
 constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
+constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
+constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
+constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
+constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 
 static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixteens, and the weights of a tile are contiguous");
-static_assert(STAGE_BYTES % 1024 == 0 && X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0,
-              "swizzles repeat every 1024 bytes of X, of which every stage begins with some, and every 512 of weights");
+static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 
 struct Problem {
@@ -117,6 +135,14 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
     asm volatile(
         "{ .reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
+}
+
+// As barrier_wait, for what other blocks of the cluster have written.
+__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
 }
 
@@ -167,6 +193,24 @@ struct Tiles {
     }
 };
 
+// What a block multiplies of a tile: slabs [dense, dense_end) and [sparse, sparse_end).
+struct Range {
+    int dense, dense_end, sparse, sparse_end;
+    __device__ __forceinline__ bool empty() const { return dense == dense_end && sparse == sparse_end; }
+};
+
+// The steps in SPLIT equal parts, except that none ends within a dense slab, whose X serves two steps.
+__device__ __forceinline__ Range range_of(const Problem& p, int rank) {
+    if (SPLIT == 1) return {0, p.dense_slabs, 0, p.sparse_slabs};
+    const int dense = 2 * p.dense_slabs, steps = dense + p.sparse_slabs;
+    auto bound = [&](int part) {
+        const int step = steps * part / SPLIT;
+        return step < dense ? step / 2 * 2 : step;
+    };
+    const int first = bound(rank), end = bound(rank + 1);
+    return {min(first, dense) / 2, min(end, dense) / 2, max(first - dense, 0), max(end - dense, 0)};
+}
+
 // ---- producer --------------------------------------------------------------------------------------------------------
 
 // Row block `block` of a step, where the steps of a W_TILE of row blocks follow each other.
@@ -174,19 +218,21 @@ __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, in
     return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
 }
 
-__device__ __forceinline__ void produce(const Problem& p, const Ring& ring) {
+__device__ __forceinline__ void produce(const Problem& p, const Ring& ring, int rank) {
     const Tiles tiles(p);
     const int rows = ceil_div(p.tokens, 8) * 8;
     Place place;
-    for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+    for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
         const int block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
         const int x_bytes = min(TOKENS, rows - token) * SLAB;  // what stands in the stage past them is not stored
+        const Range range = range_of(p, rank);
         auto copy_x = [&](int slab) {
             copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
         };
-        for (int step = 0; step < 2 * p.dense_slabs; step++, place.next()) {
+#pragma unroll 1
+        for (int step = 2 * range.dense; step < 2 * range.dense_end; step++, place.next()) {
             const bool first_half = step % 2 == 0;
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
             barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + TILE_BLOCKS * VALUE_BYTES);
@@ -194,7 +240,8 @@ __device__ __forceinline__ void produce(const Problem& p, const Ring& ring) {
             copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
                  TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
         }
-        for (int step = 0; step < p.sparse_slabs; step++, place.next()) {
+#pragma unroll 1
+        for (int step = range.sparse; step < range.sparse_end; step++, place.next()) {
             barrier_wait(ring.empty_of(place), place.phase ^ 1);
             barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES);
             copy_x(p.dense_slabs + step);
@@ -293,18 +340,18 @@ struct Consumer {
         mma_wait<1>();
     }
 
-    // A 2:4 step that may be the first of the tile, or follow a dense slab.
-    __device__ __forceinline__ void first_sparse_step(const Problem& p, acc_t (*d)[TOKENS / 2],
-                                                      u32 (*meta)[META_WORDS], int slab) {
-        sparse_step(d, meta, p.dense_slabs + slab > 0);
-        if (p.dense_slabs + slab > 0) release();
-        if (p.dense_slabs > 0 && slab == 0) release();
+    // A 2:4 step that may be the first of the range, or follow a dense slab.
+    __device__ __forceinline__ void first_sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int dense, int slab) {
+        sparse_step(d, meta, dense + slab > 0);
+        if (dense + slab > 0) release();
+        if (dense > 0 && slab == 0) release();
     }
 
-    // W X^T of one tile into d. A stage goes back when the group after its own is in flight, except that the X of a dense
-    // slab serves two steps and goes back with the second.
-    __device__ __forceinline__ void multiply(const Problem& p, acc_t (*d)[TOKENS / 2]) {
-        for (int slab = 0; slab < p.dense_slabs; slab++) {
+    // W X^T of one tile over a range of slabs into d. A stage goes back when the group after its own is in flight, except
+    // that the X of a dense slab serves two steps and goes back with the second.
+    __device__ __forceinline__ void multiply(const Range& range, acc_t (*d)[TOKENS / 2]) {
+        const int dense = range.dense_end - range.dense, sparse = range.sparse_end - range.sparse;
+        for (int slab = 0; slab < dense; slab++) {
             const u32 x = ring.stage(place);
             dense_step(d, x, slab > 0);
             if (slab > 0) release(), release();
@@ -313,17 +360,89 @@ struct Consumer {
         // Two sets of metadata registers: a group in flight still reads its own.
         u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
         int slab = 0;
-        for (; slab + 1 < p.sparse_slabs; slab += 2) {
-            first_sparse_step(p, d, even, slab);
+        for (; slab + 1 < sparse; slab += 2) {
+            first_sparse_step(d, even, dense, slab);
             sparse_step(d, odd, 1);
             release();
         }
-        if (slab < p.sparse_slabs) first_sparse_step(p, d, even, slab);
+        if (slab < sparse) first_sparse_step(d, even, dense, slab);
         mma_wait<0>();
         release();
-        if (p.sparse_slabs == 0) release();
+        if (sparse == 0) release();
     }
 };
+
+// ---- exchange --------------------------------------------------------------------------------------------------------
+
+#if SPLIT > 1
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All blocks of the cluster have started and made their barriers, when each thread of each has arrived.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Four sums into another block's memory; its barrier counts the bytes. Registers of wgmma go in as they are: a conversion of
+// their type would be an instruction that the compiler moves before the wait for them.
+#if defined(OPERAND_S8)
+#define SUM "r"
+#else
+#define SUM "f"
+#endif
+__device__ __forceinline__ void send_four(u32 to, const acc_t* d, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 SUM(d[0]), SUM(d[1]), SUM(d[2]), SUM(d[3]), "r"(bar) : "memory");
+}
+
+// The sums of a cluster's blocks, each over its own steps, added up. Every block sends every share of the tile's tokens to the
+// block that completes it, itself included, which adds them in the order of the ranks: the same bits every time.
+// A block does so once in its life, since nothing says when what it received has been read.
+struct Exchange {
+    static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, less than there are blocks
+    static constexpr int VECTORS = ROW_BLOCKS * SHARE / 2 / 4;  // of four sums, a thread
+    const u8* const sums;  // [SPLIT][VECTORS][consumer threads][4], in shared memory
+    const u32 received;    // barrier, completed by SPLIT shares
+
+    __device__ __forceinline__ static int place(int rank, int vector) {
+        return ((rank * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
+    }
+
+    __device__ __forceinline__ void send(const acc_t (*d)[TOKENS / 2], int rank) const {
+        cluster_wait();
+#pragma unroll
+        for (int share = 0; share < SHARES; share++) {
+            const u32 to = in_block(share, shared_address(sums) + place(rank, 0)), bar = in_block(share, received);
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                send_four(to + v * (128 * WARPGROUPS * 16), d[v / (SHARE / 8)] + share * (SHARE / 2) + v % (SHARE / 8) * 4, bar);
+        }
+    }
+
+    __device__ __forceinline__ void receive(acc_t (*d)[SHARE / 2]) const {
+        struct alignas(16) Vector { acc_t of[4]; };
+        barrier_wait_cluster(received, 0);
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            acc_t* own = d[v / (SHARE / 8)] + v % (SHARE / 8) * 4;
+#pragma unroll
+            for (int rank = 0; rank < SPLIT; rank++) {
+                const Vector sum = *(const Vector*)(sums + place(rank, v));
+#pragma unroll
+                for (int i = 0; i < 4; i++) own[i] = rank == 0 ? sum.of[i] : own[i] + sum.of[i];
+            }
+        }
+    }
+};
+#endif
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
 
@@ -352,42 +471,42 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 // What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
 struct Epilogue {
     const Problem& p;
-    float* const factors;  // [TOKENS] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
+    float* const factors;  // [SHARE] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
     u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
     const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     int first_channel, first_token;
-    float token_scale[(TOKENS + 127) / 128], channel_scale, channel_bias;
+    float token_scale[(SHARE + 127) / 128], channel_scale, channel_bias;
 
     __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
         : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
 
     // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
-    __device__ __forceinline__ void fetch(int row_tile, int token_tile) {
+    __device__ __forceinline__ void fetch(int row_tile, int token) {
         first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
-        first_token = token_tile * TOKENS;
+        first_token = token;
         const int channel = min(first_channel + thread, p.channels - 1);
         channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
         channel_bias = bias_of(p, channel);
 #pragma unroll
-        for (int i = 0; i < (TOKENS + 127) / 128; i++)
+        for (int i = 0; i < (SHARE + 127) / 128; i++)
             token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
     }
 
     // Give it to the other threads of the warpgroup.
     __device__ __forceinline__ void share() const {
 #pragma unroll
-        for (int i = 0; i < (TOKENS + 127) / 128; i++)
-            if (thread + i * 128 < TOKENS) factors[thread + i * 128] = token_scale[i];
+        for (int i = 0; i < (SHARE + 127) / 128; i++)
+            if (thread + i * 128 < SHARE) factors[thread + i * 128] = token_scale[i];
         if (thread < CHANNELS) {
-            factors[TOKENS + thread] = channel_scale;
-            factors[TOKENS + CHANNELS + thread] = channel_bias;
+            factors[SHARE + thread] = channel_scale;
+            factors[SHARE + CHANNELS + thread] = channel_bias;
         }
         warpgroup_sync(warpgroup);
     }
 
     struct Channel { float scale, bias; };
     __device__ __forceinline__ Channel channel(int j, int h) const {
-        const float* own = factors + TOKENS + j * ROWS + warp * 16 + h * 8 + lane / 4;
+        const float* own = factors + SHARE + j * ROWS + warp * 16 + h * 8 + lane / 4;
         return {own[0], own[CHANNELS]};
     }
 
@@ -397,7 +516,7 @@ struct Epilogue {
     }
 
 #if defined(OUT_F32)
-    __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
+    __device__ __forceinline__ void store(const acc_t (*d)[SHARE / 2]) const {
         share();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
@@ -408,7 +527,7 @@ struct Epilogue {
                 const int left = row < p.channels ? p.tokens - first_token - column : 0;
                 out_t* to = p.y + (i64)(first_token + column) * p.channels + row;
 #pragma unroll
-                for (int q = 0; q < TOKENS / 8; q++, to += (i64)8 * p.channels) {
+                for (int q = 0; q < SHARE / 8; q++, to += (i64)8 * p.channels) {
                     const float2 scale = *(const float2*)(factors + q * 8 + column);
                     if (q * 8 < left) to[0] = finish(d[j][q * 4 + h * 2], scale.x, c);
                     if (q * 8 + 1 < left) to[p.channels] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
@@ -424,7 +543,7 @@ struct Epilogue {
         return row * ROW_BYTES + (chunk ^ row % 8) * 16;
     }
 
-    __device__ __forceinline__ void store(const acc_t (*d)[TOKENS / 2]) const {
+    __device__ __forceinline__ void store(const acc_t (*d)[SHARE / 2]) const {
         share();
         Channel c[ROW_BLOCKS][2];
 #pragma unroll
@@ -435,8 +554,8 @@ struct Epilogue {
     }
 
     template <int START>
-    __device__ __forceinline__ void store_from(const acc_t (*d)[TOKENS / 2], const Channel (*c)[2]) const {
-        constexpr int LENGTH = TOKENS - START < PIECE ? TOKENS - START : PIECE;
+    __device__ __forceinline__ void store_from(const acc_t (*d)[SHARE / 2], const Channel (*c)[2]) const {
+        constexpr int LENGTH = SHARE - START < PIECE ? SHARE - START : PIECE;
         if (START > 0) warpgroup_sync(warpgroup);  // the piece before has been read
 #pragma unroll
         for (int row = 0; row < LENGTH; row += 16) {
@@ -447,7 +566,7 @@ struct Epilogue {
         }
         warpgroup_sync(warpgroup);
         store_rows<START, LENGTH>();
-        if constexpr (START + PIECE < TOKENS) store_from<START + PIECE>(d, c);
+        if constexpr (START + PIECE < SHARE) store_from<START + PIECE>(d, c);
     }
 
     // Four 8 x 8 matrices into the piece: channels +0 and +8 of 8 tokens, then of the 8 tokens after them.
@@ -492,36 +611,68 @@ struct Epilogue {
 
 // ---- kernel ----------------------------------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sparse_gemm(const __grid_constant__ Problem p) {
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Problem p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
     u8* const results = base + STAGES * STAGE_BYTES;
-    const u32 barriers = shared_address(results + WARPGROUPS * RESULT_BYTES);
+    u8* const sums = results + WARPGROUPS * RESULT_BYTES;
+    const u32 barriers = shared_address(sums + EXCHANGE_BYTES);
     const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
+    const u32 received = barriers + 2 * STAGES * 8;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(ring.full + s * 8, 1);
             barrier_init(ring.empty + s * 8, 4 * WARPGROUPS);
         }
+        if (SPLIT > 1) barrier_init(received, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (SPLIT > 1) barrier_expect(received, EXCHANGE_BYTES);
     }
+#if SPLIT > 1
+    cluster_arrive();
+    const int rank = cluster_rank();
+#else
+    const int rank = 0;
+#endif
     __syncthreads();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x % 128 == 0) produce(p, ring);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (threadIdx.x % 128 == 0) produce(p, ring, rank);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         const Tiles tiles(p);
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
-        for (int tile = blockIdx.x; tile < tiles.count(); tile += gridDim.x) {
+        for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
-            epilogue.fetch(row_tile, token_tile);
-            consumer.multiply(p, d);
+            epilogue.fetch(row_tile, token_tile * TOKENS + rank * SHARE);
+            const Range range = range_of(p, rank);
+#if SPLIT == 1
+            consumer.multiply(range, d);
             epilogue.store(d);
+#else
+            const Exchange exchange{sums, received};
+            if (range.empty()) {
+                const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: wgmma wants no other writer of its registers
+                exchange.send(zeros, rank);
+            } else {
+                consumer.multiply(range, d);
+                exchange.send(d, rank);
+            }
+            if (rank >= Exchange::SHARES) continue;
+            acc_t sum[ROW_BLOCKS][SHARE / 2];
+            exchange.receive(sum);
+            epilogue.store(sum);
+#endif
         }
     }
 }

@@ -134,6 +134,8 @@ def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Led
         if scale is not None:
             del layer.weight_scale
         layer.add_module(SUBMODULE, slide)
+        if ledger.rehearsal is not None and weight.is_cuda:
+            ledger.rehearsal.run(slide)
     ledger.settle(claim.name, outcome, log)
     return packed is not None
 

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.integrations.vllm.rehearsal import Rehearsal
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -39,10 +40,12 @@ class Ledger:
     Attributes:
         waiting: Name -> the layer, until it is loaded.
         outcomes: Name -> what became of it.
+        rehearsal: What a layer runs when it is loaded.
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    rehearsal: Rehearsal | None = None
 
     def expect(self, name: str, layer: object) -> None:
         """A layer was built and will be loaded."""

@@ -1,0 +1,159 @@
+"""Time the tiles of the Hopper kernel for few tokens, on weights that no cache holds.
+
+    python benchmarks/hopper_few_tokens.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtypes int8 fp8]
+
+Needs an H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a tile goes
+round so many copies of the weight that together they exceed three L2 caches (``slidesparse.bench.timing``). The same
+calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape take
+turns, so that they share one clock. Operands are random bytes, since the kernel waits for memory whatever they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.bench import environment
+from slidesparse.bench.dense import vllm_ops
+from slidesparse.bench.problems import MODELS
+from slidesparse.bench.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
+from slidesparse.gemm import get_backend, hopper
+from slidesparse.gemm.hopper_compile import Tile
+from slidesparse.gemm.hopper_layout import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
+from slidesparse.gemm.hopper_tiles import MULTIPROCESSORS, TILES
+from slidesparse.kernels.columns import SLAB_BYTES
+from slidesparse.pattern import Pattern
+from slidesparse.quant import parse_dtype
+from slidesparse.records import LAYERS
+
+MODEL = "Qwen2.5-7B"
+TOKENS = (16, 32, 64, 128, 256, 512)
+MOST_BLOCKS = 8
+"""Tiles of few tokens, or split, that need more blocks for each multiprocessor than this are no candidates."""
+
+SECONDS = 0.1
+WARM_CALLS = 12
+Call = Callable[[], torch.Tensor]
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Finite numbers of an 8-bit type."""
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+    return (data & 0x3F).view(dtype) if dtype.is_floating_point else data.view(dtype)
+
+
+def sparse_operand(out: int, slabs: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 2:4 segment that keeps the first two values of every window: see ``hopper_layout.sparse_steps``."""
+    steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1), dtype=dtype).view(torch.uint8)
+    steps[..., ROWS * STEP_BYTES :] = ZERO_NIBBLE * 0x11
+    return steps
+
+
+def candidates(tokens: int, out: int) -> list[Tile]:
+    """Tiles that make sense for so many tokens."""
+
+    def sensible(tile: Tile) -> bool:
+        wide = tile.tokens >= 96 and tile.split == 1
+        return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
+
+    return list(filter(sensible, TILES))
+
+
+def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
+    """The product by every tile, on each copy of the weight."""
+    backend = get_backend("hopper")
+    x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
+    scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
+    no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
+    weights = copies_of((sparse_operand(out, slabs, dtype),), copies)
+
+    def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
+        hopper.choose_tile = lambda *_: tile
+        return backend.matmul(x, scale_x, (sparse, no_dense), scale_w, None, out, torch.bfloat16)
+
+    expected = run(next(iter(TILES)), *weights[0])
+    for tile in TILES:
+        assert torch.equal(run(tile, *weights[0]), expected) or dtype != torch.int8, str(tile)
+    return {str(tile): [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
+
+
+def dense_calls(tokens: int, out: int, columns: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
+    """vLLM's CUTLASS kernel, if it is there."""
+    ops = vllm_ops()
+    if ops is None:
+        return {}
+    x, scale_x = numbers(tokens, columns, dtype=dtype), torch.rand(tokens, 1, device="cuda")
+    scale_w, weights = torch.rand(out, 1, device="cuda"), copies_of((numbers(out, columns, dtype=dtype),), copies)
+    return {
+        "vllm": [partial(ops.cutlass_scaled_mm, x, w.t(), scale_x, scale_w, torch.bfloat16) for (w,) in weights],
+    }
+
+
+def times(calls: dict[str, list[Call]], stopwatch: CudaStopwatch) -> dict[str, dict[str, float]]:
+    """Median microseconds: ``us`` over all copies, ``warm_us`` over one again and again."""
+    passes: list[Pass] = []
+    for each in calls.values():
+        passes += [stopwatch.prepare(some, True, lambda _: None) for some in (each, each[:1] * WARM_CALLS)]
+    samples, _ = time_passes(passes, SECONDS)
+    medians = [round(statistics.median(one), 2) for one in samples]
+    return {
+        "us": dict(zip(calls, medians[::2], strict=True)),
+        "warm_us": dict(zip(calls, medians[1::2], strict=True)),
+    }
+
+
+def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, Any]:
+    (out, columns), kind = MODELS[MODEL][LAYERS.index(layer)], parse_dtype(dtype)
+    slabs = -(-round(Pattern.parse(pattern).expansion * columns) // SLAB_BYTES)
+    stopwatch.begin()
+    copies = [
+        copies_needed(n_bytes, stopwatch.l2_bytes, stopwatch.free_bytes() // 2)
+        for n_bytes in (out * columns, out * slabs * step_bytes(1) // ROWS)
+    ]
+    calls = dense_calls(tokens, out, columns, kind, copies[0]) | sparse_calls(tokens, out, slabs, kind, copies[1])
+    row = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern, "dtype": dtype}
+    return {**row, "slabs": (slabs, 0), **times(calls, stopwatch)}
+
+
+def describe(row: dict[str, Any], best: int = 3) -> str:
+    """A line for whoever waits."""
+    us = dict(row["us"])
+    dense = us.pop("vllm", float("nan"))
+    fastest = sorted(us, key=us.__getitem__)[:best]
+    cells = " ".join(f"{name} {us[name]:.1f} ({row['warm_us'][name]:.1f})" for name in fastest)
+    case = f"{row['dtype']} {row['layer']:8} M={row['tokens']:3} {row['pattern']}"
+    return f"{case} dense {dense:.1f}, x{dense / us[fastest[0]]:.2f}: {cells}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8"])
+    parser.add_argument("--dtypes", nargs="+", default=["int8", "fp8"], choices=["int8", "fp8"])
+    parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS)
+    options = parser.parse_args(arguments)
+    stopwatch, machine = CudaStopwatch(), environment.machine()
+    head = {"what": __doc__.splitlines()[0], "gpu": machine.gpu, "commit": machine.commit, "date": str(date.today())}
+    with options.file.open("w") as file:
+        file.write(json.dumps(head) + "\n")
+        for dtype in options.dtypes:
+            for layer in options.layers:
+                for pattern in options.patterns:
+                    for tokens in options.tokens:
+                        row = measure(dtype, layer, pattern, tokens, stopwatch)
+                        file.write(json.dumps(row) + "\n")
+                        file.flush()
+                        print(describe(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
