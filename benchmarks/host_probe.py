@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python3 benchmarks/host_probe.py
 
-Each figure is that of the fastest of several blocks of calls, which are queued without waiting for the device, at shapes
-whose device time is shorter than their host time's aim: other programs on the host make blocks slower, never faster.
+Each figure is that of the fastest of several blocks of calls, which are queued without waiting for the device, at
+shapes whose device time is shorter than their host time's aim: other programs on the host make blocks slower, never
+faster.
 """
 
 from __future__ import annotations
