@@ -1,10 +1,12 @@
 """Which tile the Hopper kernel uses: a pure function of the problem's size.
 
-The blocks of a launch walk over the tiles side by side, so a launch takes as many *waves* as the busiest block has
-tiles, and a wave its steps plus what a tile costs besides. Both were fitted to times of tiles of 192 and 96 tokens on
-an H200; between them they grow with the tokens. At 2:4 and 6:8 in INT8, the linears of Qwen2.5-7B, M from 256 to 16384
-(results/h200/hopper-tiles.jsonl, made by benchmarks/hopper_tiles.py), the choice is at most 3 % slower than the best
-tile, 0.1 % on average. A step has as many bytes and cycles in the other types.
+The blocks of a launch walk over the tiles side by side, so a launch takes as many *waves* as the busiest
+multiprocessor has tiles, and a wave its steps plus what a tile costs besides; a split tile is as many blocks, each with
+a part of the steps. The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from
+16 to 256 on weights that no cache holds (results/h200/hopper-few-tokens.jsonl), M from 512 to 16384 on a warm one
+(hopper-tiles.jsonl there), and six of them then moved by up to a tenth where that chose better. Of the tiles timed in a
+case, the choice is at most 4 % slower than the best, 0.3 % on average. A step has as many bytes and cycles in the other
+types.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ class Cost:
 
 
 TILES = {
-    Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): Cost(965, 5700),
-    Tile(tokens=176, warpgroups=2, row_blocks=2, stages=4): Cost(896, 5303),
-    Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5): Cost(827, 4906),
-    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(656, 2900),
-    Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(551, 3319),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(336, 1950),
-    Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(333, 1835),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(276, 1175),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(200, 665),
-    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3): Cost(164, 500),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=2): Cost(412, 5400),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=4): Cost(504, 5400),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=2): Cost(296, 3200),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=4): Cost(408, 3145),
-    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=7, split=2, blocks=2): Cost(268, 2200),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, split=2, blocks=2): Cost(200, 1650),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=10, split=3, blocks=2): Cost(224, 2050),
-    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=8, split=3, blocks=3): Cost(168, 1815),
+    Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4): Cost(975, 4867),
+    Tile(tokens=176, warpgroups=2, row_blocks=2, stages=4): Cost(914, 4154),
+    Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5): Cost(848, 3486),
+    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(678, 3729),
+    Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(571, 2619),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(355, 3336),
+    Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(416, 778),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(313, 581),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(187, 1516),
+    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3): Cost(145, 2089),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=2): Cost(396, 6369),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=4): Cost(488, 5696),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=2): Cost(282, 3928),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=4): Cost(416, 3541),
+    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=7, split=2, blocks=2): Cost(248, 2695),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, split=2, blocks=2): Cost(194, 2364),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=10, split=3, blocks=2): Cost(217, 2591),
+    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=8, split=3, blocks=3): Cost(154, 3264),
 }
 
 
@@ -78,8 +80,8 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int)
         sparse_slabs: Slabs of its 2:4 segment.
         dense_slabs: Slabs of its dense segment, two steps each.
 
-    >>> [choose_tile(m, 3584, 42, 0).tokens for m in (1, 300, 600, 16384)]
-    [32, 96, 96, 176]
+    >>> [str(choose_tile(m, 3584, 42, 0)) for m in (1, 64, 128, 256, 16384)]
+    ['16x64/3b3', '64x64/2b2', '64x128/2', '64x128', '176x256']
     """
 
     def cycles(tile: Tile) -> float:
