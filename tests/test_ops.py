@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slidesparse import InputError, Pattern, ops, pack
+from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.gemm import select
 from slidesparse.gemm.base import Layout, slab_view
@@ -174,3 +174,21 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
         slab_view(values.clone(), SLABS)
     with pytest.raises(InputError, match="activations in slabs"):
         slab_view(values.T.contiguous().T, SLABS)
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_refused_wherever_they_are_asked_for() -> None:
+    linear = torch.nn.Linear(K, 8).bfloat16().requires_grad_(False)
+    layer = SlideLinear.from_linear(linear, "6:8", "bf16", method="magnitude", backend="reference")
+    x = torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        layer(x).sum().backward()
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    for tensor in layer.forms[0].operand:
+        if tensor.is_floating_point():
+            tensor.requires_grad_()
+    with pytest.raises(UnsupportedError, match="for inference"):
+        layer(x.detach())

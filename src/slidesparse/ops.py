@@ -38,9 +38,11 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(
-            "slidesparse layers are for inference", remedy="train the dense model, with its zeros held"
-        )
+        raise _inference_only()
+
+
+def _inference_only() -> UnsupportedError:
+    return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +63,9 @@ def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]
     def run(keys: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             return _NoBackward.apply(operator, keys & torch._C._after_autograd_keyset, *arguments)
+        lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
+            raise _inference_only()
         if _is_eager(keys.raw_repr()):
             return kernel(*arguments)
         return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)

@@ -78,6 +78,8 @@ class Hopper:
         if not is_current(device):
             with torch.cuda.device(device):
                 return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+        if sparse.get_device() != device or dense.get_device() != device:
+            raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
         tile = choose_tile(tokens, out_features, sparse.shape[1], dense.shape[1] // 2)
         run = _run(x.shape, x.dtype, sparse.shape, dense.shape, out_features, out_dtype, tile, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -89,6 +91,19 @@ def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) ->
         (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
         _check(status, "cuFuncSetAttribute")
     return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def load_all(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
+    """:func:`load` of many tiles, those that are in no cache compiled side by side.
+
+    Raises:
+        UnsupportedError: As :func:`load`.
+    """
+    tiles = list(tiles)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype), tiles))
+    for tile in tiles:
+        load(tile, dtype, out_dtype, device)
 
 
 @lru_cache(maxsize=1)

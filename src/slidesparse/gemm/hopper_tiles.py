@@ -70,7 +70,7 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
     return load * steps / tile.split, -(-most // tile.blocks)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> Tile:
     """The tile with the fewest estimated cycles.
 

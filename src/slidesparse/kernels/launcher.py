@@ -8,12 +8,15 @@ not, and in Triton's interpreter, every launch goes through Triton.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
+
+from slidesparse.errors import InputError
 
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
@@ -102,6 +105,9 @@ class Launcher:
             self._run = compiled.run
 
 
+_HOOKS = threading.Lock()
+
+
 @contextmanager
 def without_hooks() -> Iterator[None]:
     """Nobody listens while Triton compiles.
@@ -115,14 +121,15 @@ def without_hooks() -> Iterator[None]:
         yield
         return
     hooks = "jit_cache_hook", "jit_post_compile_hook"
-    kept = {name: getattr(knobs.runtime, name) for name in hooks}
-    try:
-        for name in hooks:
-            setattr(knobs.runtime, name, None)
-        yield
-    finally:
-        for name, hook in kept.items():
-            setattr(knobs.runtime, name, hook)
+    with _HOOKS:  # another thread would keep what this one has put in their place
+        kept = {name: getattr(knobs.runtime, name) for name in hooks}
+        try:
+            for name in hooks:
+                setattr(knobs.runtime, name, None)
+            yield
+        finally:
+            for name, hook in kept.items():
+                setattr(knobs.runtime, name, hook)
 
 
 def current_stream(device: int) -> int:
@@ -145,8 +152,13 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Ten
         columns: Of the matrix.
         dtype: Of its elements.
         device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+
+    Raises:
+        InputError: Another device is the current one.
     """
     if device < 0:
         return torch.empty(rows, columns, dtype=dtype)
+    if not is_current(device):
+        raise InputError("a kernel's device", got=f"cuda:{device}", needed="the current device")
     made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
     return made

@@ -246,6 +246,7 @@ def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *,
         k_offset: Position inside its group at which column 0 stands.
     """
     out, index, count = weight.shape[0], weight.get_device(), groups.numel()
+    groups = groups.contiguous()  # read by address
     values = empty(out, count * pattern.group, weight.dtype, index)
     if out and count:
         plan, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
@@ -333,6 +334,7 @@ def compress(
     """
     _check(weight, pattern, k_offset, name)
     out, columns = weight.shape
+    groups = None if groups is None else groups.contiguous()  # read by address
     count = pattern.groups(columns, k_offset) if groups is None else groups.numel()
     index, code_type = weight.get_device(), CODE_TYPES[pattern.codes <= 256]
     values = empty(out, count * pattern.keep, weight.dtype, index)

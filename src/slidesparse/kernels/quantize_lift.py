@@ -215,7 +215,7 @@ class Call:
         tokens, width = self.tokens, self.width
         values = empty(self.padded, width, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        total = None if residual is None else empty(*self.shape, self.source, index)
+        total = empty(*self.shape, self.source, index) if self.first == "add_rms_norm" else None
         if tokens and width:
             self._launch(index, x, pairs if self.gathered else None, weight, residual, total, values, scale, eps)
         if self.padded != tokens:
@@ -283,6 +283,9 @@ def make_plan(
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
     if slabs is not None and columns.dense_columns * target.itemsize % SLAB_BYTES:
         raise InputError("a segment in slabs", got=columns.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
+    steps = launch.read, launch.write
+    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
+        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
     return Plan(
         columns=columns.columns,
         half=columns.group // 2,

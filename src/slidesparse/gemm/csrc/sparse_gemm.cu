@@ -644,6 +644,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+#if SPLIT > 1
+        cluster_wait();  // no thread may leave before every block has made its barriers
+#endif
         if (threadIdx.x % 128 == 0) produce(p, ring, rank);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));

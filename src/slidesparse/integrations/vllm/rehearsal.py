@@ -1,7 +1,8 @@
-"""A layer runs batches of all sizes when it is loaded, so that nothing is compiled or planned while vLLM serves.
+"""A layer runs batches of many sizes when it is loaded, so that little is compiled or planned while vLLM serves.
 
-vLLM itself runs the largest batch, and those that it captures. Between them lie batches for which a backend has other
-tiles or plans, and the first of them would make a user wait, or come while a graph is captured.
+vLLM itself runs the largest batch, and those that it captures; that is where what joins norms and activations with a
+layer is compiled. Between them lie batches for which a backend has other tiles or plans, and the first of them would
+make a user wait. All tiles of the Hopper kernel are loaded, whatever batches would choose them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from slidesparse.gemm.hopper import Hopper
+from slidesparse.gemm.hopper_launch import load_all
+from slidesparse.gemm.hopper_tiles import TILES
 from slidesparse.linear import SlideLinear
 
 
@@ -35,10 +39,14 @@ class Rehearsal:
 
     def run(self, layer: SlideLinear) -> None:
         """Run a layer, if no layer of its kind has run."""
-        kind = layer.in_features, layer.out_features, layer.weight_dtype, layer.pattern, layer.choice.routes
+        forms = tuple(form.describe() for form in layer.forms)
+        kind = layer.in_features, layer.out_features, layer.weight_dtype, forms, layer.choice.routes
         if kind in self._done:
             return
         self._done.add(kind)
-        x = torch.zeros(self.most, layer.in_features, dtype=self.dtype, device=layer.forms[0].tensors[0].device)
+        device = layer.forms[0].tensors[0].device
+        if Hopper.name in layer.choice.backends:
+            load_all(TILES, layer.weight_dtype, self.dtype, device.index)
+        x = torch.zeros(self.most, layer.in_features, dtype=self.dtype, device=device)
         for tokens in batches(self.most, (route.first for route in layer.choice.routes)):
             layer(x[:tokens])
