@@ -45,13 +45,13 @@ def _table(*layers: LayerSpeed) -> Table:
         ((0.5, 0.5, 0.5), [(0, "quick")]),
         ((1.5, 1.5, 0.5), [(0, "dense"), (16384, "quick")]),
         ((1.5, 0.5, 0.5), [(0, "dense"), (1024, "quick")]),
-        ((0.5, 0.5, 1.5), [(0, "quick"), (1024, "dense")]),
+        ((0.5, 0.5, 1.5), [(0, "quick"), (1025, "dense")]),
         # Faster at one M alone: nothing is known of what lies beside it.
         ((1.5, 0.5, 1.5), [(0, "dense")]),
-        ((0.5, 1.5, 0.5), [(0, "quick"), (64, "dense"), (16384, "quick")]),
+        ((0.5, 1.5, 0.5), [(0, "quick"), (65, "dense"), (16384, "quick")]),
         # Not faster by the margin, or without a time.
-        ((0.5, 0.5, (1 + MARGIN) / 2), [(0, "quick"), (1024, "dense")]),
-        ((0.5, None, 0.5), [(0, "quick"), (64, "dense"), (16384, "quick")]),
+        ((0.5, 0.5, (1 + MARGIN) / 2), [(0, "quick"), (1025, "dense")]),
+        ((0.5, None, 0.5), [(0, "quick"), (65, "dense"), (16384, "quick")]),
     ],
 )
 def test_a_range_needs_both_of_its_ends(times: tuple[float | None, ...], routes: list[tuple[int, str]]) -> None:

@@ -125,8 +125,9 @@ def nearest(
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:
     """Dense, but for ranges of M at both of whose measured ends another backend is faster by :data:`MARGIN`.
 
-    Below the fewest tokens measured and above the most, that one measurement decides. Of several faster backends the
-    one with the smaller product of times over the ends is taken.
+    Below the fewest tokens measured and above the most, that one measurement decides; a measured M itself goes with the
+    range beside it whose backend was the faster one there. Of several faster backends the one with the smaller product
+    of times over the ends is taken.
 
     Args:
         layer: From :func:`nearest`.
@@ -138,10 +139,13 @@ def switching(layer: LayerSpeed) -> tuple[Route, ...]:
         return min(won, key=lambda name: won[name], default=DENSE)
 
     last = len(layer.tokens) - 1
-    ranges = [(0, [0]), *((layer.tokens[i], [i, i + 1]) for i in range(last)), (layer.tokens[last], [last])]
+    between = [best([0]), *(best([i, i + 1]) for i in range(last)), best([last])]
+    ranges = [(0, between[0])]
+    for i, tokens in enumerate(layer.tokens):
+        at = min(between[i + 1], between[i], key=lambda name: _share(layer.us[name][i], layer.us[DENSE][i]))
+        ranges += [(tokens, at), (tokens + 1, between[i + 1])]
     routes: list[Route] = []
-    for first, ends in ranges:
-        name = best(ends)
+    for first, name in ranges:
         if not routes or routes[-1].backend != name:
             routes.append(Route(first, name))
     return tuple(routes)
