@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slidesparse import InputError
+from slidesparse.gemm.hopper import Hopper
 from slidesparse.gemm.speed import (
     DENSE,
     MARGIN,
@@ -186,3 +187,10 @@ def test_a_switch_picks_the_form_and_its_tensors() -> None:
 
 def test_one_route_is_described_without_a_limit() -> None:
     assert describe_routes((Route(0, "dense"),)) == "dense for any number of tokens"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
+def test_packaged_times_are_of_the_kernel_in_the_package(path: Path) -> None:
+    table = load_table(path)
+    assert table is not None
+    assert dict(table.libraries)["hopper"] == Hopper().library()  # else auto would not go by them

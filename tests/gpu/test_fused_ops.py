@@ -93,7 +93,7 @@ def test_fused_is_one_after_the_other(first: str, dtype: torch.dtype, pattern: s
 
 
 def from_slabs(values: torch.Tensor) -> torch.Tensor:
-    """The rows of tile-contiguous values [M, K']."""
+    """The rows of values [M, K'] that stand slab after slab."""
     tokens, width = values.shape
     slabs, rows, slab = SLABS.shape(tokens, width, values.element_size())
     chunks = values.as_strided((slabs, rows, 8, slab // 8), (rows * slab, slab, slab // 8, 1))

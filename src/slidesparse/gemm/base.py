@@ -64,7 +64,7 @@ class Layout:
         multiple: Columns of each segment are padded with zeros to a multiple of this.
         rows: Tokens M -> rows that its GEMM reads. Whoever makes the activations gives the memory behind them so many
             rows, with anything in those past M, and saves :func:`with_rows` a copy. Without meaning under ``slabs``.
-        slabs: The bytes are tile-contiguous, each segment padded to whole slabs: :func:`slab_view` shows them.
+        slabs: The bytes stand slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
             None: they are row-major.
     """
 

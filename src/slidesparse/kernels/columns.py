@@ -17,7 +17,7 @@ from slidesparse.packed import PackedWeight
 from slidesparse.support import as_bits
 
 SLAB_BYTES = 128
-"""Row length of a slab: the widest swizzle span of Hopper's shared memory, and what one TMA box row holds."""
+"""Row length of a slab: the widest swizzle span of Hopper's shared memory."""
 
 CHUNK_BYTES = 16
 """What a swizzle moves as one."""

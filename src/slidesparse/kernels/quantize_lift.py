@@ -120,7 +120,7 @@ class Call:
         if source not in FLOATS:
             raise InputError("activations to lift", got=source, needed="bf16, fp16 or fp32")
         if rows is not None and slabs is not None:
-            raise InputError("rows and slabs", got=rows, needed="one of them: slabs come in whole tiles")
+            raise InputError("rows and slabs", got=rows, needed="one of them: slabs are padded by themselves")
         arch = device_arch(device)
         if target == torch.float8_e4m3fn and arch < FP8_ARCH:
             raise UnsupportedError(
