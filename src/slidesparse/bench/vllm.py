@@ -47,9 +47,9 @@ CLASSES = (
     ("elementwise", re.compile("triton|quant|held_kernel|walking_kernel|norm|silu", re.IGNORECASE)),
     ("rest", re.compile("")),
 )
-"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too, cuBLASLt's are called nvjet,
-and Inductor names its own after all that stands beside them, products included. Norms, activations, quantisation and
-rotary embeddings are one class, since each side fuses them in its own way."""
+"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too, cuBLASLt's are called
+nvjet, and Inductor names its own after all that stands beside them, products included. Norms, activations, quantisation
+and rotary embeddings are one class, since each side fuses them in its own way."""
 
 
 @dataclass(frozen=True)
