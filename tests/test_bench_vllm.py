@@ -124,6 +124,8 @@ def test_kernels_are_told_apart_by_their_names() -> None:
         "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>": "attention",
         "void cutlass::device_kernel<enable_sm90_or_later<cutlass::gemm::kernel::GemmUniversal<...>>>": "gemm",
         "sparse_gemm": "gemm",
+        "nvjet_sm90_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT": "gemm",
+        "triton_red_fused_cutlass_scaled_mm_fused_add_rms_norm_2": "elementwise",
         "sm90_xmma_sparse_gemm_i8i32_i8i32_i32_tn_n": "gemm",
         "scale_kernel": "gemm",
         "held_kernel": "elementwise",

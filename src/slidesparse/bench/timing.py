@@ -38,7 +38,7 @@ MAX_COPIES = 512
 MIN_ROUNDS, MAX_ROUNDS = 9, 200
 HOST_CALLS = 30
 
-STRETCH_S, STRETCHES = 0.15, 2
+STRETCH_S, STRETCHES = 0.3, 3
 """How long a variant runs laps before the next one does, and how often that comes round."""
 
 Reading = Callable[[], float]

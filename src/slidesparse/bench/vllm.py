@@ -43,12 +43,13 @@ NO_CLOCKS = Clocks(None, None, None)
 
 CLASSES = (
     ("attention", re.compile("flash::|FlashAttn|flash_fwd|attention|fmha")),
-    ("gemm", re.compile("gemm|cutlass|xmma|^scale_kernel", re.IGNORECASE)),
+    ("gemm", re.compile("^(?!triton).*(gemm|cutlass|xmma|nvjet)|^scale_kernel", re.IGNORECASE)),
     ("elementwise", re.compile("triton|quant|held_kernel|walking_kernel|norm|silu", re.IGNORECASE)),
     ("rest", re.compile("")),
 )
-"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too. Norms, activations,
-quantisation and rotary embeddings are one class, since each side fuses them in its own way."""
+"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too, cuBLASLt's are called
+nvjet, and Inductor names its own after all that stands beside them, products included. Norms, activations, quantisation
+and rotary embeddings are one class, since each side fuses them in its own way."""
 
 
 @dataclass(frozen=True)
