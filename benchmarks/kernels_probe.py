@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
+from slidesparse.gemm.base import slab_view
 from slidesparse.kernels import pack as packing
 from slidesparse.kernels import quantize_lift as kernels
 from slidesparse.kernels.columns import Columns, Slabs
@@ -88,21 +90,15 @@ def inputs(case: Case, tokens: int) -> dict[str, torch.Tensor]:
 def use(case: Case) -> None:
     """From here on, calls have the launch of this case."""
     kernels.configure = configure if case.launch is None else (lambda *_: case.launch)
-    kernels._variant.cache_clear()
+    kernels.call_for.cache_clear()
 
 
 def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    columns = packed_order(case)
-    if case.dtype == BF16:
-        return (kernels.lift(made["x"], columns, slabs=case.slabs),)
-    if case.first == "silu_mul":
-        return kernels.silu_mul_quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
-    if "norm" in case.first:
-        if "residual" in made:
-            residual = made["residual"]
-            return kernels.add_rms_norm_quantize_lift(made["x"], residual, made["weight"], EPS, columns, case.dtype)
-        return kernels.rms_norm_quantize_lift(made["x"], made["weight"], EPS, columns, case.dtype)
-    return kernels.quantize_lift(made["x"], columns, case.dtype, slabs=case.slabs)
+    columns, eps = packed_order(case), EPS if "norm" in case.first else 0.0
+    result = kernels.quantize_lift(
+        columns=columns, target=case.dtype, first=case.first, eps=eps, slabs=case.slabs, **made
+    )
+    return tuple(tensor for tensor in result if tensor is not None)
 
 
 def moved(case: Case, tokens: int) -> int:
@@ -133,14 +129,11 @@ def launches(columns: int) -> list[Launch]:
 def twin(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     x = made["x"]
     if case.first == "silu_mul":
-        gate, up = x.chunk(2, -1)
-        x = (gate.float() / (1 + torch.exp(-gate.float()))).to(BF16) * up
-    elif "norm" in case.first:
-        if "residual" in made:
-            made["residual"] = (x.float() + made["residual"].float()).to(BF16)
-            x = made["residual"]
-        mean = x.float().square().mean(-1, keepdim=True)
-        x = (x.float() * (1 / torch.sqrt(mean + EPS))).to(BF16) * made["weight"]
+        x = silu_mul(x)
+    elif case.first == "rms_norm":
+        x = rms_norm(x, made["weight"], EPS)
+    elif case.first == "add_rms_norm":
+        x, made["residual"] = add_rms_norm(x, made["residual"], made["weight"], EPS)
     multiple = 128 if case.slabs else MULTIPLE
     if case.pattern == "identity":
         column_map = torch.arange(case.columns, device="cuda")
@@ -154,11 +147,11 @@ def twin(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return gather(values, column_map), scale
 
 
-def unslab(values: torch.Tensor, slabs: Slabs, tokens: int) -> torch.Tensor:
-    tiles = values.view(torch.uint8).unflatten(-1, (8, 16))
-    row, chunk = torch.arange(slabs.rows).unsqueeze(1), torch.arange(8).unsqueeze(0)
-    straight = tiles[:, :, row, chunk ^ row % 8] if slabs.swizzle else tiles
-    return straight.permute(0, 2, 1, 3, 4).flatten(2).flatten(0, 1)[:tokens].view(values.dtype)
+def unslab(values: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    chunks = slab_view(values, slabs).view(torch.uint8).unflatten(-1, (8, 16))
+    row, chunk = torch.arange(chunks.shape[1]).unsqueeze(1), torch.arange(8).unsqueeze(0)
+    straight = chunks[:, row, chunk ^ row % 8] if slabs.swizzle else chunks
+    return straight.transpose(0, 1).flatten(1)[: len(values)].view(values.dtype)
 
 
 def check(case: Case) -> str:
@@ -171,7 +164,7 @@ def check(case: Case) -> str:
     wanted = twin(case, copies)
     got = list(call(case, made))
     if case.slabs:
-        got[0] = unslab(got[0], case.slabs, tokens)
+        got[0] = unslab(got[0], case.slabs)
     different = (as_bits(got[0]) != as_bits(wanted[0])).float().mean().item()
     if "residual" in made:
         assert torch.equal(got.pop(), copies["residual"]), f"{case}: residual"
