@@ -45,11 +45,18 @@ def _inference_only() -> UnsupportedError:
     return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
 
 
-@lru_cache(maxsize=256)
-def _is_eager(keys: int) -> bool:
+_EAGER: dict[int, bool] = {}
+
+
+def _is_eager(keys: Any) -> bool:
     """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
-    below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_ADInplaceOrView_keyset
-    return below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    number = keys.raw_repr()
+    known = _EAGER.get(number)
+    if known is None:
+        below = keys & torch._C._after_ADInplaceOrView_keyset
+        known = below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+        _EAGER[number] = known
+    return known
 
 
 def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +73,7 @@ def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
             raise _inference_only()
-        if _is_eager(keys.raw_repr()):
+        if _is_eager(keys):
             return kernel(*arguments)
         return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
