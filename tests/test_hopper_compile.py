@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,30 +26,11 @@ from slidesparse.gemm.hopper_tiles import TILES
 TILE = min(TILES, key=lambda tile: tile.tokens)
 
 
-Variant = tuple[Tile, torch.dtype, torch.dtype]
-
-
-def compiled(variant: Variant) -> tuple[bytes, str]:
-    return compile_source(SOURCE.read_bytes(), [*options(*variant), "--ptxas-options=-v"])
-
-
-@pytest.fixture(scope="module")
-def code_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Variant], tuple[bytes, str]]]:
-    """The variants of this run, compiled ahead on all cores, unless pytest itself runs on all of them."""
-    wanted = [item.callspec.params["variant"] for item in request.session.items if "code_of" in item.fixturenames]
-    pool = ThreadPoolExecutor()
-    ahead = (
-        {} if "PYTEST_XDIST_WORKER" in os.environ else {variant: pool.submit(compiled, variant) for variant in wanted}
-    )
-    yield lambda variant: ahead[variant].result() if variant in ahead else compiled(variant)
-    pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize(
-    "variant", list(itertools.product(TILES, OPERANDS, OUTPUTS)), ids=lambda variant: " ".join(map(str, variant))
-)
-def test_every_variant_compiles_well(variant: Variant, code_of: Callable[[Variant], tuple[bytes, str]]) -> None:
-    code, log = code_of(variant)
+@pytest.mark.parametrize("out_dtype", OUTPUTS, ids=str)
+@pytest.mark.parametrize("dtype", OPERANDS, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, out_dtype), "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised
