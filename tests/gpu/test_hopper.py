@@ -244,6 +244,25 @@ def test_layer_eager_compiled_and_captured(pattern: str, dtype: str, tokens: int
         assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 60, 2000])
+def test_a_product_waits_for_what_the_kernel_before_it_writes(tokens: int, dtype: str) -> None:
+    layer, inputs, expected = _layer("4:6@50%", dtype), torch.randn(40, tokens, COLUMNS, dtype=BF16, device="cuda"), []
+    for x in inputs:
+        torch.cuda.synchronize()  # nothing runs beside these calls
+        expected.append(layer(x))
+    for y, alone in zip([layer(x) for x in inputs], expected, strict=True):
+        assert torch.equal(y, alone)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer(x) for x in inputs]
+    for shift in range(1, 20):  # lest the activations of the replay before be right as well
+        inputs.copy_(inputs.roll(1, 0))
+        graph.replay()
+        for i, y in enumerate(captured):
+            assert torch.equal(y, expected[i - shift])
+
+
 def test_two_streams() -> None:
     layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
     streams = [torch.cuda.Stream() for _ in layers]

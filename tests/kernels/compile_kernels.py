@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from slidesparse.kernels.columns import Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
-from slidesparse.kernels.launch import FP8_ARCH, configure
+from slidesparse.kernels.launch import EARLY_ARCH, FP8_ARCH, configure
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
 from slidesparse.kernels.quantize_lift import make_plan
 from slidesparse.kernels.walking_kernel import walking_kernel
@@ -109,7 +109,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for pattern, columns, source, target, first, slabs in cases:
         packed = order(pattern, columns, 128)
         launch = configure(arch, 4096, packed, source.itemsize, first, target in QUANTISED)
-        plan = make_plan(packed, source, target, first, slabs, launch)
+        plan = make_plan(packed, source, target, first, slabs, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"
         arguments = {

@@ -27,7 +27,7 @@ from slidesparse.support import check_vector
 
 SLABS = Slabs(swizzle=True)
 
-REVISION = "hopper-2"
+REVISION = "hopper-3"
 """Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
 
 
@@ -60,8 +60,14 @@ class Hopper:
         return f"slidesparse {REVISION}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`."""
-        return sparse_steps(packed), dense_steps(packed)
+        """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`.
+
+        Waits for the device: a product may fetch weights while the kernel before it still runs, so none of these may.
+        """
+        operand = sparse_steps(packed), dense_steps(packed)
+        if operand[0].is_cuda:
+            torch.cuda.current_stream(operand[0].device).synchronize()
+        return operand
 
     def matmul(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -49,20 +49,42 @@ class Kernel:
     tile: Tile
     shared_bytes: int
     multiprocessors: int
+    _configs: dict[tuple[int, int], Any] = field(default_factory=dict, compare=False)
 
     def launch(self, arguments: Arguments, tiles: int, stream: int) -> None:
-        """Run on ``stream``; the kernel's device must be the current one."""
-        # The driver copies the struct before the call returns.
-        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        """Run on ``stream``; the kernel's device must be the current one.
+
+        The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
+        kernel before it on the stream allows that, as quantise-and-lift does, the first weights are fetched while that
+        one still runs. So they must have been written by an earlier kernel.
+        """
         tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
         grid = min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
+        config = self._configs.get((grid, stream)) or self._configure(grid, stream)
+        # The driver copies the struct before the call returns.
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
         driver = _driver()
-        launch = (self.function, grid, 1, 1, tile.threads, 1, 1, self.shared_bytes, stream)
-        (status,) = driver.cuLaunchKernel(*launch, ctypes.addressof(pointer), 0)
+        launch = config, self.function, ctypes.addressof(pointer), 0
+        (status,) = driver.cuLaunchKernelEx(*launch)
         if int(status) == INVALID_CONTEXT:
             _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")
-            (status,) = driver.cuLaunchKernel(*launch, ctypes.addressof(pointer), 0)
-        _check(status, "cuLaunchKernel")
+            (status,) = driver.cuLaunchKernelEx(*launch)
+        _check(status, "cuLaunchKernelEx")
+
+    def _configure(self, grid: int, stream: int) -> Any:
+        """How ``grid`` blocks are launched on a stream; kept, since making it takes longer than a launch."""
+        driver = _driver()
+        early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value.programmaticStreamSerializationAllowed = 1
+        early.value = value
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.tile.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
+        config.attrs, config.numAttrs = [early], 1
+        self._configs[grid, stream] = config
+        return config
 
 
 @cache

@@ -45,6 +45,7 @@ TILES = {
     Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(355, 3386),
     Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(416, 778),
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(313, 581),
+    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=8, blocks=2): Cost(200, 750),
     Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(187, 1516),
     Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3): Cost(145, 2089),
     Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=2): Cost(396, 6369),

@@ -18,7 +18,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slidesparse.kernels.row_math import add, normed, offset_of_row, place, quotient, row_scale, rstd_of, silu_times
+from slidesparse.kernels.row_math import (
+    add,
+    begin,
+    normed,
+    offset_of_row,
+    place,
+    quotient,
+    row_scale,
+    rstd_of,
+    silu_times,
+)
 
 
 @triton.jit
@@ -212,6 +222,7 @@ def held_kernel(
 
     Where slabs are padded, programs past the last row repeat it. ``out`` is int16, a pair of columns each.
     """
+    begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
     x += token * x_stride

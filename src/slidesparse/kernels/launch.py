@@ -34,6 +34,9 @@ LAUNCH = ("read", "write", "num_warps", "registers")
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
 
+EARLY_ARCH = 90
+"""The first compute capability on which a kernel can start before the one before it has ended."""
+
 WARPS = (1, 2, 4, 8, 16)
 """Warps that a program may have."""
 RESIDENT_WARPS = 64

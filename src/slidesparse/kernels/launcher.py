@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -130,6 +131,14 @@ def without_hooks() -> Iterator[None]:
         finally:
             for name, hook in kept.items():
                 setattr(knobs.runtime, name, hook)
+
+
+@lru_cache
+def early_start() -> dict[str, bool]:
+    """What lets a kernel start before the one before it has ended, where Triton knows that option."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return {"launch_pdl": True} if "launch_pdl" in CUDAOptions.__dataclass_fields__ else {}  # from 3.4 on
 
 
 def current_stream(device: int) -> int:

@@ -32,6 +32,7 @@ class Plan:
         swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
         read: Input columns of a step of the passes that read; of a chunk of a row that is held.
         write: Output columns of a step of the pass that writes.
+        early: The kernel behind this one may start before it ends; see :func:`slidesparse.kernels.row_math.begin`.
     """
 
     columns: int
@@ -49,6 +50,7 @@ class Plan:
     swizzle: bool
     read: int
     write: int
+    early: bool
 
     @property
     def held(self) -> bool:

@@ -16,8 +16,8 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
-from slidesparse.kernels.launch import FP8_ARCH, Launch, configure, device_arch
-from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, empty, is_current
+from slidesparse.kernels.launch import EARLY_ARCH, FP8_ARCH, Launch, configure, device_arch
+from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, early_start, empty, is_current
 from slidesparse.kernels.plan import First, Plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.quant import QUANTISED
@@ -127,7 +127,8 @@ class Call:
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
         launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
-        self.plan = make_plan(columns, source, target, first, slabs, launch)
+        early = device.type == "cuda" and arch >= EARLY_ARCH
+        self.plan = make_plan(columns, source, target, first, slabs, launch, early)
         self.launcher = _launcher(self.plan, launch, source, device)
         self.columns, self.source, self.target, self.first, self.device = columns, source, target, first, device
         self.quantised, self.gathered, self.width = self.plan.quant != "none", columns.gathered, columns.width
@@ -263,11 +264,18 @@ call_for = lru_cache(maxsize=1 << 16)(Call)
 def _launcher(plan: Plan, launch: Launch, source: torch.dtype, device: torch.device) -> Launcher:
     """One for all numbers of tokens; ``source`` and ``device`` because a compiled kernel belongs to them."""
     kernel, most = held_kernel if plan.held else walking_kernel, launch.registers or None
-    return Launcher(kernel, (plan,), num_warps=launch.num_warps, maxnreg=most)
+    early = early_start() if plan.early else {}
+    return Launcher(kernel, (plan,), num_warps=launch.num_warps, maxnreg=most, **early)
 
 
 def make_plan(
-    columns: Columns, source: torch.dtype, target: torch.dtype, first: First, slabs: Slabs | None, launch: Launch
+    columns: Columns,
+    source: torch.dtype,
+    target: torch.dtype,
+    first: First,
+    slabs: Slabs | None,
+    launch: Launch,
+    early: bool = False,
 ) -> Plan:
     """The plan of a launch.
 
@@ -278,6 +286,7 @@ def make_plan(
         first: See :class:`Plan`.
         slabs: Layout of the output.
         launch: Columns of a step.
+        early: See :class:`Plan`.
     """
     if target not in QUANTISED and target != source:
         raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
@@ -302,4 +311,5 @@ def make_plan(
         swizzle=slabs is not None and slabs.swizzle,
         read=launch.read,
         write=launch.write,
+        early=early,
     )

@@ -16,6 +16,25 @@ _CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
 
 
 @triton.jit
+def begin(P: tl.constexpr):
+    """Programmatic dependent launch (PTX ISA, "griddepcontrol"), the first thing that a program does.
+
+    Wait until the kernel before this one has ended, if this one was started early; then allow the kernel behind it to
+    start: a GEMM has weights to fetch before it waits for what this kernel writes. In this order whatever was written
+    before this kernel is visible to that one.
+    """
+    if P.early:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _sigmoid(x):
     """1 / (1 + exp(-x)) to some 2^-22: five instructions, where Triton's exp and division take twice as many.
 

@@ -22,7 +22,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slidesparse.kernels.row_math import add, normed, offset_of_row, place, quotient, row_scale, rstd_of, silu_times
+from slidesparse.kernels.row_math import (
+    add,
+    begin,
+    normed,
+    offset_of_row,
+    place,
+    quotient,
+    row_scale,
+    rstd_of,
+    silu_times,
+)
 
 
 @triton.jit
@@ -147,6 +157,7 @@ def walking_kernel(
     x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
 ):
     """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
+    begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
     x += token * x_stride

@@ -218,38 +218,78 @@ __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, in
     return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
 }
 
-__device__ __forceinline__ void produce(const Problem& p, const Ring& ring, int rank) {
-    const Tiles tiles(p);
-    const int rows = ceil_div(p.tokens, 8) * 8;
-    Place place;
-    for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
+// The activations come from the kernel before this one, which need not have ended when this one starts (programmatic
+// dependent launch, PTX ISA "griddepcontrol"). Waits until it has; returns at once after an ordinary launch.
+__device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
+
+struct Producer {
+    const Problem& p;
+    const Ring& ring;
+    const Range range;
+    const Tiles tiles;
+
+    __device__ __forceinline__ Producer(const Problem& p, const Ring& ring, int rank)
+        : p(p), ring(ring), range(range_of(p, rank)), tiles(p) {}
+
+    __device__ __forceinline__ int dense_steps() const { return 2 * (range.dense_end - range.dense); }
+    __device__ __forceinline__ int steps() const { return dense_steps() + range.sparse_end - range.sparse; }
+    __device__ __forceinline__ int first_tile() const { return blockIdx.x / SPLIT; }
+    __device__ __forceinline__ int early_steps() const { return min(STAGES, steps()); }
+
+    // The weights of the first steps, as many as there are stages.
+    __device__ __forceinline__ void load_early() const {
+        Place place;
+        load<WEIGHTS>(place, first_tile(), 0, early_steps());
+    }
+
+    // Everything else.
+    __device__ __forceinline__ void load_rest() const {
+        Place place;
+        load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
+        int from = early_steps();
+        for (int tile = first_tile(); tile < tiles.count(); tile += gridDim.x / SPLIT, from = 0)
+            load<WEIGHTS | ACTIVATIONS>(place, tile, from, steps());
+    }
+
+    // Steps [from, to) of a tile. With the weights goes the number of bytes that the step awaits.
+    template <int OPERANDS>
+    __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
-        const int block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const int rows = ceil_div(p.tokens, 8) * 8, block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
         const int x_bytes = min(TOKENS, rows - token) * SLAB;  // what stands in the stage past them is not stored
-        const Range range = range_of(p, rank);
         auto copy_x = [&](int slab) {
             copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
         };
+        const int dense_end = min(2 * range.dense + to, 2 * range.dense_end);
 #pragma unroll 1
-        for (int step = 2 * range.dense; step < 2 * range.dense_end; step++, place.next()) {
+        for (int step = 2 * range.dense + from; step < dense_end; step++, place.next()) {
             const bool first_half = step % 2 == 0;
-            barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + TILE_BLOCKS * VALUE_BYTES);
-            if (first_half) copy_x(step / 2);
-            copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
-                 TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+            if (OPERANDS & WEIGHTS) {
+                barrier_wait(ring.empty_of(place), place.phase ^ 1);
+                barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + TILE_BLOCKS * VALUE_BYTES);
+            }
+            if (OPERANDS & ACTIVATIONS && first_half) copy_x(step / 2);
+            if (OPERANDS & WEIGHTS)
+                copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
+                     TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
         }
+        const int sparse_end = range.sparse + to - dense_steps();
 #pragma unroll 1
-        for (int step = range.sparse; step < range.sparse_end; step++, place.next()) {
-            barrier_wait(ring.empty_of(place), place.phase ^ 1);
-            barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES);
-            copy_x(p.dense_slabs + step);
-            copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
-                 TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
+        for (int step = range.sparse + max(from - dense_steps(), 0); step < sparse_end; step++, place.next()) {
+            if (OPERANDS & WEIGHTS) {
+                barrier_wait(ring.empty_of(place), place.phase ^ 1);
+                barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES);
+            }
+            if (OPERANDS & ACTIVATIONS) copy_x(p.dense_slabs + step);
+            if (OPERANDS & WEIGHTS)
+                copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
+                     TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
         }
     }
-}
+};
 
 // ---- matrix instructions ---------------------------------------------------------------------------------------------
 
@@ -382,7 +422,7 @@ __device__ __forceinline__ u32 cluster_rank() {
 }
 
 // All blocks of the cluster have started and made their barriers, when each thread of each has arrived.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
@@ -644,16 +684,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        const Producer producer(p, ring, rank);
+        const bool leader = threadIdx.x % 128 == 0;
+        if (leader) producer.load_early();
 #if SPLIT > 1
+        __syncwarp();
         cluster_wait();  // no thread may leave before every block has made its barriers
 #endif
-        if (threadIdx.x % 128 == 0) produce(p, ring, rank);
+        if (leader) {
+            await_activations();
+            producer.load_rest();
+        }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         const Tiles tiles(p);
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
+        await_activations();  // and their scales
         for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
