@@ -31,21 +31,14 @@ def test_the_choice_for_few_tokens_is_close_to_the_best_measured() -> None:
     losses = _losses("hopper-few-tokens.jsonl", 16, 256)
     assert len(losses) == 60
     assert max(losses) < 0.04
-    assert statistics.mean(losses) < 0.002
-
-
-def test_the_choice_for_a_few_hundred_tokens_is_close_to_the_best_measured() -> None:
-    losses = _losses("hopper-mid-tokens.jsonl", 256, 2048)
-    assert len(losses) == 19
-    assert max(losses) < 0.04
     assert statistics.mean(losses) < 0.004
 
 
 def test_the_choice_for_many_tokens_is_close_to_the_best_measured() -> None:
     losses = _losses("hopper-tiles.jsonl", 512, 16384)
-    assert len(losses) == 60  # of 64: tiles of 128 x 128 were not timed
-    assert max(losses) < 0.04
-    assert statistics.mean(losses) < 0.003
+    assert len(losses) == 64
+    assert max(losses) < 0.02
+    assert statistics.mean(losses) < 0.001
 
 
 def test_every_tile_is_chosen_somewhere() -> None:

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
     tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
     tune.add_argument(
-        "--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="(default: %(default)s)"
+        "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
     )
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
