@@ -100,7 +100,7 @@ def test_a_run_records_every_engine_and_the_report_draws_them(pretend: None, tmp
         assert len([record for record in records if record.case.benchmark == benchmark]) == 3 * 4
     page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
     assert "C, prefill, INT8" in page
-    assert "| Qwen2.5-7B | 1024 | 900.00 | 1138 | 1.500 | 1.200 | 0.0% |" in page
+    assert "| Qwen2.5-7B | 1024 | 900.00 | 1138 | 1.500 | 1.200 | 40.0% |" in page  # 2, 3 and 4 times the same
     assert "D, decode, INT8: efficiency against 2:4" in page
     assert "| Qwen2.5-7B | int8 | 16384 | 6:8 | 0.0 | 0.1 | 0.0 | 0.0 | 0.1 | 7.50 |" in page
     assert "| Qwen2.5-7B | int8 | 64 | 6:8 | 0.01 | 0.06 | 0.02 | 0.00 | 0.09 | 7.50 |" in page

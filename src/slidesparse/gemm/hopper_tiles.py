@@ -42,7 +42,7 @@ TILES = {
     Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5): Cost(848, 3486),
     Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5): Cost(678, 3729),
     Tile(tokens=96, warpgroups=2, row_blocks=2, stages=6): Cost(571, 2619),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(355, 3386),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=8): Cost(395, 2000),
     Tile(tokens=96, warpgroups=2, row_blocks=1, stages=8): Cost(416, 778),
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12): Cost(313, 581),
     Tile(tokens=64, warpgroups=1, row_blocks=1, stages=8, blocks=2): Cost(200, 750),

@@ -32,7 +32,7 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
     ordered = sorted(group, key=lambda point: (point.model, point.tokens))
 
     def table(what: str, title: str, values: list[list[float | None]], shown: str) -> Table:
-        rows = tuple((*_lead(point), *row, point.noise) for point, row in zip(ordered, values, strict=True))
+        rows = tuple((*_lead(point), *row, _noise(point)) for point, row in zip(ordered, values, strict=True))
         heading = f"{NAMES[kind]}, {dtype.upper()}: {title}"
         return Table(
             f"vllm_{kind}_{dtype}_{what}",
@@ -54,6 +54,12 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 def _lead(point: Point) -> tuple[Cell, ...]:
     dense = point.time_us(DENSE) or 0.0
     return point.model, point.tokens, dense / 1e3, ratio(1e6 * point.tokens, dense)
+
+
+def _noise(point: Point) -> float:
+    """Of dense timed twice, or of a variant from round to round: a busy host slows one engine down and not the next."""
+    timings = [record.timing for part in point.parts for record in part.records if record.timing is not None]
+    return max([point.noise, *((timing.p80_us - timing.p20_us) / timing.median_us for timing in timings)])
 
 
 def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:

@@ -178,7 +178,7 @@ def pack_shard(
     if dense:
         return packed, Outcome(False, True, f"{pattern}, joined with what stands before it; {choice.reason}")
     offset = f", from position {k_offset} of a group" if k_offset else ""
-    return packed, Outcome(True, True, f"{pattern} by {choice.describe()}{offset}; {choice.reason}")
+    return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}")
 
 
 def detect(weight: torch.Tensor, start: int) -> Pattern | None:
