@@ -82,7 +82,7 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int)
         dense_slabs: Slabs of its dense segment, two steps each.
 
     >>> [str(choose_tile(m, 3584, 42, 0)) for m in (1, 64, 128, 256, 16384)]
-    ['16x64/3b3', '64x64/2b2', '64x128/2', '64x128', '176x256']
+    ['16x64/3b3', '64x64/2b2', '64x64b2', '64x128', '176x256']
     """
 
     def cycles(tile: Tile) -> float:
