@@ -4,7 +4,7 @@
 
 Needs an H100 or H200, and vLLM for its dense layers. Every linear quantises activations of its own, lifts them and
 multiplies; the blocks together exceed three L2 caches. What the graph gives is compared, again and again, with the
-result of calls that nothing runs beside: a kernel that started before its input was there would show.
+result of single calls: a kernel that started before its input was there would show.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def calls(variant: str, dtype: str, tokens: int) -> list[Callable[[], torch.Tens
 
 
 def one_by_one(linears: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    """What each gives when the GPU does nothing else."""
+    """What each gives alone."""
     results = []
     for linear in linears:
         torch.cuda.synchronize()

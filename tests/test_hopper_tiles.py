@@ -28,8 +28,8 @@ def _losses(name: str, fewest: int, most: int) -> list[float]:
 
 
 def test_the_choice_for_few_tokens_is_close_to_the_best_measured() -> None:
-    losses = _losses("hopper-few-tokens.jsonl", 16, 256)
-    assert len(losses) == 60
+    losses = _losses("hopper-few-tokens.jsonl", 16, 512)
+    assert len(losses) == 72
     assert max(losses) < 0.04
     assert statistics.mean(losses) < 0.004
 
@@ -44,7 +44,7 @@ def test_the_choice_for_many_tokens_is_close_to_the_best_measured() -> None:
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("out", [2560, 3584, 4608, 5120, 7168, 28672, 37888])
 def test_many_tokens_get_wide_tiles(tokens: int, out: int) -> None:
-    # 128 x 128 takes 7 to 59 % longer there (hopper-tiles.jsonl), and once tied at 237 slabs.
+    # 128 x 128 takes 8 to 59 % longer there (hopper-tiles.jsonl), and once tied at 237 slabs.
     assert {choose_tile(tokens, out, slabs, 0).channels for slabs in range(20, 460)} == {256}
 
 

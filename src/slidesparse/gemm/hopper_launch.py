@@ -49,7 +49,7 @@ class Kernel:
     tile: Tile
     shared_bytes: int
     multiprocessors: int
-    _configs: dict[tuple[int, int], Any] = field(default_factory=dict, compare=False)
+    _configs: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def launch(self, arguments: Arguments, tiles: int, stream: int) -> None:
         """Run on ``stream``; the kernel's device must be the current one.

@@ -32,7 +32,8 @@ class Plan:
         swizzle: See :class:`slidesparse.kernels.columns.Slabs`.
         read: Input columns of a step of the passes that read; of a chunk of a row that is held.
         write: Output columns of a step of the pass that writes.
-        early: The kernel behind this one may start before it ends; see :func:`slidesparse.kernels.row_math.begin`.
+        early: The kernel may be started before the one before it has ended, and lets the one behind it start as early;
+            see :func:`slidesparse.kernels.row_math.begin`.
     """
 
     columns: int
