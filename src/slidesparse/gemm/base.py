@@ -208,8 +208,8 @@ class Backend(Protocol):
         Args:
             x: [M, K'] in the layout asked for, in the weight's type.
             scale_x: float32 [M, 1], or None for unquantised types.
-            operand: From :meth:`prepare`. What wrote it has ended, or another kernel stands between: the first weights may
-                be fetched while the kernel before the product still runs.
+            operand: From :meth:`prepare`. What wrote it has ended, or another kernel stands between: the first weights
+                may be fetched while the kernel before the product still runs.
             scale_w: float32 [out], or None for unquantised types.
             bias: [out], or None.
             out_features: ``out``: operands may be padded.

@@ -62,8 +62,8 @@ class Hopper:
     def prepare(self, packed: PackedWeight) -> Operand:
         """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper_layout`.
 
-        Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that write
-        them must have ended.
+        Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
+        write them must have ended.
         """
         operand = sparse_steps(packed), dense_steps(packed)
         if operand[0].is_cuda:

@@ -42,7 +42,8 @@ last in a round, or between the rounds of the engine that repeats itself least, 
 
 ABOUT_BREAKDOWN = """\
 A prefill, and a decoding step, under the profiler. `elementwise`: norms, activations, quantisation, rotary embeddings;
-each side fuses them in its own way. Kernels that start early wait on the clock: their sum may exceed the step. `weights GB` is what parameters and buffers take, both forms where two are kept."""
+each side fuses them in its own way. Kernels that start early wait on the clock: their sum may exceed the step.
+`weights GB` is what parameters and buffers take, both forms where two are kept."""
 
 ABOUT_LIBRARY = """\
 A backend's product without scales, with the algorithm that it chose, over the fastest of the library's finalists in the
