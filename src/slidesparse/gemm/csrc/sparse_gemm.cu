@@ -421,7 +421,8 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// All blocks of the cluster have started and made their barriers, when each thread of each has arrived.
+// All blocks of the cluster have started and made their barriers, when each thread of each has arrived. The fence behind
+// the barriers has released them; a release here would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
