@@ -263,6 +263,26 @@ def test_a_product_waits_for_what_the_kernel_before_it_writes(tokens: int, dtype
             assert torch.equal(y, expected[i - shift])
 
 
+@pytest.mark.parametrize("tokens", [16, 256])
+def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
+    out, columns, backend = 4736, 18944, get_backend("hopper")
+    packed = _packed(INT8, "6:8", out, columns)
+    order, operand = backend.layout.columns(packed), list(backend.prepare(packed))
+    assert order is not None
+    where = (backend.layout.column_map(packed), INT8, "hopper", order.pairs, order.order)
+    rest = (packed.scale, None, out, BF16, "hopper")
+    inputs, expected = torch.randn(12, tokens, columns, dtype=BF16, device="cuda"), []
+    for x in inputs:
+        lifted = ops.quantize_lift(x, *where)
+        torch.cuda.synchronize()  # the product starts when all is written
+        expected.append(ops.gemm(lifted[0], lifted[1], operand, *rest))
+        torch.cuda.synchronize()
+    for _ in range(5):
+        together = [ops.gemm(*ops.quantize_lift(x, *where), operand, *rest) for x in inputs]
+        for y, alone in zip(together, expected, strict=True):
+            assert torch.equal(y, alone)
+
+
 def test_two_streams() -> None:
     layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
     streams = [torch.cuda.Stream() for _ in layers]
