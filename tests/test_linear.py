@@ -194,9 +194,10 @@ def _arguments(op: str) -> tuple[object, ...]:
         return x, column_map, torch.int8
     if op == "linear":
         forms = [WeightForm(packed, name) for name in ("dense", "reference")]
-        switch = Switch(tuple(form.describe() for form in forms), (Route(0, "dense"), Route(5, "reference")))
+        described = tuple(form.describe() for form in forms)
+        switch = Switch(OUT, "int8", described, (Route(0, "dense"), Route(5, "reference")))
         tensors = [tensor for form in forms for tensor in form.tensors]
-        return x, tensors, packed.scale, torch.randn(OUT), OUT, torch.int8, switch.to_text()
+        return x, tensors, packed.scale, torch.randn(OUT), switch.to_text()
     xq, scale_x = ops.quantize_lift(x, packed.column_map(), torch.int8)
     return xq, scale_x, [packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.bfloat16, "reference"
 
@@ -369,7 +370,7 @@ def test_a_strided_bias_of_the_call_reaches_the_operator_contiguous(monkeypatch:
 def test_activations_on_another_device_are_refused() -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    rest = (layer.weight_scale, None, OUT, layer.weight_dtype, layer._switch)
+    rest = (layer.weight_scale, None, layer._switch)
     with pytest.raises(InputError, match="on two devices; got meta, cpu") as error:
         ops._linear(torch.zeros(3, K, device="meta"), tensors, *rest)
     assert "\n" not in str(error.value)

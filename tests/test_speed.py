@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper import Hopper
@@ -179,8 +180,9 @@ def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: s
 
 def test_a_switch_picks_the_form_and_its_tensors() -> None:
     forms = Form("dense", (64, 4), 3), Form("quick", (), 5)
-    switch = Switch(forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
+    switch = Switch(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
     assert parse_switch(switch.to_text()) == switch
+    assert switch.weight_dtype == torch.float8_e4m3fn
     picked = [switch.pick(tokens) for tokens in (0, 15, 16, 63, 64, 10**9)]
     assert picked == [(forms[0], 0), (forms[0], 0), (forms[1], 3), (forms[1], 3), (forms[0], 0), (forms[0], 0)]
 

@@ -123,7 +123,8 @@ class SlideLinear(nn.Module):
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
-        self._switch = Switch(tuple(form.describe() for form in self.forms), self.choice.routes).to_text()
+        described = tuple(form.describe() for form in self.forms)
+        self._switch = Switch(self.out_features, dtype_name(packed.dtype), described, self.choice.routes).to_text()
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         _log_once(self._summary())
@@ -180,7 +181,7 @@ class SlideLinear(nn.Module):
         own = self._buffers["bias"]
         scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = ops.linear(tokens, tensors, *scales, self.out_features, self.weight_dtype, self._switch)
+        y = ops.linear(tokens, tensors, *scales, self._switch)
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,6 +22,9 @@ from slidesparse.kernels.plan import First
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import dense_rows
+
+Lifted: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Values, their scale, and the new residual behind ``add_rms_norm``."""
 
 KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -114,7 +117,7 @@ def _kernel_call(
     target: torch.dtype,
     device: torch.device,
     order: tuple[int, ...],
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None:
+) -> Callable[..., Lifted] | None:
     """:class:`slidesparse.kernels.quantize_lift.Call`, or None where the torch definition must do.
 
     One look-up a call: a model has few linears, and a server many numbers of tokens.
@@ -142,11 +145,24 @@ def _lifted(
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Lifted values in the layout of a backend, their scale, and the new residual, of all operators but ``gemm``."""
+) -> Lifted:
+    """Lifted values in the layout of a backend, their scale, and the new residual, of the operators that lift."""
     call = _kernel_call(backend, first, x.shape[0], x.dtype, dtype, x.device, order)
-    if call is not None:
-        return call(dense_rows(x), pairs, weight, None if residual is None else dense_rows(residual), eps)
+    if call is None:
+        return _lifted_by_torch(first, x, column_map, dtype, backend.layout, weight, residual, eps)
+    return call(dense_rows(x), pairs, weight, None if residual is None else dense_rows(residual), eps)
+
+
+def _lifted_by_torch(
+    first: First,
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    layout: Layout,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> Lifted:
     total = None
     if first == "silu_mul":
         x = silu_mul(x)
@@ -156,9 +172,9 @@ def _lifted(
         x, total = add_rms_norm(x, residual, weight, eps)
     _check_finite(x)
     if dtype == x.dtype:
-        return _for_backend(gather(x, column_map), backend.layout), None, total
+        return _for_backend(gather(x, column_map), layout), None, total
     values, scale = quantize_rows(x, dtype)
-    return _for_backend(gather(values, column_map), backend.layout), scale, total
+    return _for_backend(gather(values, column_map), layout), scale, total
 
 
 def _for_backend(lifted: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -291,20 +307,48 @@ def _gemm_fake(
     return x.new_empty(x.shape[0], out_features, dtype=out_dtype)
 
 
+class Step(NamedTuple):
+    """What a linear does with so many tokens.
+
+    Attributes:
+        backend: Name of the one that multiplies.
+        tensors: Which of the operator's tensors are of its form of the weight.
+        call: The kernel that lifts, or None where the torch definition must do.
+        out_features: Rows of the weight.
+        dtype: Its type.
+    """
+
+    backend: str
+    tensors: slice
+    call: Callable[..., Lifted] | None
+    out_features: int
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1 << 16)
+def _step(switch: str, first: First, tokens: int, source: torch.dtype, device: torch.device) -> Step:
+    """One look-up a call."""
+    weight = parse_switch(switch)
+    form, start = weight.pick(tokens)
+    call = _kernel_call(get_backend(form.backend), first, tokens, source, weight.weight_dtype, device, form.order)
+    return Step(form.backend, slice(start, start + form.tensors), call, weight.out_features, weight.weight_dtype)
+
+
 def _multiplied(
     first: First,
     x: torch.Tensor,
     tensors: list[torch.Tensor],
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_features: int,
-    dtype: torch.dtype,
     switch: str,
-    **given: Any,
+    *,
+    gain: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
-    form, start = parse_switch(switch).pick(x.shape[0])
-    column_map, moved, *operand = tensors[start : start + form.tensors]
+    step = _step(switch, first, x.shape[0], x.dtype, x.device)
+    column_map, moved, *operand = tensors[step.tensors]
     if column_map.device != x.device:  # kernels read by address
         raise InputError(
             "activations and weight on two devices",
@@ -312,29 +356,26 @@ def _multiplied(
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
-    pairs = moved if moved.numel() else None
-    backend = get_backend(form.backend)
-    lifted, scale_x, total = _lifted(first, x, column_map, dtype, backend, pairs, form.order, **given)
-    return _gemm(lifted, scale_x, operand, scale_w, bias, out_features, x.dtype, form.backend), total
+    if step.call is None:
+        layout = get_backend(step.backend).layout
+        lifted = _lifted_by_torch(first, x, column_map, step.dtype, layout, gain, residual, eps)
+    else:
+        pairs, other = moved if moved.numel() else None, None if residual is None else dense_rows(residual)
+        lifted = step.call(dense_rows(x), pairs, gain, other, eps)
+    values, scale_x, total = lifted
+    return _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend), total
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return _multiplied("none", x, *weight)[0]
 
 
-def _linear_fake(
-    x: torch.Tensor,
-    tensors: list[torch.Tensor],
-    scale_w: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_features: int,
-    *_: Any,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], out_features)
+def _linear_fake(x: torch.Tensor, *weight: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], parse_switch(weight[-1]).out_features)
 
 
 def _rms_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
-    return _multiplied("rms_norm", x, *weight, weight=gain, eps=eps)[0]
+    return _multiplied("rms_norm", x, *weight, gain=gain, eps=eps)[0]
 
 
 def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
@@ -344,7 +385,7 @@ def _rms_norm_linear_fake(x: torch.Tensor, gain: torch.Tensor, eps: float, *weig
 def _add_rms_norm_linear(
     x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _multiplied("add_rms_norm", x, *weight, weight=gain, residual=residual, eps=eps)
+    return _multiplied("add_rms_norm", x, *weight, gain=gain, residual=residual, eps=eps)
 
 
 def _add_rms_norm_linear_fake(
@@ -399,7 +440,7 @@ _define(
     _gemm_fake,
 )
 
-_WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, SymInt out_features, ScalarType dtype, str switch"
+_WEIGHT = "Tensor[] tensors, Tensor? scale_w, Tensor? bias, str switch"
 
 _define("linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _linear, _linear_fake)
 _define(
@@ -442,7 +483,7 @@ gemm = torch.ops.slidesparse.gemm
 """See :meth:`slidesparse.gemm.base.Backend.matmul`; ``backend`` is a backend's name."""
 
 linear = torch.ops.slidesparse.linear
-"""(x [M, K], tensors, scale_w [out], bias [out], out, dtype of the weight, switch) -> [M, out] in the type of x.
+"""(x [M, K], tensors, scale_w [out], bias [out], switch) -> [M, out] in the type of x.
 
 ``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
 (:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""

@@ -233,9 +233,10 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
         write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant.pattern), device)
         torch.cuda.empty_cache()
     arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
-    # A key and a value of two bytes for every token of the largest request, and room to round to blocks.
+    # A key and a value of two bytes for every token of the largest request, and room to round to blocks. Prompts that end
+    # with their first token make room for the next ones, so two batches of those are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    tokens = max(*profile.prefill, DECODE_TOKENS * max(profile.decode))
+    tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
     additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}
     return EngineOptions(
         folder, bool(variant.backend), additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens

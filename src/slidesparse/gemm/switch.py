@@ -1,8 +1,9 @@
-"""Which of a layer's forms runs for how many tokens: what the operator ``linear`` is told in one string.
+"""What the operator ``linear`` is told of a weight, in one string: its size and type, and which form runs when.
 
 A layer keeps its weight in the form of every backend that some number of tokens needs. Their activations differ as
 well, so the number of tokens decides before anything is quantised; and since it is known only when the operator runs,
-under torch.compile and CUDA graphs too, the decision is the operator's.
+under torch.compile and CUDA graphs too, the decision is the operator's. One string, since every argument of an operator
+costs host time on every call, and a string the same whatever it says.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+import torch
+
 from slidesparse.decode import decode
+from slidesparse.quant import parse_dtype
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,17 @@ class Form:
 
 @dataclass(frozen=True)
 class Switch:
-    """The forms of a layer, in the order of their tensors, and the routes, the first one from 0 tokens on."""
+    """A layer's weight.
 
+    Attributes:
+        out_features: Its rows.
+        dtype: Its type, a name of :data:`slidesparse.quant.DTYPES`.
+        forms: In the order of their tensors.
+        routes: The first one from 0 tokens on.
+    """
+
+    out_features: int
+    dtype: str
     forms: tuple[Form, ...]
     routes: tuple[Route, ...]
 
@@ -55,6 +68,11 @@ class Switch:
     def pick(self, tokens: int) -> tuple[Form, int]:
         """The form that multiplies M tokens, and where its tensors begin."""
         return self._chosen[bisect_right(self._firsts, tokens) - 1]
+
+    @cached_property
+    def weight_dtype(self) -> torch.dtype:
+        """The type itself."""
+        return parse_dtype(self.dtype)
 
     @cached_property
     def _firsts(self) -> list[int]:

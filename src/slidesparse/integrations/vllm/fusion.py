@@ -29,6 +29,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
+from slidesparse.gemm.switch import parse_switch
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.ledger import Ledger
 from slidesparse.quant import QUANTISED
@@ -62,9 +63,9 @@ class FusionPass(InductorPass):
             log.debug("slidesparse joined %s", dict(found))
 
     def uuid(self) -> str:
-        """A key for caches: this source and all choices."""
+        """A key for caches: this source, that of the operators in a compiled graph, and all choices."""
         outcomes = {name: outcome.text for name, outcome in self.ledger.outcomes.items()}
-        source = Path(__file__).read_text(encoding="utf-8")
+        source = [Path(path).read_text(encoding="utf-8") for path in (__file__, ops.__file__)]
         key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes})
         return key
 
@@ -89,7 +90,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
     linear: Any
     for linear in graph.find_nodes(op="call_function", target=LINEAR):
         x, *weight = linear.args
-        if weight[4] not in QUANTISED:
+        if parse_switch(weight[-1]).weight_dtype not in QUANTISED:
             continue
         source = _only_source(x)
         if source is None:
