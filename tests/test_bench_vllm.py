@@ -119,6 +119,17 @@ def test_auto_runs_beside_a_backend_on_the_same_checkpoint_under_a_name_of_its_o
     assert "| model | M | dense ms | dense tokens/s | 6:8 | auto 6:8 | noise |" in page
 
 
+def test_larger_graphs_are_for_all_engines_and_make_tables_of_their_own(pretend: None, tmp_path: Path) -> None:
+    records = run(replace(PROFILE, graphs=2048), tmp_path / "larger.jsonl") + run(PROFILE, tmp_path / "own.jsonl")
+    captured = [options.arguments.get("compilation_config") for options in Pretender.started]
+    assert captured == [{"max_cudagraph_capture_size": 2048}] * 3 + [None] * 3
+    files = write_report(records, tmp_path / "report")
+    page = next(file for file in files if file.suffix == ".md").read_text()
+    for heading in ("C, prefill, graphs to 2048 tokens, INT8: speed-up", "C, prefill, INT8: speed-up"):
+        assert page.count(heading) == 1
+    assert {"vllm_prefill_graphs_to_2048_tokens_int8_speedup.csv"} <= {file.name for file in files}
+
+
 def test_kernels_are_told_apart_by_their_names() -> None:
     names = {
         "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>": "attention",
@@ -165,7 +176,14 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> No
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = vllm.PROFILES["quick"]
-    for wrong in ({"dtypes": ["fp16"]}, {"models": ["GPT"]}, {"patterns": ["6:9"]}, {"layers": 0}, {"rounds": 1}):
+    for wrong in (
+        {"dtypes": ["fp16"]},
+        {"models": ["GPT"]},
+        {"patterns": ["6:9"]},
+        {"layers": 0},
+        {"rounds": 1},
+        {"graphs": 0},
+    ):
         with pytest.raises(InputError):
             adapt(profile, **wrong)
     assert main(["bench", "gemm", "--layers", "4", "--out", str(tmp_path / "x")]) == 1

@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
     engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 5)")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -335,8 +336,9 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    if any(value is not None for value in (options.sequences, options.rounds, options.layers, options.scratch)):
-        raise InputError("--sequences, --rounds, --layers and --scratch", needed="bench vllm")
+    engines = options.sequences, options.rounds, options.layers, options.graphs, options.scratch
+    if any(value is not None for value in engines):
+        raise InputError("--sequences, --rounds, --layers, --graphs and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -366,6 +368,7 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         sequences=options.sequences,
         rounds=options.rounds,
         layers=options.layers,
+        graphs=options.graphs,
         backends=options.backends,
     )
     records = vllm.run(profile, options.out, options.scratch)

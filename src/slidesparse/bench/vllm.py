@@ -65,6 +65,8 @@ class EngineProfile:
         rounds: How often each measurement is taken, after one that warms up.
         layers: Decoder layers; None for all.
         backends: ``auto`` or backends' names, each for all sparse layers of engines of its own.
+        graphs: Tokens of the largest batch that all engines, the dense one too, keep CUDA graphs for; None for vLLM's
+            own choice, 512.
     """
 
     models: tuple[str, ...]
@@ -75,10 +77,15 @@ class EngineProfile:
     rounds: int = 5
     layers: int | None = None
     backends: tuple[str, ...] = (AUTO,)
+    graphs: int | None = None
 
     def variants(self) -> list[Variant]:
         """The engines: dense, then every pattern on every backend."""
         return [Variant(DENSE, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
+
+    def kind(self, what: str) -> str:
+        """``prefill`` or ``decode`` as records call it, which do not mix graphs of different sizes."""
+        return what if self.graphs is None else f"{what}, graphs to {self.graphs} tokens"
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ def adapt(
     rounds: int | None = None,
     layers: int | None = None,
     backends: Sequence[str] | None = None,
+    graphs: int | None = None,
 ) -> EngineProfile:
     """A profile with a user's choices.
 
@@ -131,6 +139,7 @@ def adapt(
         ("sequences", 1, sequences),
         ("rounds", 2, None if rounds is None else [rounds]),  # percentiles need two
         ("layers", 1, None if layers is None else [layers]),
+        ("graphs", 1, None if graphs is None else [graphs]),
     ):
         if any(number < least for number in numbers or ()):
             raise InputError(what, got=min(numbers or ()), needed=f"at least {least}")
@@ -144,6 +153,7 @@ def adapt(
         rounds=rounds or profile.rounds,
         layers=layers or profile.layers,
         backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
+        graphs=graphs or profile.graphs,
     )
 
 
@@ -187,7 +197,7 @@ def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | Non
         weights = {variant: round(1e9 * engine.call("weights_gb")) for variant, engine in engines.items()}
         for kind, sizes in (("prefill", profile.prefill), ("decode", profile.decode)):
             for size in sizes:
-                case = Case(ENGINE, model, kind, dtype, size, 0, 0)
+                case = Case(ENGINE, model, profile.kind(kind), dtype, size, 0, 0)
                 yield from _records(weights, case, _times(engines, kind, size, profile))
         yield from _kernel_records(engines, "prefill", Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0))
         for size in profile.decode:
@@ -232,9 +242,11 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
         device = torch.device("cuda", torch.cuda.current_device())
         write_checkpoint(folder, config, parse_dtype(dtype), Pattern.parse(variant.pattern), device)
         torch.cuda.empty_cache()
-    arguments = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
-    # A key and a value of two bytes for every token of the largest request, and room to round to blocks. Prompts that end
-    # with their first token make room for the next ones, so two batches of those are enough.
+    arguments: dict[str, Any] = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
+    if profile.graphs is not None:
+        arguments["compilation_config"] = {"max_cudagraph_capture_size": profile.graphs}
+    # A key and a value of two bytes for every token of the largest request, and room to round to blocks. Prompts that
+    # end with their first token make room for the next ones, so two batches of those are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
     additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}

@@ -33,9 +33,10 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 
     def table(what: str, title: str, values: list[list[float | None]], shown: str) -> Table:
         rows = tuple((*_lead(point), *row, _noise(point)) for point, row in zip(ordered, values, strict=True))
-        heading = f"{NAMES[kind]}, {dtype.upper()}: {title}"
+        name, comma, graphs = kind.partition(",")  # EngineProfile.kind
+        heading = f"{NAMES[name]}{comma}{graphs}, {dtype.upper()}: {title}"
         return Table(
-            f"vllm_{kind}_{dtype}_{what}",
+            f"vllm_{'_'.join(kind.replace(',', '').split())}_{dtype}_{what}",
             heading,
             (*lead, *variants, "noise"),
             rows,
