@@ -123,6 +123,7 @@ def test_larger_graphs_are_for_all_engines_and_make_tables_of_their_own(pretend:
     records = run(replace(PROFILE, graphs=2048), tmp_path / "larger.jsonl") + run(PROFILE, tmp_path / "own.jsonl")
     captured = [options.arguments.get("compilation_config") for options in Pretender.started]
     assert captured == [{"max_cudagraph_capture_size": 2048}] * 3 + [None] * 3
+    assert [record.case.benchmark for record in records].count(KERNELS) == 3 * 4  # of the second run
     files = write_report(records, tmp_path / "report")
     page = next(file for file in files if file.suffix == ".md").read_text()
     for heading in ("C, prefill, graphs to 2048 tokens, INT8: speed-up", "C, prefill, INT8: speed-up"):

@@ -6,7 +6,8 @@ round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a 
 
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
 * decode: an engine step in which M sequences decode, the median of 64; default compilation and CUDA graphs.
-* kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler.
+* kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; not
+  where larger CUDA graphs were asked for, which change none of them.
 
 With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each.
 """
@@ -199,6 +200,8 @@ def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | Non
             for size in sizes:
                 case = Case(ENGINE, model, profile.kind(kind), dtype, size, 0, 0)
                 yield from _records(weights, case, _times(engines, kind, size, profile))
+        if profile.graphs is not None:
+            return  # the kernels are those of a run without
         yield from _kernel_records(engines, "prefill", Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0))
         for size in profile.decode:
             yield from _kernel_records(engines, "decode", Case(STEP_KERNELS, model, "", dtype, size, 0, 0))

@@ -68,7 +68,7 @@ def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
     memory = {
         (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
         for one in found
-        if one.case.benchmark == ENGINE
+        if one.case.benchmark == ENGINE and one.case.layer in NAMES  # not those of larger graphs, as the kernels
         for record in one.records
     }
     prefill = _breakdown(found, KERNELS, "vllm_kernels", "GPU time of one prefill", memory)
