@@ -13,7 +13,7 @@ import torch
 from slidesparse.bench import environment, vllm
 from slidesparse.bench.vllm import EngineProfile, adapt, by_class, run
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.bench.vllm_engine import Engine, EngineOptions
+from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.inspection import inspect_checkpoint
@@ -126,9 +126,28 @@ def test_larger_graphs_are_for_all_engines_and_make_tables_of_their_own(pretend:
     assert [record.case.benchmark for record in records].count(KERNELS) == 3 * 4  # of the second run
     files = write_report(records, tmp_path / "report")
     page = next(file for file in files if file.suffix == ".md").read_text()
-    for heading in ("C, prefill, graphs to 2048 tokens, INT8: speed-up", "C, prefill, INT8: speed-up"):
-        assert page.count(heading) == 1
+    headings = [line for line in page.splitlines() if line.startswith("### ") and "speed-up" in line]
+    assert [heading.partition(":")[0] for heading in headings] == [
+        "### C, prefill, INT8",
+        "### C, prefill, graphs to 2048 tokens, INT8",
+        "### D, decode, INT8",
+        "### D, decode, graphs to 2048 tokens, INT8",
+    ]
     assert {"vllm_prefill_graphs_to_2048_tokens_int8_speedup.csv"} <= {file.name for file in files}
+
+
+def test_the_command_line_reaches_the_engines(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vllm.PROFILES, "quick", PROFILE)
+    command = ["bench", "vllm", "--graphs", "2048", "--tokens", "65536", "--out", str(tmp_path / "records.jsonl")]
+    assert main(command) == 0
+    assert "records" in capsys.readouterr().out
+    layer = model_config("Qwen2.5-7B", 1)
+    cached = 4 * layer["num_key_value_heads"] * layer["head_dim"] * 2 * BATCHED_TOKENS  # of the 65536
+    for options in Pretender.started:
+        assert options.arguments["compilation_config"] == {"max_cudagraph_capture_size": 2048}
+        assert options.kv_cache_gb == pytest.approx(1.2e-9 * cached)
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
@@ -184,6 +203,7 @@ def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         {"layers": 0},
         {"rounds": 1},
         {"graphs": 0},
+        {"graphs": 16385},
     ):
         with pytest.raises(InputError):
             adapt(profile, **wrong)

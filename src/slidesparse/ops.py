@@ -23,8 +23,8 @@ from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import dense_rows
 
-Lifted: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Values, their scale, and the new residual behind ``add_rms_norm``."""
+Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Of what was lifted: values, their scale, and the new residual behind ``add_rms_norm``."""
 
 KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -117,10 +117,10 @@ def _kernel_call(
     target: torch.dtype,
     device: torch.device,
     order: tuple[int, ...],
-) -> Callable[..., Lifted] | None:
+) -> Callable[..., Parts] | None:
     """:class:`slidesparse.kernels.quantize_lift.Call`, or None where the torch definition must do.
 
-    One look-up a call: a model has few linears, and a server many numbers of tokens.
+    Kept, as :func:`_step` is: a model has few linears, and a server many numbers of tokens.
     """
     needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
     if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
@@ -145,7 +145,7 @@ def _lifted(
     weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> Lifted:
+) -> Parts:
     """Lifted values in the layout of a backend, their scale, and the new residual, of the operators that lift."""
     call = _kernel_call(backend, first, x.shape[0], x.dtype, dtype, x.device, order)
     if call is None:
@@ -162,7 +162,7 @@ def _lifted_by_torch(
     weight: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
-) -> Lifted:
+) -> Parts:
     total = None
     if first == "silu_mul":
         x = silu_mul(x)
@@ -320,14 +320,14 @@ class Step(NamedTuple):
 
     backend: str
     tensors: slice
-    call: Callable[..., Lifted] | None
+    call: Callable[..., Parts] | None
     out_features: int
     dtype: torch.dtype
 
 
 @lru_cache(maxsize=1 << 16)
 def _step(switch: str, first: First, tokens: int, source: torch.dtype, device: torch.device) -> Step:
-    """One look-up a call."""
+    """What the weight of ``switch`` does with so many tokens of this type, there: the one look-up of a call."""
     weight = parse_switch(switch)
     form, start = weight.pick(tokens)
     call = _kernel_call(get_backend(form.backend), first, tokens, source, weight.weight_dtype, device, form.order)
@@ -347,15 +347,15 @@ def _multiplied(
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
-    step = _step(switch, first, x.shape[0], x.dtype, x.device)
-    column_map, moved, *operand = tensors[step.tensors]
-    if column_map.device != x.device:  # kernels read by address
+    if tensors[0].device != x.device:  # kernels read by address
         raise InputError(
             "activations and weight on two devices",
-            got=f"{x.device}, {column_map.device}",
+            got=f"{x.device}, {tensors[0].device}",
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
+    step = _step(switch, first, x.shape[0], x.dtype, x.device)
+    column_map, moved, *operand = tensors[step.tensors]
     if step.call is None:
         layout = get_backend(step.backend).layout
         lifted = _lifted_by_torch(first, x, column_map, step.dtype, layout, gain, residual, eps)
@@ -485,8 +485,9 @@ gemm = torch.ops.slidesparse.gemm
 linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], switch) -> [M, out] in the type of x.
 
-``quantize_lift`` or ``lift``, then ``gemm``, by the form of the weight that ``switch``
-(:class:`slidesparse.gemm.switch.Switch`, as text) says for M tokens; ``tensors`` are those of all forms in turn."""
+``quantize_lift`` or ``lift``, then ``gemm``. ``switch`` (:class:`slidesparse.gemm.switch.Switch`, as text) says how
+large the weight is, of which type, and in which form it is multiplied by M tokens; ``tensors`` are those of all forms
+in turn."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
 """(x [M, K], gain [K], eps, then as ``linear`` behind its x) -> ``linear`` of :func:`slidesparse.elementwise.rms_norm`;

@@ -326,3 +326,20 @@ def test_the_compile_cache_key_holds_what_was_chosen() -> None:
 
     assert key("6:8 by cusparselt", True) == key("6:8 by cusparselt", True)
     assert len({key("6:8 by cusparselt", True), key("6:8 by cusparselt", False), key("4:6 by cusparselt", True)}) == 3
+
+
+def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slidesparse.integrations.vllm import fusion
+    from slidesparse.integrations.vllm.ledger import Ledger
+
+    assert {path.name for path in fusion.SOURCES} == {"fusion.py", "ops.py", "switch.py", "columns.py"}
+    key, copied = fusion.FusionPass(Ledger(), True).uuid(), []
+    for path in fusion.SOURCES:
+        copied.append(tmp_path / path.name)
+        copied[-1].write_bytes(path.read_bytes())
+    monkeypatch.setattr(fusion, "SOURCES", copied)
+    assert fusion.FusionPass(Ledger(), True).uuid() == key
+    copied[2].write_text(copied[2].read_text() + "\n")
+    assert fusion.FusionPass(Ledger(), True).uuid() != key

@@ -6,8 +6,8 @@ round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a 
 
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
 * decode: an engine step in which M sequences decode, the median of 64; default compilation and CUDA graphs.
-* kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; not
-  where larger CUDA graphs were asked for, which change none of them.
+* kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for
+  vLLM's own choice of CUDA graphs.
 
 With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each.
 """
@@ -144,6 +144,8 @@ def adapt(
     ):
         if any(number < least for number in numbers or ()):
             raise InputError(what, got=min(numbers or ()), needed=f"at least {least}")
+    if graphs is not None and graphs > BATCHED_TOKENS:
+        raise InputError("graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
     return replace(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
@@ -201,7 +203,7 @@ def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | Non
                 case = Case(ENGINE, model, profile.kind(kind), dtype, size, 0, 0)
                 yield from _records(weights, case, _times(engines, kind, size, profile))
         if profile.graphs is not None:
-            return  # the kernels are those of a run without
+            return
         yield from _kernel_records(engines, "prefill", Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0))
         for size in profile.decode:
             yield from _kernel_records(engines, "decode", Case(STEP_KERNELS, model, "", dtype, size, 0, 0))
@@ -248,8 +250,8 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
     if profile.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": profile.graphs}
-    # A key and a value of two bytes for every token of the largest request, and room to round to blocks. Prompts that
-    # end with their first token make room for the next ones, so two batches of those are enough.
+    # A key and a value of two bytes for every token that is held at a time, and room to round to blocks. Prompts that
+    # end with their first token make room for the next ones, so of those two batches are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
     additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}

@@ -5,8 +5,9 @@
                  "us": {"dense": [11.3, 52.9, 870.1], "cusparselt 2:4": [28.5, 55.7, null]}}]}
 
 One file a GPU: those of the package, in ``speed_tables``, and what ``slidesparse tune`` measured here, in the user's
-cache folder, which counts before. The times of one layer come from one comparison, quantisation and scales included.
-A backend's times hold for the library that ran them; with another one they are passed over.
+cache folder, which counts before. What counts is their share of the dense time beside them, which one comparison
+measured, quantisation and scales included. A backend's times hold for the library that ran them; with another one they
+are passed over.
 """
 
 from __future__ import annotations

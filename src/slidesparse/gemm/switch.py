@@ -2,8 +2,8 @@
 
 A layer keeps its weight in the form of every backend that some number of tokens needs. Their activations differ as
 well, so the number of tokens decides before anything is quantised; and since it is known only when the operator runs,
-under torch.compile and CUDA graphs too, the decision is the operator's. One string, since every argument of an operator
-costs host time on every call, and a string the same whatever it says.
+under torch.compile and CUDA graphs too, the decision is the operator's. One string says all of it, since every argument
+of an operator costs host time on every call, and a longer string costs no more than a short one.
 """
 
 from __future__ import annotations

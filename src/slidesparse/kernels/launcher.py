@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
 
+from slidesparse.errors import InputError
+
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
 
@@ -158,10 +160,14 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Ten
         rows: Of the matrix.
         columns: Of the matrix.
         dtype: Of its elements.
-        device: Index of a CUDA device that the caller knows to be the current one; negative for the CPU, where Triton's
-            interpreter runs.
+        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+
+    Raises:
+        InputError: Another device is the current one.
     """
     if device < 0:
         return torch.empty(rows, columns, dtype=dtype)
+    if not is_current(device):
+        raise InputError("a kernel's device", got=f"cuda:{device}", needed="the current device")
     made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from slidesparse.quant import DTYPES
 from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
 from slidesparse.report.tables import Cell, Table
@@ -19,9 +20,15 @@ def engine_tables(found: Sequence[Comparison]) -> list[Table]:
         if case.benchmark == ENGINE and one.best(DENSE) is not None:
             point = Point(ENGINE, case.dtype, case.model, True, case.tokens, (one,))
             groups.setdefault((case.layer, case.dtype), []).append(point)
-    return [
-        table for (kind, dtype), group in sorted(groups.items(), reverse=True) for table in _tables(kind, dtype, group)
-    ]
+    return [table for key in sorted(groups, key=_order) for table in _tables(*key, groups[key])]
+
+
+def _order(group: tuple[str, str]) -> tuple[int, int, int]:
+    """Prefill before decode, vLLM's own graphs before those of a size asked for, by type."""
+    kind, dtype = group
+    name, _, graphs = kind.partition(",")
+    size = int("".join(filter(str.isdigit, graphs)) or 0)
+    return list(NAMES).index(name), size, list(DTYPES).index(dtype)
 
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
@@ -68,7 +75,7 @@ def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
     memory = {
         (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
         for one in found
-        if one.case.benchmark == ENGINE and one.case.layer in NAMES  # not those of larger graphs, as the kernels
+        if one.case.benchmark == ENGINE and one.case.layer in NAMES  # vLLM's own graphs, as the kernels
         for record in one.records
     }
     prefill = _breakdown(found, KERNELS, "vllm_kernels", "GPU time of one prefill", memory)

@@ -29,13 +29,18 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
+from slidesparse.gemm import switch
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.ledger import Ledger
+from slidesparse.kernels import columns
 from slidesparse.quant import QUANTISED
 
 KEY = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass that is not its own."""
+
+SOURCES = [Path(file) for file in (__file__, ops.__file__, switch.__file__, columns.__file__) if file is not None]
+"""This pass, the operators that it puts into graphs, and the texts and numbers that are arguments of theirs."""
 
 LINEAR = ops.linear.default
 ADD_RMS_NORM = ops.add_rms_norm_linear.default
@@ -63,9 +68,9 @@ class FusionPass(InductorPass):
             log.debug("slidesparse joined %s", dict(found))
 
     def uuid(self) -> str:
-        """A key for caches: this source, that of the operators in a compiled graph, and all choices."""
+        """A key for caches: all choices, and the sources of what a compiled graph holds."""
         outcomes = {name: outcome.text for name, outcome in self.ledger.outcomes.items()}
-        source = [Path(path).read_text(encoding="utf-8") for path in (__file__, ops.__file__)]
+        source = [path.read_text(encoding="utf-8") for path in SOURCES]
         key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes})
         return key
 
