@@ -93,6 +93,25 @@ def test_the_users_table_counts_before_the_packages() -> None:
     assert found.us["quick"] == (0.5,) * 3
 
 
+def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
+    users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
+    packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
+    found = nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    assert found is not None
+    assert found.tokens == (64, 256, 512, 1024, 16384)
+    assert found.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
+    # Within them the user's count alone, as do those of other backends and of another size.
+    wide = LayerSpeed("int8", 4096, 4096, (16, 32768), {"dense": (1.0, 1.0), "quick 6:8": (0.5, 0.5)})
+    more = _layer(dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3, "sparse 6:8": (1.0,) * 3})
+    near = _layer(4096, 4097, dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3})
+    for mine, theirs in ((wide, packages), (users, more), (users, near)):
+        libraries = LIBRARIES | {"sparse": "Sparse 1.0"}
+        tables = [Table("Test GPU", libraries, (layer,)) for layer in (mine, theirs)]
+        found = nearest(tables, libraries, "int8", "6:8", 4096, 4096)
+        assert found is not None
+        assert found.tokens == mine.tokens
+
+
 def test_times_of_another_library_do_not_hold() -> None:
     table = _table(_layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3, "sparse 6:8": (0.4,) * 3}))
     assert nearest([table], {"dense": "torch 2.12", "quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096) is None

@@ -110,7 +110,9 @@ def nearest(
         columns: Its columns.
 
     Returns:
-        With times by backend alone, of those whose library is the same here; None when no layer has a packed one.
+        With times by backend alone, of those whose library is the same here; None when no layer has a packed one. Where
+        another table has times of the same backends at this very size, they count below the fewest tokens of this one
+        and above the most: whoever has measured a few numbers of tokens keeps what is known of the others.
     """
     found = []
     for table in tables:
@@ -120,7 +122,25 @@ def nearest(
             telling = times.keys() - {DENSE} and (DENSE in times or DENSE not in libraries)
             if layer.dtype == dtype and telling and layer.distance(out, columns) <= math.log2(REACH):
                 found.append(replace(layer, us=times))
-    return min(found, key=lambda layer: layer.distance(out, columns), default=None)
+    speaking = min(found, key=lambda layer: layer.distance(out, columns), default=None)
+    for other in found:
+        if speaking and (other.out, other.columns, other.us.keys()) == (
+            speaking.out,
+            speaking.columns,
+            speaking.us.keys(),
+        ):
+            speaking = _continued(speaking, other)
+    return speaking
+
+
+def _continued(layer: LayerSpeed, other: LayerSpeed) -> LayerSpeed:
+    """A layer with the times of another one where its own numbers of tokens end."""
+    first, last = layer.tokens[0], layer.tokens[-1]
+    times = {m: (layer, i) for i, m in enumerate(layer.tokens)}
+    times |= {m: (other, i) for i, m in enumerate(other.tokens) if not first <= m <= last}
+    tokens = tuple(sorted(times))
+    us = {name: tuple(times[m][0].us[name][times[m][1]] for m in tokens) for name in layer.us}
+    return replace(layer, tokens=tokens, us=us)
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:
