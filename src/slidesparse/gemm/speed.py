@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from slidesparse.cache import cache_folder, replace_file
 from slidesparse.decode import decode
@@ -37,6 +38,8 @@ MARGIN = 0.98
 of a comparison is of that size too."""
 
 DENSE = "dense"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,25 +125,25 @@ def nearest(
             telling = times.keys() - {DENSE} and (DENSE in times or DENSE not in libraries)
             if layer.dtype == dtype and telling and layer.distance(out, columns) <= math.log2(REACH):
                 found.append(replace(layer, us=times))
-    speaking = min(found, key=lambda layer: layer.distance(out, columns), default=None)
+    if not found:
+        return None
+    speaking = min(found, key=lambda layer: layer.distance(out, columns))
     for other in found:
-        if speaking and (other.out, other.columns, other.us.keys()) == (
-            speaking.out,
-            speaking.columns,
-            speaking.us.keys(),
-        ):
+        if (other.out, other.columns) == (speaking.out, speaking.columns) and other.us.keys() == speaking.us.keys():
             speaking = _continued(speaking, other)
     return speaking
 
 
 def _continued(layer: LayerSpeed, other: LayerSpeed) -> LayerSpeed:
-    """A layer with the times of another one where its own numbers of tokens end."""
-    first, last = layer.tokens[0], layer.tokens[-1]
-    times = {m: (layer, i) for i, m in enumerate(layer.tokens)}
-    times |= {m: (other, i) for i, m in enumerate(other.tokens) if not first <= m <= last}
-    tokens = tuple(sorted(times))
-    us = {name: tuple(times[m][0].us[name][times[m][1]] for m in tokens) for name in layer.us}
-    return replace(layer, tokens=tokens, us=us)
+    """A layer with the times of another one, of the same backends, where its own numbers of tokens end."""
+    below = [i for i, m in enumerate(other.tokens) if m < layer.tokens[0]]
+    above = [i for i, m in enumerate(other.tokens) if m > layer.tokens[-1]]
+
+    def joined(own: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
+        return *(others[i] for i in below), *own, *(others[i] for i in above)
+
+    us = {name: joined(times, other.us[name]) for name, times in layer.us.items()}
+    return replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:

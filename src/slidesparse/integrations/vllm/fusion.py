@@ -30,7 +30,6 @@ from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
 from slidesparse.gemm import switch
-from slidesparse.gemm.switch import parse_switch
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.ledger import Ledger
 from slidesparse.kernels import columns
@@ -95,7 +94,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
     linear: Any
     for linear in graph.find_nodes(op="call_function", target=LINEAR):
         x, *weight = linear.args
-        if parse_switch(weight[-1]).weight_dtype not in QUANTISED:
+        if switch.parse_switch(weight[-1]).weight_dtype not in QUANTISED:
             continue
         source = _only_source(x)
         if source is None:
