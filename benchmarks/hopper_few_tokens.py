@@ -25,7 +25,7 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.bench.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
-from slidesparse.gemm import get_backend, hopper
+from slidesparse.gemm import get_backend, hopper_run
 from slidesparse.gemm.hopper_compile import Tile
 from slidesparse.gemm.hopper_layout import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.gemm.hopper_tiles import MULTIPROCESSORS, TILES
@@ -76,7 +76,7 @@ def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: 
     weights = copies_of((sparse_operand(out, slabs, dtype),), copies)
 
     def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
-        hopper.choose_tile = lambda *_: tile
+        hopper_run.choose_tile = lambda *_: tile
         return backend.matmul(x, scale_x, (sparse, no_dense), scale_w, None, out, torch.bfloat16)
 
     expected = run(next(iter(TILES)), *weights[0])

@@ -26,7 +26,7 @@ from scipy.optimize import nnls
 from slidesparse.bench import environment, operands
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.timing import CudaStopwatch, interleave
-from slidesparse.gemm import get_backend, hopper
+from slidesparse.gemm import get_backend, hopper_run
 from slidesparse.gemm.hopper_compile import Tile
 from slidesparse.gemm.hopper_tiles import TILES, choose_tile, work
 from slidesparse.quant import parse_dtype, quantize_rows
@@ -59,7 +59,7 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
     lifted, scale_x = operands.lifted(x, packed, backend.layout, "hopper")
 
     def run(tile: Tile) -> torch.Tensor:
-        hopper.choose_tile = lambda *_: tile
+        hopper_run.choose_tile = lambda *_: tile
         return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16)
 
     expected = run(next(iter(WIDE)))

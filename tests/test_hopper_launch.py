@@ -60,8 +60,8 @@ def kernel(tile: Tile) -> Kernel:
 def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     listen: Any, tile: Tile, tiles: int, grid: int
 ) -> None:
-    listener = listen()
-    kernel(tile).launch(Arguments(), tiles, STREAM)
+    listener, loaded = listen(), kernel(tile)
+    loaded.launch(Arguments(), loaded.grid(tiles), STREAM)
     ((config, function),) = listener.launches
     assert function == "function"
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (grid, 1, 1)
@@ -75,7 +75,7 @@ def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
 def test_what_a_launch_is_told_is_kept_for_each_grid_and_stream(listen: Any) -> None:
     listener, loaded = listen(), kernel(PLAIN)
     for tiles, stream in ((7, 0), (7, 0), (1000, 0), (2000, 0), (7, STREAM)):
-        loaded.launch(Arguments(), tiles, stream)
+        loaded.launch(Arguments(), loaded.grid(tiles), stream)
     first, again, most, more, elsewhere = (config for config, _ in listener.launches)
     assert first is again
     assert most is more

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slidesparse.gemm.base import slab_view
-from slidesparse.gemm.hopper import SLABS, Hopper
+from slidesparse.gemm.hopper import Hopper
+from slidesparse.gemm.hopper_layout import SLABS
 from slidesparse.ops import quantize_lift
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Backend, Layout, with_rows
+from slidesparse.gemm.base import Backend, Layout, LinearCall, with_rows
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
@@ -22,6 +22,9 @@ from slidesparse.kernels.plan import First
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import dense_rows
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
 Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Of what was lifted: values, their scale, and the new residual behind ``add_rms_norm``."""
@@ -117,7 +120,7 @@ def _kernel_call(
     target: torch.dtype,
     device: torch.device,
     order: tuple[int, ...],
-) -> Callable[..., Parts] | None:
+) -> Call | None:
     """:class:`slidesparse.kernels.quantize_lift.Call`, or None where the torch definition must do.
 
     Kept, as :func:`_step` is: a model has few linears, and a server many numbers of tokens.
@@ -314,13 +317,15 @@ class Step(NamedTuple):
         backend: Name of the one that multiplies.
         tensors: Which of the operator's tensors are of its form of the weight.
         call: The kernel that lifts, or None where the torch definition must do.
+        whole: Lifts and multiplies at once, where the backend can.
         out_features: Rows of the weight.
         dtype: Its type.
     """
 
     backend: str
     tensors: slice
-    call: Callable[..., Parts] | None
+    call: Call | None
+    whole: LinearCall | None
     out_features: int
     dtype: torch.dtype
 
@@ -330,8 +335,12 @@ def _step(switch: str, first: First, tokens: int, source: torch.dtype, device: t
     """What the weight of ``switch`` does with so many tokens of this type, there: the one look-up of a call."""
     weight = parse_switch(switch)
     form, start = weight.pick(tokens)
-    call = _kernel_call(get_backend(form.backend), first, tokens, source, weight.weight_dtype, device, form.order)
-    return Step(form.backend, slice(start, start + form.tensors), call, weight.out_features, weight.weight_dtype)
+    backend, where = get_backend(form.backend), slice(start, start + form.tensors)
+    call = _kernel_call(backend, first, tokens, source, weight.weight_dtype, device, form.order)
+    whole = None
+    if backend.linear_call is not None and call is not None and tokens and weight.out_features:
+        whole = backend.linear_call(call, weight.out_features)
+    return Step(form.backend, where, call, whole, weight.out_features, weight.weight_dtype)
 
 
 def _multiplied(
@@ -347,23 +356,30 @@ def _multiplied(
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
-    if tensors[0].device != x.device:  # kernels read by address
+    step = _step(switch, first, x.shape[0], x.dtype, x.device)
+    column_map, moved, *operand = tensors[step.tensors]
+    if step.whole is not None:
+        done = step.whole(x, moved, operand, scale_w, bias, gain, residual, eps)
+        if done is not None:
+            return done
+    if column_map.device != x.device:  # kernels read by address
         raise InputError(
             "activations and weight on two devices",
-            got=f"{x.device}, {tensors[0].device}",
+            got=f"{x.device}, {column_map.device}",
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
-    step = _step(switch, first, x.shape[0], x.dtype, x.device)
-    column_map, moved, *operand = tensors[step.tensors]
     if step.call is None:
         layout = get_backend(step.backend).layout
-        lifted = _lifted_by_torch(first, x, column_map, step.dtype, layout, gain, residual, eps)
+        lifted: Parts = _lifted_by_torch(first, x, column_map, step.dtype, layout, gain, residual, eps)
     else:
-        pairs, other = moved if moved.numel() else None, None if residual is None else dense_rows(residual)
-        lifted = step.call(dense_rows(x), pairs, gain, other, eps)
+        other = None if residual is None else dense_rows(residual)
+        lifted = step.call(dense_rows(x), moved if moved.numel() else None, gain, other, eps)
     values, scale_x, total = lifted
-    return _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend), total
+    y = _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend)
+    if step.whole is not None:
+        step.whole.learn(moved, operand, scale_w)
+    return y, total
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:

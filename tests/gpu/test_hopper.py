@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import hopper_emulator as emulator
 import numpy as np
@@ -12,10 +14,12 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
 from slidesparse import InputError, UnsupportedError, ops
-from slidesparse.gemm import Problem, get_backend, hopper, hopper_launch
+from slidesparse.gemm import Problem, get_backend, hopper_launch, hopper_linear, hopper_run
 from slidesparse.gemm.base import slab_view
-from slidesparse.gemm.hopper import SLABS, Hopper
+from slidesparse.gemm.hopper import Hopper
 from slidesparse.gemm.hopper_compile import Tile
+from slidesparse.gemm.hopper_layout import SLABS
+from slidesparse.gemm.hopper_linear import HopperLinear
 from slidesparse.gemm.hopper_tiles import TILES
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.rehearsal import Rehearsal
@@ -46,7 +50,7 @@ def _can_run() -> None:
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
     """Every tile in turn, whatever the sizes would choose."""
     chosen: Tile = request.param
-    monkeypatch.setattr(hopper, "choose_tile", lambda *_: chosen)
+    monkeypatch.setattr(hopper_run, "choose_tile", lambda *_: chosen)
     return chosen
 
 
@@ -54,7 +58,7 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Til
 def split_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
     """Every tile whose steps several blocks share."""
     chosen: Tile = request.param
-    monkeypatch.setattr(hopper, "choose_tile", lambda *_: chosen)
+    monkeypatch.setattr(hopper_run, "choose_tile", lambda *_: chosen)
     return chosen
 
 
@@ -283,6 +287,105 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
             assert torch.equal(y, alone)
 
 
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every call of a HopperLinear, whether it ran or left the linear to be run one by one."""
+    given: list[bool] = []
+    run = HopperLinear.__call__
+
+    def listen(self: HopperLinear, *arguments: Any) -> Any:
+        answer = run(self, *arguments)
+        given.append(answer is not None)
+        return answer
+
+    monkeypatch.setattr(HopperLinear, "__call__", listen)
+    return given
+
+
+def _linears(layer: SlideLinear, tokens: int) -> dict[str, Callable[[], Any]]:
+    """The layer behind everything that can stand before it."""
+    x, residual = torch.randn(2, tokens, COLUMNS, dtype=BF16, device="cuda").unbind(0)
+    gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
+    tensors = [tensor for form in layer.forms for tensor in form.tensors]
+    weight = (tensors, layer.weight_scale, layer.bias, layer._switch)
+    linears: dict[str, Callable[[], Any]] = {
+        "none": lambda: ops.linear(x, *weight),
+        "strided": lambda: ops.linear(gate_up[:, :COLUMNS], *weight),
+    }
+    if layer.weight_scale is None:
+        return linears
+    return linears | {
+        "rms_norm": lambda: ops.rms_norm_linear(x, gain, 1e-6, *weight),
+        "add_rms_norm": lambda: ops.add_rms_norm_linear(x, residual, gain, 1e-6, *weight),
+        "silu_mul": lambda: ops.silu_mul_linear(gate_up, *weight),
+    }
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 60, 2000])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+def test_a_whole_linear_has_the_bits_of_its_parts(
+    pattern: str, dtype: str, tokens: int, biased: bool, answers: list[bool]
+) -> None:
+    for linear in _linears(_layer(pattern, dtype, biased=biased), tokens).values():
+        hopper_linear.checked.cache_clear()  # as if no such layer had run before
+        ops._step.cache_clear()
+        answers.clear()
+        by_parts, poison = linear(), torch.full((1 << 24,), 0x7F, dtype=torch.uint8, device="cuda")
+        del poison  # what is allocated next holds it
+        whole = linear()
+        assert answers == [False, True]
+        pairs = zip(by_parts, whole, strict=True) if isinstance(whole, tuple) else [(by_parts, whole)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_whole_linear_is_captured_and_runs_on_other_streams(answers: list[bool]) -> None:
+    layer, stream = _layer("6:8", "int8"), torch.cuda.Stream()
+    x = torch.randn(200, COLUMNS, dtype=BF16, device="cuda")
+    expected = [layer(x), layer(2 * x + 1)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        aside = layer(x)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    assert all(answers[1:])
+    x.mul_(2).add_(1)
+    graph.replay()
+    assert torch.equal(aside, expected[0])
+    assert torch.equal(captured, expected[1])
+
+
+def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answers: list[bool]) -> None:
+    layer = _layer("6:8", "int8", biased=False)
+    x, bias = torch.randn(64, COLUMNS, dtype=BF16, device="cuda"), torch.randn(OUT, device="cuda")
+    tensors = layer.forms[0].tensors
+    expected, weight = layer(x), (tensors, layer.weight_scale)
+    answers.clear()
+    unaligned = torch.randn(64 * COLUMNS + 1, dtype=BF16, device="cuda")[1:].view(64, COLUMNS)
+    unaligned.copy_(x)
+    assert torch.equal(layer(unaligned), expected)
+    assert torch.equal(layer(x.t().contiguous().t()), expected)
+    for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
+        with pytest.raises(InputError, match="bias"):
+            ops.linear(x, *weight, wrong, layer._switch)
+    with pytest.raises(InputError, match="activations and weight on two devices"):
+        ops.linear(x.cpu(), *weight, None, layer._switch)
+    with pytest.raises(InputError, match="activations to lift"):
+        ops.linear(x[:, :-8].contiguous(), *weight, None, layer._switch)
+    gain = torch.ones(COLUMNS, dtype=BF16, device="cuda")
+    for wrong in (gain[:-1], gain.float(), gain.cpu()):
+        with pytest.raises(InputError):
+            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer._switch)
+    with pytest.raises(InputError, match="residual"):
+        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer._switch)
+    assert not any(answers)
+    assert torch.equal(layer(x), expected)
+    assert answers[-1]
+
+
 def test_two_streams() -> None:
     layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
     streams = [torch.cuda.Stream() for _ in layers]
@@ -309,7 +412,8 @@ def test_a_second_gpu() -> None:
 
 def forget_kernels() -> None:
     hopper_launch.load.cache_clear()
-    hopper._run.cache_clear()
+    hopper_run._run.cache_clear()
+    ops._step.cache_clear()
 
 
 def test_behind_a_rehearsal_any_batch_can_be_captured() -> None:

@@ -11,9 +11,9 @@ type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -21,6 +21,9 @@ from slidesparse.errors import InputError
 from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
 """What a backend's kernel reads of a weight, in the backend's own layout: plain tensors, which can be buffers."""
@@ -167,12 +170,50 @@ def release(name: str, version: str) -> str:
     return f"{name} {'.'.join(version.split('.')[:2])}"
 
 
+class LinearCall(Protocol):
+    """A whole linear, for one number of tokens and weights of one size and type, with less between its two launches."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        pairs: torch.Tensor,
+        operand: Sequence[torch.Tensor],
+        scale_w: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        gain: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The product and the new residual, or None: then one by one, and :meth:`learn` if the weight came through.
+
+        Args:
+            x: [M, K], or [M, 2K], as :class:`slidesparse.kernels.quantize_lift.Call` takes it.
+            pairs: As it takes them; empty where it takes none.
+            operand: From :meth:`Backend.prepare`.
+            scale_w: As of :meth:`Backend.matmul`.
+            bias: As of :meth:`Backend.matmul`.
+            gain: [K], the weight of a norm.
+            residual: As of the lifting call.
+            eps: Of the norm.
+        """
+        ...
+
+    def learn(self, pairs: torch.Tensor, operand: Sequence[torch.Tensor], scale_w: torch.Tensor | None) -> None:
+        """A weight went through :meth:`Backend.matmul`, which checks it, behind the lifting call of this one."""
+        ...
+
+
 class Backend(Protocol):
     """A way to multiply. Stateless; whatever belongs to one weight is in its operand."""
 
     name: str
     accelerated: bool
     layout: Layout
+
+    @property
+    def linear_call(self) -> Callable[[Call, int], LinearCall] | None:
+        """Makes, of the lifting call for this layout and ``out``, both of at least 1, a :class:`LinearCall`, if any."""
+        ...
 
     def __hash__(self) -> int:
         """Of the object: what belongs to a backend is looked up by it."""

@@ -7,25 +7,19 @@ quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper_layout`: no
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Layout, Operand, Problem, check_slabs, gpu_of
-from slidesparse.gemm.hopper_compile import OPERANDS, OUTPUTS, Tile, nvrtc_version
-from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, Kernel, driver_version, load
-from slidesparse.gemm.hopper_layout import TILE_ROWS, dense_steps, sparse_steps, step_bytes
-from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
-from slidesparse.kernels.columns import SLAB_BYTES, Slabs
-from slidesparse.kernels.launcher import current_stream, empty, is_current
+from slidesparse.gemm.hopper_compile import OPERANDS, nvrtc_version
+from slidesparse.gemm.hopper_launch import BIAS_TYPES, driver_version
+from slidesparse.gemm.hopper_layout import SLABS, dense_steps, sparse_steps
+from slidesparse.gemm.hopper_linear import HopperLinear
+from slidesparse.gemm.hopper_run import find_run
+from slidesparse.kernels.launcher import empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector
-
-SLABS = Slabs(swizzle=True)
 
 REVISION = "hopper-3"
 """Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
@@ -37,6 +31,7 @@ class Hopper:
     name = "hopper"
     accelerated = True
     layout = Layout(lifted=True, multiple=1, slabs=SLABS)
+    linear_call = HopperLinear
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.base.Backend`."""
@@ -88,77 +83,13 @@ class Hopper:
         if sparse.get_device() != device or dense.get_device() != device:
             raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
-        tile = choose_tile(tokens, out_features, sparse.shape[1], dense.shape[1] // 2)
-        run = _run(x.shape, x.dtype, sparse.shape, dense.shape, out_features, out_dtype, tile, device)
+        run = find_run(x.shape, x.dtype, operand, out_features, out_dtype, device)
         check_slabs(x, run.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
         check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
         y = empty(tokens, out_features, out_dtype, device)
-        if run.kernel is None:
-            return y
-        arguments = Arguments(
-            x.data_ptr(),
-            dense.data_ptr(),
-            sparse.data_ptr(),
-            None if scale_x is None else scale_x.data_ptr(),
-            None if scale_w is None else scale_w.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            tokens,
-            out_features,
-            run.dense_slabs,
-            run.sparse_slabs,
-            0 if bias is None else BIAS_TYPES[bias.dtype],
-            GROUP,
-        )
-        run.kernel.launch(arguments, run.tiles, current_stream(device))
+        scale_x_at = None if scale_x is None else scale_x.data_ptr()
+        scale_w_at = None if scale_w is None else scale_w.data_ptr()
+        run.launch(x.data_ptr(), scale_x_at, sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias, y)
         return y
-
-
-class Run(NamedTuple):
-    """What the sizes of a product decide.
-
-    Attributes:
-        kernel: The variant; None where there is nothing to compute.
-        tiles: Of the product.
-        sparse_slabs: Slabs of the 2:4 segment.
-        dense_slabs: Slabs of the dense one.
-        slab_bytes: Of the activations.
-    """
-
-    kernel: Kernel | None
-    tiles: int
-    sparse_slabs: int
-    dense_slabs: int
-    slab_bytes: int
-
-
-@lru_cache(maxsize=1 << 16)
-def _run(
-    activations: torch.Size,
-    dtype: torch.dtype,
-    sparse: torch.Size,
-    dense: torch.Size,
-    out_features: int,
-    out_dtype: torch.dtype,
-    tile: Tile,
-    device: int,
-) -> Run:
-    """One look-up a call: a model has few linears, and a server many numbers of tokens."""
-    tokens, sparse_slabs, dense_slabs = activations[0], sparse[1], dense[1] // 2
-    if out_dtype not in OUTPUTS:
-        raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
-    columns = SLAB_BYTES // dtype.itemsize * (sparse_slabs + dense_slabs)
-    fits = activations[1] == columns and sparse[3] == step_bytes(dtype.itemsize)
-    if not fits or out_features > TILE_ROWS * sparse[0]:
-        raise InputError(
-            f"activations {list(activations)} {dtype} for {out_features} outputs",
-            needed=f"{columns} columns, at most {TILE_ROWS * sparse[0]} outputs, as the weight was prepared",
-            remedy="quantise and lift with this weight's own columns",
-        )
-    slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
-    if not tokens or not out_features:
-        return Run(None, 0, sparse_slabs, dense_slabs, slab_bytes)
-    kernel = load(tile, dtype, out_dtype, device)
-    return Run(kernel, tile.count(tokens, out_features), sparse_slabs, dense_slabs, slab_bytes)

@@ -51,25 +51,29 @@ class Kernel:
     multiprocessors: int
     _configs: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def launch(self, arguments: Arguments, tiles: int, stream: int) -> None:
-        """Run on ``stream``; the kernel's device must be the current one.
+    def grid(self, tiles: int) -> int:
+        """Blocks of a product of so many tiles."""
+        tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
+        return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
+
+    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
+        """Run ``grid`` blocks on ``stream``; the kernel's device must be the current one.
 
         The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
         kernel before it on the stream allows that, as quantise-and-lift does, the first weights are fetched while that
         one still runs. So they must have been written by an earlier kernel.
         """
-        tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
-        grid = min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
         config = self._configs.get((grid, stream)) or self._configure(grid, stream)
         # The driver copies the struct before the call returns.
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
         driver = _driver()
         launch = config, self.function, ctypes.addressof(pointer), 0
         (status,) = driver.cuLaunchKernelEx(*launch)
-        if int(status) == INVALID_CONTEXT:
-            _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")
-            (status,) = driver.cuLaunchKernelEx(*launch)
-        _check(status, "cuLaunchKernelEx")
+        if status:
+            if int(status) == INVALID_CONTEXT:
+                _check(driver.cuCtxSetCurrent(self.context)[0], "cuCtxSetCurrent")
+                (status,) = driver.cuLaunchKernelEx(*launch)
+            _check(status, "cuLaunchKernelEx")
 
     def _configure(self, grid: int, stream: int) -> Any:
         """How ``grid`` blocks are launched on a stream; kept, since making it takes longer than a launch."""

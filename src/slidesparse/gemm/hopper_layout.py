@@ -16,10 +16,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slidesparse.kernels.columns import CHUNK_BYTES, SLAB_BYTES, swizzled
+from slidesparse.kernels.columns import CHUNK_BYTES, SLAB_BYTES, Slabs, swizzled
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.slide import metadata
 from slidesparse.support import as_bits
+
+SLABS = Slabs(swizzle=True)
+"""Of the activations."""
 
 ROWS = 64
 BLOCKS = 4

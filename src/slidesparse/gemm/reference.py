@@ -59,6 +59,7 @@ class Reference:
     name = "reference"
     accelerated = False
     layout = Layout(lifted=True)
+    linear_call = None
 
     def why_not(self, problem: Problem) -> str | None:
         """Never refuses."""

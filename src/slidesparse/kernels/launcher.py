@@ -169,5 +169,10 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Ten
         return torch.empty(rows, columns, dtype=dtype)
     if not is_current(device):
         raise InputError("a kernel's device", got=f"cuda:{device}", needed="the current device")
+    return empty_here(rows, columns, dtype)
+
+
+def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same on the current CUDA device, whichever that is."""
     made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
     return made

@@ -235,25 +235,69 @@ class Call:
         scale: torch.Tensor | None,
         eps: float,
     ) -> None:
-        x_at, x_stride = x.data_ptr(), x.stride(0)
-        pairs_at = None if pairs is None else pairs.data_ptr()
-        weight_at = None if weight is None else weight.data_ptr()
         residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         total_at = None if total is None else total.data_ptr()
+        weight_at = None if weight is None else weight.data_ptr()
+        pairs_at = None if pairs is None else pairs.data_ptr()
         scale_at = None if scale is None else scale.data_ptr()
-        # What torch has just allocated is aligned.
-        bits = x_at | x_stride | (pairs_at or 0) | (weight_at or 0) | (residual_at or 0) | residual_stride
-        aligned = bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
-        if aligned and self.launcher.ready:
-            addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values.data_ptr(), scale_at)
-            stream = current_stream(index)
-            self.launcher.launch(self.programs, stream, *addresses, self.tokens, x_stride, residual_stride, eps)
+        read, strides = (x.data_ptr(), residual_at, total_at, weight_at, pairs_at), (x.stride(0), residual_stride)
+        if self.launch(index, *read, values.data_ptr(), scale_at, *strides, eps):
             return
         if self.quantised:
             values = values.view(torch.int16 if self.plan.held else torch.int8)
         tensors = (x, residual, total, weight, pairs, values, scale)
-        arguments = (*tensors, self.tokens, x_stride, residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, aligned)
+        aligned = _aligned(x.data_ptr(), residual_at, weight_at, pairs_at, *strides)
+        self.launcher.compile_and_launch(self.programs, (*tensors, self.tokens, *strides, float(eps)), aligned)
+
+    def launch(
+        self,
+        index: int,
+        x_at: int,
+        residual_at: int | None,
+        total_at: int | None,
+        weight_at: int | None,
+        pairs_at: int | None,
+        values_at: int,
+        scale_at: int | None,
+        x_stride: int,
+        residual_stride: int,
+        eps: float,
+    ) -> bool:
+        """Launch by addresses alone, if a kernel is compiled and they are as aligned as it takes them.
+
+        Nothing else is checked here.
+
+        Args:
+            index: Of the device, which is the current one.
+            x_at: Address of the activations.
+            residual_at: Of the residual; None where the kernel reads none, as below.
+            total_at: Of the new residual [M, K], contiguous.
+            weight_at: Of the weight of the norm.
+            pairs_at: Of the pairs.
+            values_at: Of memory for the values, ``padded`` rows of ``width``; a multiple of 16.
+            scale_at: Of memory for M scales, likewise.
+            x_stride: Elements between two rows of the activations.
+            residual_stride: Of the residual; 0 without.
+            eps: Of the norm.
+
+        Returns:
+            Whether it was launched.
+        """
+        launcher = self.launcher
+        aligned = _aligned(x_at, residual_at, weight_at, pairs_at, x_stride, residual_stride)
+        if not (aligned and launcher.ready):
+            return False
+        addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values_at, scale_at)
+        launcher.launch(self.programs, current_stream(index), *addresses, self.tokens, x_stride, residual_stride, eps)
+        return True
+
+
+def _aligned(
+    x_at: int, residual_at: int | None, weight_at: int | None, pairs_at: int | None, x_stride: int, residual_stride: int
+) -> bool:
+    """What Triton compiled for multiples of 16 can take these; what torch has just allocated is aligned."""
+    bits = x_at | x_stride | residual_stride | (residual_at or 0) | (weight_at or 0) | (pairs_at or 0)
+    return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
 
 
 call_for = lru_cache(maxsize=1 << 16)(Call)
