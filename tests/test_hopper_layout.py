@@ -9,7 +9,7 @@ import torch
 
 from slidesparse.gemm.base import slab_view
 from slidesparse.gemm.hopper import Hopper
-from slidesparse.gemm.hopper_layout import SLABS
+from slidesparse.gemm.hopper_layout import SLABS, step_shapes
 from slidesparse.ops import quantize_lift
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -21,10 +21,12 @@ PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
-def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int) -> PackedWeight:
-    weight = torch.randn(out, columns) * 30
-    weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack(weight, pattern, scale=torch.rand(out) if dtype.itemsize == 1 else None)
+def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: int = 0) -> PackedWeight:
+    weight = torch.randn(out, k_offset + columns) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, k_offset:].contiguous()
+    groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
+    scale = torch.rand(out) if dtype.itemsize == 1 else None
+    return pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
 
 
 def _decoded(packed: PackedWeight) -> np.ndarray:
@@ -50,6 +52,17 @@ def test_the_hardware_reads_the_weight_behind_the_column_map(pattern: str, dtype
         if source >= 0:
             total[:, source] += decoded[:70, column]
     assert np.array_equal(total, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: torch.dtype) -> None:
+    for out, columns, k_offset in ((70, 333, 0), (256, 1024, 0), (257, 16, 0), (70, 400, 3)):
+        packed = _packed(pattern, dtype, out, columns, k_offset % Pattern.parse(pattern).group)
+        order = Hopper.layout.columns(packed)
+        assert order is not None
+        sparse, dense = Hopper().prepare(packed)
+        assert step_shapes(order, dtype.itemsize, out) == (sparse.shape, dense.shape)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -1,4 +1,4 @@
-"""Which calls a whole linear takes, and what its two launches are told: on tensors that no kernel reads."""
+"""Which tensors a whole linear takes, what its two launches are told, and what runs where it takes none."""
 
 from __future__ import annotations
 
@@ -8,39 +8,43 @@ from typing import Any
 import pytest
 import torch
 
+from slidesparse import InputError, ops
 from slidesparse.gemm import hopper_linear
-from slidesparse.gemm.hopper_linear import HopperLinear, checked
+from slidesparse.gemm.hopper_layout import step_shapes
+from slidesparse.gemm.hopper_linear import HopperLinear
 from slidesparse.kernels.columns import Columns
+from slidesparse.linear import SlideLinear
 
 BF16 = torch.bfloat16
-TOKENS, COLUMNS, OUT, WIDTH = 5, 64, 40, 128
-CPU = -1
-"""Index of the device of these tensors."""
+TOKENS, OUT = 5, 40
+COLUMNS = Columns(64, 8, 0, 8, 0, 128, 0)
+VALUES = 8 * COLUMNS.width
+"""Bytes of the lifted values, padded tokens included."""
+
+Weight = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 
 class Launches:
-    """Stands for the lifting call and the product, and keeps what they were told."""
+    """Stands for the lifting call and for the product's run, and keeps what they were told."""
 
-    def __init__(self, tokens: int, first: str, ready: bool = True) -> None:
+    device, slab_bytes = 0, VALUES
+
+    def __init__(self, *, quantised: bool = True, takes: bool = True, ready: bool = True) -> None:
         self.lifted: list[tuple[Any, ...]] = []
         self.multiplied: list[tuple[Any, ...]] = []
-        self.ready = ready
-        self.lift = SimpleNamespace(
-            launch=self._lift,
-            columns=Columns.identity(COLUMNS),
+        self.lift: Any = SimpleNamespace(
+            launch=lambda *arguments: self.lifted.append(arguments),
+            takes=lambda *_: takes,
+            can_launch=lambda *_: ready,
+            columns=COLUMNS,
             source=BF16,
             target=torch.int8,
-            quantised=True,
-            device=SimpleNamespace(index=CPU),
-            tokens=tokens,
-            padded=8,
-            width=WIDTH,
-            shape=(tokens, COLUMNS * (2 if first == "silu_mul" else 1)),
+            quantised=quantised,
+            device=torch.device("cpu"),
+            tokens=TOKENS,
+            width=COLUMNS.width,
+            shape=(TOKENS, COLUMNS.columns),
         )
-
-    def _lift(self, *arguments: Any) -> bool:
-        self.lifted.append(arguments)
-        return self.ready
 
     def launch(self, *arguments: Any) -> None:
         self.multiplied.append(arguments)
@@ -48,114 +52,121 @@ class Launches:
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked.cache_clear()
-    monkeypatch.setattr(hopper_linear, "is_current", lambda device: device == CPU)
+    monkeypatch.setattr(hopper_linear, "is_current", lambda device: device == 0)
     monkeypatch.setattr(
         hopper_linear, "empty_here", lambda rows, columns, dtype: torch.empty(rows, columns, dtype=dtype)
     )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, first: str = "none", tokens: int = TOKENS, *, ready: bool = True) -> Any:
-    launches = Launches(tokens, first, ready)
+def made(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[HopperLinear, Launches]:
+    launches = Launches(**options)
     monkeypatch.setattr(hopper_linear, "find_run", lambda *_: launches)
-    lift: Any = launches.lift
-    return HopperLinear(lift, OUT), launches
+    return HopperLinear(launches.lift, OUT), launches
 
 
-def weight() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    return torch.empty(0), [torch.ones(3), torch.ones(2)], torch.ones(OUT)
+def weight() -> Weight:
+    shapes = step_shapes(COLUMNS, 1, OUT)
+    return torch.empty(0), [torch.empty(shape, dtype=torch.uint8) for shape in shapes], torch.ones(OUT)
 
 
-def test_a_weight_runs_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows() -> torch.Tensor:
+    return torch.ones(TOKENS, COLUMNS.columns, dtype=BF16)
+
+
+def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch)
-    (pairs, operand, scale), x, bias = weight(), torch.ones(TOKENS, COLUMNS, dtype=BF16), torch.ones(OUT)
-    arguments = (x, pairs, operand, scale, bias, None, None, 0.0)
-    assert linear(*arguments) is None
-    assert not launches.lifted
-    linear.learn(pairs, operand, scale)
-    y, total = linear(*arguments)
+    (pairs, operand, scale), x, bias = weight(), rows(), torch.ones(OUT)
+    given = linear(x, pairs, operand, scale, bias, None, None, 0.0)
+    assert given is not None
+    y, total = given
     assert y.shape == (TOKENS, OUT)
     assert y.dtype == BF16
     assert total is None
-    ((device, x_at, *nothing, values_at, scale_at, x_stride, residual_stride, eps),) = launches.lifted
-    assert (device, x_at, x_stride, residual_stride, eps) == (CPU, x.data_ptr(), COLUMNS, 0, 0.0)
-    assert nothing == [None] * 4
-    assert scale_at == values_at + 8 * WIDTH  # behind the values, padding included
+    ((device, *read, total_at, values_at, scale_at, eps),) = launches.lifted
+    assert read == [x.data_ptr(), None, None, None, COLUMNS.columns, 0]
+    assert (device, total_at, scale_at, eps) == (0, None, values_at + VALUES, 0.0)
     sparse, dense = operand
     told = (values_at, scale_at, sparse.data_ptr(), dense.data_ptr(), scale.data_ptr(), bias, y)
     assert launches.multiplied == [told]
 
 
 def test_norms_get_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch, "add_rms_norm")
+    linear, launches = made(monkeypatch)
     pairs, operand, scale = weight()
-    linear.learn(pairs, operand, scale)
-    rows = torch.ones(TOKENS, 3 * COLUMNS, dtype=BF16)
-    x, residual, gain = rows[:, :COLUMNS], rows[:, COLUMNS : 2 * COLUMNS], torch.ones(COLUMNS, dtype=BF16)
-    _, total = linear(x, pairs, operand, scale, None, gain, residual, 1e-6)
+    wide, gain = torch.ones(TOKENS, 3 * COLUMNS.columns, dtype=BF16), torch.ones(COLUMNS.columns, dtype=BF16)
+    x, residual, _ = wide.chunk(3, 1)
+    given = linear(x, pairs, operand, scale, None, gain, residual, 1e-6)
+    assert given is not None
+    total = given[1]
+    assert total is not None
     assert total.shape == x.shape
-    addresses = tuple(tensor.data_ptr() for tensor in (x, residual, total, gain))
-    ((_, *told, _, _, _, x_stride, residual_stride, eps),) = launches.lifted
-    assert tuple(told) == addresses
-    assert (x_stride, residual_stride, eps) == (3 * COLUMNS, 3 * COLUMNS, 1e-6)
+    ((_, *read, total_at, _, _, eps),) = launches.lifted
+    assert read == [x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, *2 * [3 * COLUMNS.columns]]
+    assert (total_at, eps) == (total.data_ptr(), 1e-6)
 
 
-def test_what_is_known_holds_for_all_numbers_of_tokens_and_for_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    (one, _), (other, _) = made(monkeypatch), made(monkeypatch, tokens=1)
-    pairs, operand, scale = weight()
-    one.learn(pairs, operand, scale)
-    x = torch.ones(1, COLUMNS, dtype=BF16)
-    assert other(x, pairs, operand, scale, None, None, None, 0.0) is not None
-    for elsewhere in (([torch.ones(3), operand[1]], scale), (operand, torch.ones(OUT)), (operand, None)):
-        assert other(x, pairs, *elsewhere, None, None, None, 0.0) is None
+def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, launches = made(monkeypatch, quantised=False)
+    pairs, operand, _ = weight()
+    assert linear(rows(), pairs, operand, None, None, None, None, 0.0) is not None
+    ((*_, scale_at, _),) = launches.lifted
+    ((_, scale_x_at, _, _, scale_w_at, *_),) = launches.multiplied
+    assert (scale_at, scale_x_at, scale_w_at) == (None, None, None)
+
+
+SPARSE, DENSE = weight()[1]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("operand", "scale", "bias"),
     [
-        {"x": torch.ones(TOKENS + 1, COLUMNS, dtype=BF16)},
-        {"x": torch.ones(TOKENS, COLUMNS, dtype=torch.float16)},
-        {"x": torch.ones(COLUMNS, TOKENS, dtype=BF16).t()},
-        {"bias": torch.ones(OUT - 1)},
-        {"bias": torch.ones(OUT, dtype=torch.int32)},
-        {"bias": torch.ones(2 * OUT)[::2]},
-        {"gain": torch.ones(COLUMNS)},
-        {"gain": torch.ones(COLUMNS - 1, dtype=BF16)},
-        {"residual": torch.ones(TOKENS, COLUMNS - 1, dtype=BF16)},
-        {"residual": torch.ones(COLUMNS, TOKENS, dtype=BF16).t()},
+        ([SPARSE[:, :0], SPARSE[:, :0]], torch.ones(OUT), None),
+        ([SPARSE, DENSE[:, :1]], torch.ones(OUT), None),
+        ([SPARSE, DENSE.to("meta")], torch.ones(OUT), None),
+        ([SPARSE, DENSE], torch.ones(OUT - 1), None),
+        ([SPARSE, DENSE], torch.ones(OUT, dtype=BF16), None),
+        ([SPARSE, DENSE], torch.ones(2 * OUT)[::2], None),
+        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT - 1)),
+        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
+        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT, device="meta")),
     ],
-    ids=lambda wrong: f"{next(iter(wrong))}-{list(next(iter(wrong.values())).shape)}",
 )
-def test_what_the_kernels_could_not_read_is_left_to_the_parts(
-    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, torch.Tensor]
+def test_a_weight_that_the_kernel_could_not_read_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, operand: list[torch.Tensor], scale: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    linear, launches = made(monkeypatch, "add_rms_norm")
-    pairs, operand, scale = weight()
-    linear.learn(pairs, operand, scale)
-    rows = torch.ones(TOKENS, COLUMNS, dtype=BF16)
-    right = {"x": rows, "bias": torch.ones(OUT), "gain": torch.ones(COLUMNS, dtype=BF16), "residual": rows}
-
-    def run(x: torch.Tensor, bias: torch.Tensor, gain: torch.Tensor, residual: torch.Tensor) -> Any:
-        return linear(x, pairs, operand, scale, bias, gain, residual, 1e-6)
-
-    assert run(**(right | wrong)) is None
+    linear, launches = made(monkeypatch)
+    assert linear(rows(), torch.empty(0), operand, scale, bias, None, None, 0.0) is None
     assert not launches.lifted
-    assert run(**right) is not None
 
 
-def test_no_product_follows_where_nothing_was_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch, ready=False)
+@pytest.mark.parametrize("options", [{"takes": False}, {"ready": False}], ids=str)
+def test_activations_that_the_lifting_call_does_not_take_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    linear, launches = made(monkeypatch, **options)
     pairs, operand, scale = weight()
-    linear.learn(pairs, operand, scale)
-    assert linear(torch.ones(TOKENS, COLUMNS, dtype=BF16), pairs, operand, scale, None, None, None, 0.0) is None
-    assert launches.lifted
-    assert not launches.multiplied
+    assert linear(rows(), pairs, operand, scale, None, None, None, 0.0) is None
+    assert not launches.lifted
 
 
 def test_another_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch)
     pairs, operand, scale = weight()
-    linear.learn(pairs, operand, scale)
     monkeypatch.setattr(hopper_linear, "is_current", lambda _: False)
-    assert linear(torch.ones(TOKENS, COLUMNS, dtype=BF16), pairs, operand, scale, None, None, None, 0.0) is None
+    assert linear(rows(), pairs, operand, scale, None, None, None, 0.0) is None
     assert not launches.lifted
+
+
+def test_the_operator_runs_the_parts_where_the_whole_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.Linear(64, 32).to(BF16)
+    layer = SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend="reference")
+    x, own = torch.randn(3, 64, dtype=BF16), torch.randn(3, 32, dtype=BF16)
+    expected, step = layer(x), ops._step
+    answers: list[tuple[torch.Tensor, None] | None] = [None, (own, None), None]
+    whole = lambda *_: answers.pop(0)  # noqa: E731
+    monkeypatch.setattr(ops, "_step", lambda *sizes: step(*sizes)._replace(whole=whole))
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), own)
+    with pytest.raises(InputError, match="NaN"):
+        layer(x * torch.nan)
+    assert not answers

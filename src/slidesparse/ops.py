@@ -149,10 +149,26 @@ def _lifted(
     residual: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> Parts:
-    """Lifted values in the layout of a backend, their scale, and the new residual, of the operators that lift."""
+    """What the operators that lift give: see :func:`_lifted_by`."""
     call = _kernel_call(backend, first, x.shape[0], x.dtype, dtype, x.device, order)
+    return _lifted_by(call, first, x, column_map, dtype, backend.layout, pairs, weight, residual, eps)
+
+
+def _lifted_by(
+    call: Call | None,
+    first: First,
+    x: torch.Tensor,
+    column_map: torch.Tensor,
+    dtype: torch.dtype,
+    layout: Layout,
+    pairs: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> Parts:
+    """Lifted values in a layout, their scale, and the new residual, by a kernel or by the torch definition."""
     if call is None:
-        return _lifted_by_torch(first, x, column_map, dtype, backend.layout, weight, residual, eps)
+        return _lifted_by_torch(first, x, column_map, dtype, layout, weight, residual, eps)
     return call(dense_rows(x), pairs, weight, None if residual is None else dense_rows(residual), eps)
 
 
@@ -359,9 +375,9 @@ def _multiplied(
     step = _step(switch, first, x.shape[0], x.dtype, x.device)
     column_map, moved, *operand = tensors[step.tensors]
     if step.whole is not None:
-        done = step.whole(x, moved, operand, scale_w, bias, gain, residual, eps)
-        if done is not None:
-            return done
+        given = step.whole(x, moved, operand, scale_w, bias, gain, residual, eps)
+        if given is not None:
+            return given
     if column_map.device != x.device:  # kernels read by address
         raise InputError(
             "activations and weight on two devices",
@@ -369,17 +385,10 @@ def _multiplied(
             needed="one device",
             remedy="move the activations; build the layer on the device on which it runs",
         )
-    if step.call is None:
-        layout = get_backend(step.backend).layout
-        lifted: Parts = _lifted_by_torch(first, x, column_map, step.dtype, layout, gain, residual, eps)
-    else:
-        other = None if residual is None else dense_rows(residual)
-        lifted = step.call(dense_rows(x), moved if moved.numel() else None, gain, other, eps)
+    pairs, layout = moved if moved.numel() else None, get_backend(step.backend).layout
+    lifted = _lifted_by(step.call, first, x, column_map, step.dtype, layout, pairs, gain, residual, eps)
     values, scale_x, total = lifted
-    y = _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend)
-    if step.whole is not None:
-        step.whole.learn(moved, operand, scale_w)
-    return y, total
+    return _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend), total
 
 
 def _linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:

@@ -6,7 +6,7 @@ the sign are zero (FP8 and float weights may hold -0.0).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,14 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
         raise InputError(f"{name} holds NaN or Inf", got=f"{bad} such values", needed="finite weights")
 
 
+def is_vector(
+    vector: torch.Tensor, length: int, device: torch.device, types: Container[torch.dtype] | None = None
+) -> bool:
+    """So many numbers that a kernel can read by address: there, contiguous, of one of these types (None: of any)."""
+    right = vector.numel() == length and vector.is_contiguous() and vector.device == device
+    return right and (types is None or vector.dtype in types)
+
+
 def check_vector(
     name: str,
     vector: torch.Tensor | None,
@@ -94,10 +102,7 @@ def check_vector(
     Raises:
         InputError: It is strided, elsewhere, of another length or of another type.
     """
-    if vector is None:
-        return
-    right = vector.numel() == length and vector.is_contiguous() and vector.device == device
-    if not right or (types is not None and vector.dtype not in types):
+    if vector is not None and not is_vector(vector, length, device, types):
         kind = "" if types is None else f" {' or '.join(map(str, types))}"
         raise InputError(
             name,

@@ -234,9 +234,10 @@ def test_ten_thousand_launches_give_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [13, 199])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-def test_layer_eager_compiled_and_captured(pattern: str, dtype: str, tokens: int) -> None:
-    layer, reference = _layer(pattern, dtype), _layer(pattern, dtype, "reference")
-    x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
+def test_layer_eager_compiled_and_captured(pattern: str, dtype: str, tokens: int, columns: int) -> None:
+    layer = _layer(pattern, dtype, columns=columns)
+    reference = _layer(pattern, dtype, "reference", columns=columns)
+    x = torch.randn(tokens, columns, dtype=BF16, device="cuda")
     eager = layer(x)
     if dtype == "int8":
         assert torch.equal(eager, reference(x))
@@ -254,8 +255,9 @@ def test_layer_eager_compiled_and_captured(pattern: str, dtype: str, tokens: int
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("tokens", [1, 60, 2000])
-def test_a_product_waits_for_what_the_kernel_before_it_writes(tokens: int, dtype: str) -> None:
-    layer, inputs, expected = _layer("4:6@50%", dtype), torch.randn(40, tokens, COLUMNS, dtype=BF16, device="cuda"), []
+def test_a_product_waits_for_what_the_kernel_before_it_writes(tokens: int, dtype: str, columns: int) -> None:
+    layer, expected = _layer("4:6@50%", dtype, columns=columns), []
+    inputs = torch.randn(40, tokens, columns, dtype=BF16, device="cuda")
     for x in inputs:
         torch.cuda.synchronize()  # nothing runs beside these calls
         expected.append(layer(x))
@@ -293,23 +295,36 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call of a HopperLinear, whether it ran or left the linear to be run one by one."""
+    """Of every call of a whole linear, whether it ran, on memory full of poison, or left it to its parts."""
     given: list[bool] = []
-    run = HopperLinear.__call__
+    run, empty = HopperLinear.__call__, hopper_linear.empty_here
 
     def listen(self: HopperLinear, *arguments: Any) -> Any:
         answer = run(self, *arguments)
         given.append(answer is not None)
         return answer
 
+    def poisoned(*sizes: Any) -> torch.Tensor:
+        tensor = empty(*sizes)
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in FP8, huge in the others
+        return tensor
+
     monkeypatch.setattr(HopperLinear, "__call__", listen)
+    monkeypatch.setattr(hopper_linear, "empty_here", poisoned)
     return given
 
 
-def _linears(layer: SlideLinear, tokens: int) -> dict[str, Callable[[], Any]]:
+@pytest.fixture(params=[COLUMNS, ALIGNED])
+def columns(request: pytest.FixtureRequest) -> int:
+    """Columns of a layer that runs by its parts, then of one that runs as a whole."""
+    wide: int = request.param
+    return wide
+
+
+def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, Callable[[], Any]]:
     """The layer behind everything that can stand before it."""
-    x, residual = torch.randn(2, tokens, ALIGNED, dtype=BF16, device="cuda").unbind(0)
-    gain, gate_up = torch.randn(ALIGNED, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
+    x, residual = torch.randn(2, tokens, ALIGNED, dtype=source, device="cuda").unbind(0)
+    gain, gate_up = torch.randn(ALIGNED, dtype=source, device="cuda"), torch.cat([x, residual], 1)
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
     weight = (tensors, layer.weight_scale, layer.bias, layer._switch)
     linears: dict[str, Callable[[], Any]] = {
@@ -327,19 +342,19 @@ def _linears(layer: SlideLinear, tokens: int) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 60, 2000])
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
 def test_a_whole_linear_has_the_bits_of_its_parts(
-    pattern: str, dtype: str, tokens: int, biased: bool, answers: list[bool]
+    pattern: str, dtype: str, tokens: int, biased: bool, answers: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for linear in _linears(_layer(pattern, dtype, biased=biased, columns=ALIGNED), tokens).values():
-        hopper_linear.checked.cache_clear()  # as if no such layer had run before
-        ops._step.cache_clear()
-        answers.clear()
-        by_parts, poison = linear(), torch.full((1 << 24,), 0x7F, dtype=torch.uint8, device="cuda")
-        del poison  # what is allocated next holds it
+    source = {"fp16": FP16, "bf16": BF16}.get(dtype, FP32 if tokens == 60 else BF16)
+    for linear in _linears(_layer(pattern, dtype, biased=biased, columns=ALIGNED), tokens, source).values():
+        linear()  # compiles
         whole = linear()
-        assert answers == [False, True]
+        assert answers.pop()
+        with monkeypatch.context() as apart:
+            apart.setattr(HopperLinear, "__call__", lambda *_: None)
+            by_parts = linear()
         pairs = zip(by_parts, whole, strict=True) if isinstance(whole, tuple) else [(by_parts, whole)]
         assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -375,6 +390,9 @@ def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answer
     for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
         with pytest.raises(InputError, match="bias"):
             ops.linear(x, *weight, wrong, layer._switch)
+    for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
+        with pytest.raises(InputError, match="channel scales"):
+            ops.linear(x, tensors, wrong, None, layer._switch)
     with pytest.raises(InputError, match="activations and weight on two devices"):
         ops.linear(x.cpu(), *weight, None, layer._switch)
     with pytest.raises(InputError, match="activations to lift"):
@@ -390,10 +408,10 @@ def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answer
     assert answers[-1]
 
 
-def test_two_streams() -> None:
-    layers = [_layer("6:8", "int8"), _layer("4:6@50%", "int8")]
+def test_two_streams(columns: int) -> None:
+    layers = [_layer(pattern, "int8", columns=columns) for pattern in ("6:8", "4:6@50%")]
     streams = [torch.cuda.Stream() for _ in layers]
-    inputs = [[torch.randn(m, COLUMNS, dtype=BF16, device="cuda") for m in (1000, 17) * 20] for _ in layers]
+    inputs = [[torch.randn(m, columns, dtype=BF16, device="cuda") for m in (1000, 17) * 20] for _ in layers]
     expected = [[layer(x) for x in xs] for layer, xs in zip(layers, inputs, strict=True)]
     torch.cuda.synchronize()
     found: list[list[torch.Tensor]] = [[], []]
@@ -406,12 +424,15 @@ def test_two_streams() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_second_gpu() -> None:
+def test_a_second_gpu(columns: int) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    layer, x = _layer("6:8", "int8"), torch.randn(100, COLUMNS, dtype=BF16, device="cuda")
+    layer, x = _layer("6:8", "int8", columns=columns), torch.randn(100, columns, dtype=BF16, device="cuda")
     expected = layer(x)
-    assert torch.equal(layer.to("cuda:1")(x.to("cuda:1")).to("cuda:0"), expected)
+    layer, x = layer.to("cuda:1"), x.to("cuda:1")
+    for current in (0, 1, 1):
+        with torch.cuda.device(current):
+            assert torch.equal(layer(x).to("cuda:0"), expected)
 
 
 def forget_kernels() -> None:
@@ -420,12 +441,12 @@ def forget_kernels() -> None:
     ops._step.cache_clear()
 
 
-def test_behind_a_rehearsal_any_batch_can_be_captured() -> None:
+def test_behind_a_rehearsal_any_batch_can_be_captured(columns: int) -> None:
     forget_kernels()
-    layer = _layer("6:8", "int8")
+    layer = _layer("6:8", "int8", columns=columns)
     Rehearsal(3000, BF16).run(layer)
     for tokens in range(1, 3001, 97):
-        x = torch.randn(tokens, COLUMNS, dtype=BF16, device="cuda")
+        x = torch.randn(tokens, columns, dtype=BF16, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = layer(x)
@@ -433,8 +454,8 @@ def test_behind_a_rehearsal_any_batch_can_be_captured() -> None:
         assert torch.equal(captured, layer(x))
 
 
-def test_a_kernel_cannot_be_loaded_while_capturing() -> None:
-    layer, x = _layer("6:8", "int8"), torch.randn(64, COLUMNS, dtype=BF16, device="cuda")
+def test_a_kernel_cannot_be_loaded_while_capturing(columns: int) -> None:
+    layer, x = _layer("6:8", "int8", columns=columns), torch.randn(64, columns, dtype=BF16, device="cuda")
     layer(x)
     forget_kernels()
     with (
@@ -497,6 +518,16 @@ def test_a_thread_that_has_never_called_cuda() -> None:
     arguments = (x, None, operand, packed.scale, None, OUT, BF16)
     expected = backend.matmul(*arguments)
     thread = threading.Thread(target=lambda: results.append(backend.matmul(*arguments)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
+
+
+def test_a_layer_in_such_a_thread(columns: int) -> None:
+    layer, x = _layer("6:8", "int8", columns=columns), torch.randn(100, columns, dtype=BF16, device="cuda")
+    layer(x)  # compiles
+    expected, results = layer(x), []
+    thread = threading.Thread(target=lambda: results.append(layer(x)))
     thread.start()
     thread.join()
     assert torch.equal(results[0], expected)

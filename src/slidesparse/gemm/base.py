@@ -171,7 +171,7 @@ def release(name: str, version: str) -> str:
 
 
 class LinearCall(Protocol):
-    """A whole linear, for one number of tokens and weights of one size and type, with less between its two launches."""
+    """Lifting and multiplying as one, for one number of tokens and weights of one size and type."""
 
     def __call__(
         self,
@@ -184,7 +184,7 @@ class LinearCall(Protocol):
         residual: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The product and the new residual, or None: then one by one, and :meth:`learn` if the weight came through.
+        """Quantise, lift and multiply.
 
         Args:
             x: [M, K], or [M, 2K], as :class:`slidesparse.kernels.quantize_lift.Call` takes it.
@@ -195,11 +195,11 @@ class LinearCall(Protocol):
             gain: [K], the weight of a norm.
             residual: As of the lifting call.
             eps: Of the norm.
-        """
-        ...
 
-    def learn(self, pairs: torch.Tensor, operand: Sequence[torch.Tensor], scale_w: torch.Tensor | None) -> None:
-        """A weight went through :meth:`Backend.matmul`, which checks it, behind the lifting call of this one."""
+        Returns:
+            The product and the new residual. None where it does not take these tensors: nothing was launched, and the
+            lifting call, then :meth:`Backend.matmul`, run them or say what is wrong.
+        """
         ...
 
 
@@ -212,7 +212,10 @@ class Backend(Protocol):
 
     @property
     def linear_call(self) -> Callable[[Call, int], LinearCall] | None:
-        """Makes, of the lifting call for this layout and ``out``, both of at least 1, a :class:`LinearCall`, if any."""
+        """Makes a :class:`LinearCall` of a lifting call, for at least one token, and of a weight's rows, at least one.
+
+        None: there is no such thing, and a linear is the lifting call, then :meth:`matmul`.
+        """
         ...
 
     def __hash__(self) -> int:

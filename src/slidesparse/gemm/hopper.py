@@ -83,7 +83,7 @@ class Hopper:
         if sparse.get_device() != device or dense.get_device() != device:
             raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
-        run = find_run(x.shape, x.dtype, operand, out_features, out_dtype, device)
+        run = find_run(x.shape, x.dtype, sparse.shape, dense.shape, out_features, out_dtype, device)
         check_slabs(x, run.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slidesparse.kernels.columns import CHUNK_BYTES, SLAB_BYTES, Slabs, swizzled
+from slidesparse.kernels.columns import CHUNK_BYTES, SLAB_BYTES, Columns, Slabs, swizzled
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.slide import metadata
 from slidesparse.support import as_bits
@@ -35,6 +35,20 @@ ZERO_NIBBLE = 0x4
 def step_bytes(itemsize: int) -> int:
     """Bytes of a row block in a 2:4 step: values, then 1024 bytes of metadata for 8-bit types, 512 for 16-bit ones."""
     return ROWS * STEP_BYTES + 1024 // itemsize
+
+
+def step_shapes(columns: Columns, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
+    """Of what :func:`sparse_steps` and :func:`dense_steps` give.
+
+    Args:
+        columns: The packed column order in slabs.
+        itemsize: Bytes of a weight.
+        out_features: Rows of the weight.
+    """
+    tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
+    sparse = (tiles, columns.slid_columns // slab, BLOCKS, step_bytes(itemsize))
+    dense = (tiles, 2 * (columns.dense_columns // slab), BLOCKS, ROWS * STEP_BYTES)
+    return torch.Size(sparse), torch.Size(dense)
 
 
 def sparse_steps(packed: PackedWeight) -> torch.Tensor:

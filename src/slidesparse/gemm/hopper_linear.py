@@ -1,38 +1,27 @@
 """A whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the two launches.
 
-One by one, the two cost the host more than their launches do: tensors to make for what stands between them, and checks
-of everything that a kernel reads by its address. In a model of small layers that is more than the GPU needs. Here one
-piece of memory holds the lifted values and their scales, and a weight is checked once: whoever calls runs it one by one
-the first time, which checks all of it, and then lets :meth:`HopperLinear.learn` remember where its tensors are.
+Run one by one, the two cost the host more than their launches do: each makes tensors of its own and checks, in general
+terms, everything that its kernel reads by address. In a model of small layers that is more than the GPU needs. Here
+all that does not depend on the tensors is worked out once, and one piece of memory holds lifted values and scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from slidesparse.gemm.hopper_launch import BIAS_TYPES
-from slidesparse.gemm.hopper_run import Run, find_run
-from slidesparse.kernels.columns import Columns
+from slidesparse.gemm.hopper_layout import step_shapes
+from slidesparse.gemm.hopper_run import find_run
 from slidesparse.kernels.launcher import empty_here, is_current
+from slidesparse.support import is_vector
 
 if TYPE_CHECKING:
     from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
-Addresses: TypeAlias = tuple[int, int, int, int]
-"""Of a weight's index of pairs, its 2:4 and its dense segment, and its scales; 0 for what it has not."""
-
-
-@lru_cache(maxsize=4096)
-def checked(columns: Columns, dtype: torch.dtype, out_features: int, device: int) -> set[Addresses]:
-    """Where weights of this size and type are that were checked, on a device.
-
-    What is at such an address later is a weight of the same kind: only layers of that size and type ask here.
-    """
-    return set()
+FLOAT32 = (torch.float32,)
 
 
 class HopperLinear:
@@ -41,15 +30,20 @@ class HopperLinear:
     Args:
         lift: Quantises and lifts them.
         out_features: Rows of the weights.
+
+    Raises:
+        UnsupportedError: See :func:`slidesparse.gemm.hopper_launch.load`.
     """
 
-    __slots__ = ("_checked", "_device", "_lift", "_out", "_run", "_scales_start", "_workspace")
+    __slots__ = ("_dense", "_lift", "_out", "_run", "_scales_start", "_sparse", "_workspace")
 
     def __init__(self, lift: Call, out_features: int) -> None:
-        self._lift, self._out, self._device = lift, out_features, lift.device.index
-        self._run: Run | None = None
-        self._checked = checked(lift.columns, lift.target, out_features, self._device)
-        self._scales_start = lift.padded * lift.width * lift.target.itemsize  # whole rows of slabs
+        activations, index = torch.Size((lift.tokens, lift.width)), lift.device.index
+        self._lift, self._out = lift, out_features
+        self._sparse, self._dense = step_shapes(lift.columns, lift.target.itemsize, out_features)
+        sizes = activations, lift.target, self._sparse, self._dense, out_features
+        self._run = find_run(*sizes, lift.source, index)
+        self._scales_start = self._run.slab_bytes  # a multiple of a slab's row
         self._workspace = self._scales_start + 4 * lift.tokens * lift.quantised
 
     def __call__(
@@ -64,62 +58,35 @@ class HopperLinear:
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """See :class:`slidesparse.gemm.base.LinearCall`."""
-        lift, device = self._lift, self._device
-        weight = _addresses(pairs, operand, scale_w)
-        if not (weight in self._checked and is_current(device) and self._takes(x, bias, gain, residual)):
+        lift, run, (sparse, dense) = self._lift, self._run, operand
+        if not (is_current(run.device) and lift.takes(x, pairs, gain, residual)):
             return None
-        total, total_at, residual_at, residual_stride = None, None, None, 0
-        if residual is not None:
-            total = empty_here(*lift.shape, lift.source)
-            total_at, residual_at, residual_stride = total.data_ptr(), residual.data_ptr(), residual.stride()[0]
+        if not self._takes(sparse, dense, scale_w, bias):
+            return None
+        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
         gain_at = None if gain is None else gain.data_ptr()
-        pairs_at, sparse_at, dense_at, scale_w_at = weight
+        read = x.data_ptr(), residual_at, gain_at, pairs.data_ptr() or None, x.stride()[0], residual_stride
+        if not lift.can_launch(*read):
+            return None
+        total = None if residual is None else empty_here(*lift.shape, lift.source)
+        total_at = None if total is None else total.data_ptr()
         workspace = empty_here(1, self._workspace, torch.uint8)
         values_at = workspace.data_ptr()
         scale_at = values_at + self._scales_start if lift.quantised else None
-        read = x.data_ptr(), residual_at, total_at, gain_at, pairs_at or None
-        if not lift.launch(device, *read, values_at, scale_at, x.stride()[0], residual_stride, eps):
-            return None
-        y = empty_here(lift.tokens, self._out, lift.source)
-        run = self._run or self._resolve(operand)
-        run.launch(values_at, scale_at, sparse_at, dense_at, scale_w_at or None, bias, y)
+        lift.launch(run.device, *read, total_at, values_at, scale_at, eps)
+        y = empty_here(lift.tokens, self._out, lift.source)  # while the GPU lifts
+        scale_w_at = None if scale_w is None else scale_w.data_ptr()
+        run.launch(values_at, scale_at, sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias, y)
         return y, total
 
-    def learn(self, pairs: torch.Tensor, operand: Sequence[torch.Tensor], scale_w: torch.Tensor | None) -> None:
-        """See :class:`slidesparse.gemm.base.LinearCall`."""
-        self._checked.add(_addresses(pairs, operand, scale_w))
-
     def _takes(
-        self,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        self, sparse: torch.Tensor, dense: torch.Tensor, scale_w: torch.Tensor | None, bias: torch.Tensor | None
     ) -> bool:
-        """What comes with the weight is as the kernels read it; where it is not, one by one says what is wrong."""
-        lift = self._lift
-        if not self._is_rows(x) or (residual is not None and not self._is_rows(residual)):
+        device = self._lift.device
+        if sparse.shape != self._sparse or dense.shape != self._dense:
             return False
-        if gain is not None and not self._is_vector(gain, lift.columns.columns, (lift.source,)):
+        if sparse.device != device or dense.device != device:
             return False
-        return bias is None or self._is_vector(bias, self._out, BIAS_TYPES)
-
-    def _is_rows(self, x: torch.Tensor) -> bool:
-        lift = self._lift
-        same = x.shape == lift.shape and x.dtype == lift.source and x.get_device() == self._device
-        return same and x.stride()[1] == 1
-
-    def _is_vector(self, vector: torch.Tensor, length: int, types: Container[torch.dtype]) -> bool:
-        fits = vector.numel() == length and vector.dtype in types and vector.is_contiguous()
-        return fits and vector.get_device() == self._device
-
-    def _resolve(self, operand: Sequence[torch.Tensor]) -> Run:
-        lift = self._lift
-        activations = torch.Size((lift.tokens, lift.width))
-        self._run = find_run(activations, lift.target, operand, self._out, lift.source, self._device)
-        return self._run
-
-
-def _addresses(pairs: torch.Tensor, operand: Sequence[torch.Tensor], scale_w: torch.Tensor | None) -> Addresses:
-    sparse, dense = operand
-    return pairs.data_ptr(), sparse.data_ptr(), dense.data_ptr(), 0 if scale_w is None else scale_w.data_ptr()
+        if scale_w is not None and not is_vector(scale_w, self._out, device, FLOAT32):
+            return False
+        return bias is None or is_vector(bias, self._out, device, BIAS_TYPES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -85,7 +84,8 @@ class Run(NamedTuple):
 def find_run(
     activations: torch.Size,
     dtype: torch.dtype,
-    operand: Sequence[torch.Tensor],
+    sparse: torch.Size,
+    dense: torch.Size,
     out_features: int,
     out_dtype: torch.dtype,
     device: int,
@@ -95,7 +95,8 @@ def find_run(
     Args:
         activations: [M, K'].
         dtype: Their type, and the weight's.
-        operand: Steps of the 2:4 segment, and of the dense one.
+        sparse: Of the steps of the 2:4 segment (gemm/hopper_layout.py).
+        dense: Of the steps of the dense one.
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
@@ -104,9 +105,8 @@ def find_run(
         InputError: The sizes do not fit each other, or there is no such output.
         UnsupportedError: See :func:`slidesparse.gemm.hopper_launch.load`.
     """
-    sparse, dense = operand
-    tile = choose_tile(activations[0], out_features, sparse.shape[1], dense.shape[1] // 2)
-    return _run(activations, dtype, sparse.shape, dense.shape, out_features, out_dtype, tile, device)
+    tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
+    return _run(activations, dtype, sparse, dense, out_features, out_dtype, tile, device)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -105,6 +105,11 @@ class Columns:
         ]
 
     @property
+    def index_dtype(self) -> torch.dtype:
+        """Type of ``pairs``."""
+        return index_dtype(self.columns)
+
+    @property
     def width(self) -> int:
         """Packed columns K'."""
         return self.dense_columns + self.slid_columns
@@ -156,7 +161,12 @@ def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
     # Where one column of a pair does not exist (an odd k_offset, an odd K) the other one tells.
     first, second = column_map[::2], column_map[1::2]
     pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
-    return pairs.to(torch.int16 if columns < 2**15 else torch.int32)
+    return pairs.to(index_dtype(columns))
+
+
+def index_dtype(columns: int) -> torch.dtype:
+    """The narrowest type for indices of so many columns."""
+    return torch.int16 if columns < 2**15 else torch.int32
 
 
 def swizzled(chunks: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_s
 from slidesparse.kernels.plan import First, Plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.quant import QUANTISED
+from slidesparse.support import is_vector
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -151,7 +152,8 @@ class Call:
         Raises:
             InputError: As :func:`quantize_lift`.
         """
-        self._check(x, pairs, weight, residual)
+        if not self.takes(x, pairs, weight, residual):
+            raise self._refusal(x, pairs, weight, residual)
         index = x.get_device()
         if index < 0 or is_current(index):
             return self._run(index, x, pairs, weight, residual, eps)
@@ -160,49 +162,49 @@ class Call:
 
     # A launch passes addresses, which say neither how much lies behind them nor where and of what type it is.
 
-    def _check(
+    def takes(
         self,
         x: torch.Tensor,
         pairs: torch.Tensor | None,
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> None:
-        if x.shape != self.shape or x.stride(1) != 1:
-            raise InputError(
-                "activations to lift",
-                got=f"{list(x.shape)} {x.dtype}, strides {x.stride()}",
-                needed=f"{list(self.shape)} {self.source}, columns contiguous",
-            )
-        if self.gathered:
-            self._check_pairs(pairs)
-        if self.first in NORMS:
-            self._check_norm(weight, residual)
+    ) -> bool:
+        """Whether these are what this call was made for: their sizes, strides, types and device."""
+        return (
+            self._is_rows(x)
+            and (not self.gathered or self._is_index(pairs))
+            and (self.first not in NORMS or self._is_gain(weight))
+            and (self.first != "add_rms_norm" or self._is_rows(residual))
+        )
 
-    def _check_pairs(self, pairs: torch.Tensor | None) -> None:
-        count, dtype = self.columns.width // 2, torch.int16 if self.columns.columns < 2**15 else torch.int32
-        right = pairs is not None and pairs.shape == (count,) and pairs.dtype == dtype and pairs.is_contiguous()
-        if pairs is None or not right:
-            got = "none" if pairs is None else f"{list(pairs.shape)} {pairs.dtype}, strides {pairs.stride()}"
-            raise InputError("index of pairs", got=got, needed=f"[{count}] {dtype}, contiguous")
-        self._check_device(pairs)
+    def _is_rows(self, x: torch.Tensor | None) -> bool:
+        if x is None or x.shape != self.shape or x.dtype != self.source:
+            return False
+        return x.stride()[1] == 1 and x.device == self.device
 
-    def _check_norm(self, weight: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-        (_, columns), dtype = self.shape, self.source
-        if weight is None or weight.shape != (columns,) or weight.dtype != dtype or not weight.is_contiguous():
-            got = "none" if weight is None else f"{list(weight.shape)} {weight.dtype}"
-            raise InputError("weight of RMSNorm", got=got, needed=f"[{columns}] {dtype}, contiguous")
-        self._check_device(weight)
-        if self.first != "add_rms_norm":
-            return
-        right = residual is not None and residual.shape == self.shape and residual.dtype == dtype
-        if residual is None or not right or residual.stride(1) != 1:
-            got = "none" if residual is None else f"{list(residual.shape)} {residual.dtype}, {residual.stride()}"
-            raise InputError("residual", got=got, needed=f"{list(self.shape)} {dtype}, columns contiguous")
-        self._check_device(residual)
+    def _is_index(self, pairs: torch.Tensor | None) -> bool:
+        return pairs is not None and is_vector(pairs, self.width // 2, self.device, (self.columns.index_dtype,))
 
-    def _check_device(self, other: torch.Tensor) -> None:
-        if other.device != self.device:
-            raise InputError("tensors to quantise and lift", got=f"{self.device}, {other.device}", needed="one device")
+    def _is_gain(self, weight: torch.Tensor | None) -> bool:
+        return weight is not None and is_vector(weight, self.columns.columns, self.device, (self.source,))
+
+    def _refusal(
+        self,
+        x: torch.Tensor,
+        pairs: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> InputError:
+        rows = f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
+        if not self._is_rows(x):
+            return InputError("activations to lift", got=_described(x), needed=rows)
+        if self.gathered and not self._is_index(pairs):
+            needed = f"{self.width // 2} {self.columns.index_dtype} numbers on {self.device}, contiguous"
+            return InputError("index of pairs", got=_described(pairs), needed=needed)
+        if self.first in NORMS and not self._is_gain(weight):
+            needed = f"{self.columns.columns} {self.source} numbers on {self.device}, contiguous"
+            return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
+        return InputError("residual", got=_described(residual), needed=rows)
 
     def _run(
         self,
@@ -240,56 +242,59 @@ class Call:
         weight_at = None if weight is None else weight.data_ptr()
         pairs_at = None if pairs is None else pairs.data_ptr()
         scale_at = None if scale is None else scale.data_ptr()
-        read, strides = (x.data_ptr(), residual_at, total_at, weight_at, pairs_at), (x.stride(0), residual_stride)
-        if self.launch(index, *read, values.data_ptr(), scale_at, *strides, eps):
+        read = x.data_ptr(), residual_at, weight_at, pairs_at, x.stride(0), residual_stride
+        if self.can_launch(*read):
+            self.launch(index, *read, total_at, values.data_ptr(), scale_at, eps)
             return
         if self.quantised:
             values = values.view(torch.int16 if self.plan.held else torch.int8)
-        tensors = (x, residual, total, weight, pairs, values, scale)
-        aligned = _aligned(x.data_ptr(), residual_at, weight_at, pairs_at, *strides)
-        self.launcher.compile_and_launch(self.programs, (*tensors, self.tokens, *strides, float(eps)), aligned)
+        arguments = (x, residual, total, weight, pairs, values, scale, self.tokens, *read[-2:], float(eps))
+        self.launcher.compile_and_launch(self.programs, arguments, _aligned(*read))
+
+    def can_launch(
+        self,
+        x_at: int,
+        residual_at: int | None,
+        weight_at: int | None,
+        pairs_at: int | None,
+        x_stride: int,
+        residual_stride: int,
+    ) -> bool:
+        """Whether a kernel is compiled, and takes these: see :meth:`launch`."""
+        return self.launcher.ready and _aligned(x_at, residual_at, weight_at, pairs_at, x_stride, residual_stride)
 
     def launch(
         self,
         index: int,
         x_at: int,
         residual_at: int | None,
-        total_at: int | None,
         weight_at: int | None,
         pairs_at: int | None,
-        values_at: int,
-        scale_at: int | None,
         x_stride: int,
         residual_stride: int,
+        total_at: int | None,
+        values_at: int,
+        scale_at: int | None,
         eps: float,
-    ) -> bool:
-        """Launch by addresses alone, if a kernel is compiled and they are as aligned as it takes them.
-
-        Nothing else is checked here.
+    ) -> None:
+        """Launch by addresses, of which nothing is checked; :meth:`can_launch` must hold.
 
         Args:
             index: Of the device, which is the current one.
             x_at: Address of the activations.
             residual_at: Of the residual; None where the kernel reads none, as below.
-            total_at: Of the new residual [M, K], contiguous.
             weight_at: Of the weight of the norm.
             pairs_at: Of the pairs.
-            values_at: Of memory for the values, ``padded`` rows of ``width``; a multiple of 16.
-            scale_at: Of memory for M scales, likewise.
             x_stride: Elements between two rows of the activations.
             residual_stride: Of the residual; 0 without.
+            total_at: Of memory for the new residual [M, K]; a multiple of 16, as below.
+            values_at: Of memory for the values, ``padded`` rows of ``width``.
+            scale_at: Of memory for M scales; None where nothing is quantised.
             eps: Of the norm.
-
-        Returns:
-            Whether it was launched.
         """
-        launcher = self.launcher
-        aligned = _aligned(x_at, residual_at, weight_at, pairs_at, x_stride, residual_stride)
-        if not (aligned and launcher.ready):
-            return False
         addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values_at, scale_at)
-        launcher.launch(self.programs, current_stream(index), *addresses, self.tokens, x_stride, residual_stride, eps)
-        return True
+        numbers = (self.tokens, x_stride, residual_stride, eps)
+        self.launcher.launch(self.programs, current_stream(index), *addresses, *numbers)
 
 
 def _aligned(
@@ -298,6 +303,12 @@ def _aligned(
     """What Triton compiled for multiples of 16 can take these; what torch has just allocated is aligned."""
     bits = x_at | x_stride | residual_stride | (residual_at or 0) | (weight_at or 0) | (pairs_at or 0)
     return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
 
 
 call_for = lru_cache(maxsize=1 << 16)(Call)
