@@ -136,12 +136,51 @@ def test_larger_graphs_are_for_all_engines_and_make_tables_of_their_own(pretend:
     assert {"vllm_prefill_graphs_to_2048_tokens_int8_speedup.csv"} <= {file.name for file in files}
 
 
+def test_engines_alone_start_one_after_the_other_dense_first_and_last(pretend: None, tmp_path: Path) -> None:
+    running: list[int] = []
+
+    class Alone(Pretender):
+        def __init__(self, options: EngineOptions) -> None:
+            assert not running
+            super().__init__(options)
+            running.append(len(Pretender.started))
+            self.seconds *= 1.5 if len(Pretender.started) == 4 else 1  # dense, again, on a slower machine
+
+        def stop(self) -> None:
+            assert running.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "Engine", Alone)
+        records = run(replace(PROFILE, alone=True), tmp_path / "alone.jsonl")
+    assert not running
+    assert [options.plugin for options in Pretender.started] == [False, True, True, False]
+    times = [record for record in records if record.case.benchmark == ENGINE]
+    assert [(r.case.layer, r.variant) for r in times] == [
+        (f"{kind}, one engine at a time", variant) for kind in ("prefill", "decode") for variant in SECONDS
+    ]
+    medians = [r.timing.median_us for r in times[:3] if r.timing]
+    assert medians == pytest.approx([3e6 * seconds for seconds in SECONDS.values()])
+    assert [r.noise for r in times] == pytest.approx(6 * [0.5])
+    for benchmark in (KERNELS, STEP_KERNELS):
+        assert len([record for record in records if record.case.benchmark == benchmark]) == 3 * 4
+    page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
+    assert "### C, prefill, one engine at a time, INT8: speed-up" in page
+
+
+def test_an_engine_alone_that_does_not_start_is_recorded(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, patterns=("6:8",), backends=("cusparselt", "hopper"), alone=True)
+    records = run(profile, tmp_path / "records.jsonl")
+    assert [r.why_not is not None for r in records[:3]] == [True, False, False]
+    assert [r.algorithm for r in records[:3]] == ["cusparselt", "", "hopper"]
+
+
 def test_the_command_line_reaches_the_engines(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(vllm.PROFILES, "quick", PROFILE)
-    command = ["bench", "vllm", "--graphs", "2048", "--tokens", "65536", "--out", str(tmp_path / "records.jsonl")]
-    assert main(command) == 0
+    command = ["bench", "vllm", "--graphs", "2048", "--tokens", "65536", "--alone"]
+    assert main([*command, "--out", str(tmp_path / "records.jsonl")]) == 0
+    assert len(Pretender.started) == 4
     assert "records" in capsys.readouterr().out
     layer = model_config("Qwen2.5-7B", 1)
     cached = 4 * layer["num_key_value_heads"] * layer["head_dim"] * 2 * BATCHED_TOKENS  # of the 65536

@@ -167,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 5)")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
+    engine.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
@@ -337,8 +338,8 @@ def _bench(options: argparse.Namespace) -> int:
     if options.benchmark == "vllm":
         return _bench_vllm(options)
     engines = options.sequences, options.rounds, options.layers, options.graphs, options.scratch
-    if any(value is not None for value in engines):
-        raise InputError("--sequences, --rounds, --layers, --graphs and --scratch", needed="bench vllm")
+    if options.alone or any(value is not None for value in engines):
+        raise InputError("--sequences, --rounds, --layers, --graphs, --alone and --scratch", needed="bench vllm")
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -369,6 +370,7 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         layers=options.layers,
         graphs=options.graphs,
+        alone=options.alone,
         backends=options.backends,
     )
     records = vllm.run(profile, options.out, options.scratch)

@@ -9,7 +9,8 @@ round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a 
 * kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for
   vLLM's own choice of CUDA graphs.
 
-With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each.
+With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each. Engines that wait beside the one
+that is measured have their share of the machine; with ``alone`` one runs after the other, dense first and last.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +69,8 @@ class EngineProfile:
         backends: ``auto`` or backends' names, each for all sparse layers of engines of its own.
         graphs: Tokens of the largest batch that all engines, the dense one too, keep CUDA graphs for; None for vLLM's
             own choice, 512.
+        alone: Start and measure one engine after the other, as a server has the machine for itself. What the clocks do
+            meanwhile then shows as a difference between engines, so ``noise`` is that of dense first and last.
     """
 
     models: tuple[str, ...]
@@ -79,14 +82,20 @@ class EngineProfile:
     layers: int | None = None
     backends: tuple[str, ...] = (AUTO,)
     graphs: int | None = None
+    alone: bool = False
 
     def variants(self) -> list[Variant]:
         """The engines: dense, then every pattern on every backend."""
         return [Variant(DENSE, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
 
     def kind(self, what: str) -> str:
-        """``prefill`` or ``decode`` as records call it, which do not mix graphs of different sizes."""
-        return what if self.graphs is None else f"{what}, graphs to {self.graphs} tokens"
+        """``prefill`` or ``decode`` as records call it, which do not mix what was measured in different ways."""
+        graphs = "" if self.graphs is None else f", graphs to {self.graphs} tokens"
+        return what + graphs + (", one engine at a time" if self.alone else "")
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """What is timed, and how large."""
+        return [("prefill", m) for m in self.prefill] + [("decode", m) for m in self.decode]
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,9 @@ class Variant:
 
 Engines: TypeAlias = dict[Variant, Engine]
 """Dense first."""
+
+Start: TypeAlias = Callable[[Variant], AbstractContextManager[Engine]]
+"""Starts the engine of a variant, and stops it in the end."""
 
 PROFILES = {
     "quick": EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "4:6", "6:8"), (1024, 4096, 16384), (64, 256)),
@@ -129,6 +141,7 @@ def adapt(
     layers: int | None = None,
     backends: Sequence[str] | None = None,
     graphs: int | None = None,
+    alone: bool = False,
 ) -> EngineProfile:
     """A profile with a user's choices.
 
@@ -157,6 +170,7 @@ def adapt(
         layers=layers or profile.layers,
         backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
         graphs=graphs or profile.graphs,
+        alone=alone or profile.alone,
     )
 
 
@@ -190,23 +204,67 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
 
 
 def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | None) -> Iterator[Record]:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+
+        @contextmanager
+        def held(variant: Variant) -> Iterator[Engine]:
+            engine = Engine(_engine_options(profile, model, dtype, variant, Path(folder)))
+            try:
+                yield engine
+            finally:
+                engine.stop()
+
+        measure = _one_after_the_other if profile.alone else _side_by_side
+        yield from measure(profile, Case(ENGINE, model, "", dtype, 0, 0, 0), held)
+
+
+def _side_by_side(profile: EngineProfile, case: Case, held: Start) -> Iterator[Record]:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch)))
-        engines: Engines = {}
-        for variant in profile.variants():
-            engines[variant] = Engine(_engine_options(profile, model, dtype, variant, folder))
-            stack.callback(engines[variant].stop)
-        yield from _failures(engines, Case(ENGINE, model, "", dtype, 0, 0, 0))
-        weights = {variant: round(1e9 * engine.call("weights_gb")) for variant, engine in engines.items()}
-        for kind, sizes in (("prefill", profile.prefill), ("decode", profile.decode)):
-            for size in sizes:
-                case = Case(ENGINE, model, profile.kind(kind), dtype, size, 0, 0)
-                yield from _records(weights, case, _times(engines, kind, size, profile))
-        if profile.graphs is not None:
-            return
-        yield from _kernel_records(engines, "prefill", Case(KERNELS, model, "", dtype, BATCHED_TOKENS, 0, 0))
-        for size in profile.decode:
-            yield from _kernel_records(engines, "decode", Case(STEP_KERNELS, model, "", dtype, size, 0, 0))
+        engines = {variant: stack.enter_context(held(variant)) for variant in profile.variants()}
+        yield from _failures(engines, case)
+        weights = {variant: _weights(engine) for variant, engine in engines.items()}
+        for kind, size in profile.sizes():
+            times = _times_in_turn(engines, kind, size, profile.rounds)
+            yield from _records(weights, replace(case, layer=profile.kind(kind), tokens=size), times)
+        yield from _kernels(profile, case, engines)
+
+
+def _one_after_the_other(profile: EngineProfile, case: Case, held: Start) -> Iterator[Record]:
+    weights: dict[Variant, int] = {}
+    turns: list[dict[tuple[str, int], _Times]] = []
+    kernels: list[Record] = []
+    variants = profile.variants()
+    for variant in (*variants, variants[0]):  # dense again behind all others
+        with held(variant) as engine:
+            engines = {variant: engine}
+            yield from _failures(engines, case)
+            if not engines:
+                continue
+            turns.append({what: _times_alone(variant, engine, *what, profile.rounds) for what in profile.sizes()})
+            if variant not in weights:
+                weights[variant] = _weights(engine)
+                kernels += _kernels(profile, case, engines)
+    for kind, size in profile.sizes():
+        first, *_, last = parts = [turn[kind, size] for turn in turns]
+        seconds = {variant: taken for part in parts[:-1] for variant, taken in part.seconds.items()}
+        (again,) = last.seconds.values()
+        times = _Times(first.started, (first.clocks[0], last.clocks[1]), seconds, again)
+        yield from _records(weights, replace(case, layer=profile.kind(kind), tokens=size), times)
+    yield from kernels
+
+
+def _weights(engine: Engine) -> int:
+    taken: float = engine.call("weights_gb")
+    return round(1e9 * taken)
+
+
+def _kernels(profile: EngineProfile, case: Case, engines: Engines) -> Iterator[Record]:
+    """Of vLLM's own choice of graphs."""
+    if profile.graphs is not None:
+        return
+    yield from _kernel_records(engines, "prefill", replace(case, benchmark=KERNELS, tokens=BATCHED_TOKENS))
+    for size in profile.decode:
+        yield from _kernel_records(engines, "decode", replace(case, benchmark=STEP_KERNELS, tokens=size))
 
 
 def _failures(engines: Engines, case: Case) -> Iterator[Record]:
@@ -275,18 +333,29 @@ class _Times:
         return abs(first - second) / first
 
 
-def _times(engines: Engines, kind: str, size: int, profile: EngineProfile) -> _Times:
+def _times_in_turn(engines: Engines, kind: str, size: int, rounds: int) -> _Times:
     started, before = now(), environment.clocks()
     dense = next(iter(engines.values()))
     seconds: dict[Variant, list[float]] = {variant: [] for variant in engines}
     again, after = [], before
-    for turn in range(profile.rounds + 1):  # the first one warms up: plans, allocations, clocks
+    for turn in range(rounds + 1):  # the first one warms up: plans, allocations, clocks
         for variant, engine in engines.items():
             seconds[variant].append(engine.call(kind, size, turn))
         dense.ask(kind, size, turn)
         after = environment.clocks()
         again.append(dense.answer())
     return _Times(started, (before, after), {variant: times[1:] for variant, times in seconds.items()}, again[1:])
+
+
+def _times_alone(variant: Variant, engine: Engine, kind: str, size: int, rounds: int) -> _Times:
+    """Of one engine; ``again`` is empty."""
+    started, before = now(), environment.clocks()
+    seconds, after = [], before
+    for turn in range(rounds + 1):  # likewise
+        engine.ask(kind, size, turn)
+        after = environment.clocks()
+        seconds.append(engine.answer())
+    return _Times(started, (before, after), {variant: seconds[1:]}, ())
 
 
 def _records(weights: Mapping[Variant, int], case: Case, times: _Times) -> Iterator[Record]:

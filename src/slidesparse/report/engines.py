@@ -23,12 +23,12 @@ def engine_tables(found: Sequence[Comparison]) -> list[Table]:
     return [table for key in sorted(groups, key=_order) for table in _tables(*key, groups[key])]
 
 
-def _order(group: tuple[str, str]) -> tuple[int, int, int]:
-    """Prefill before decode, vLLM's own graphs before those of a size asked for, by type."""
+def _order(group: tuple[str, str]) -> tuple[int, int, bool, int]:
+    """Prefill before decode, vLLM's own graphs and engines side by side before what was asked for, by type."""
     kind, dtype = group
-    name, _, graphs = kind.partition(",")
-    size = int("".join(filter(str.isdigit, graphs)) or 0)
-    return list(NAMES).index(name), size, list(DTYPES).index(dtype)
+    name, _, way = kind.partition(",")
+    size = int("".join(filter(str.isdigit, way)) or 0)
+    return list(NAMES).index(name), size, "one engine" in way, list(DTYPES).index(dtype)
 
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
@@ -40,8 +40,8 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 
     def table(what: str, title: str, values: list[list[float | None]], shown: str) -> Table:
         rows = tuple((*_lead(point), *row, _noise(point)) for point, row in zip(ordered, values, strict=True))
-        name, comma, graphs = kind.partition(",")  # EngineProfile.kind
-        heading = f"{NAMES[name]}{comma}{graphs}, {dtype.upper()}: {title}"
+        name, comma, way = kind.partition(",")  # EngineProfile.kind
+        heading = f"{NAMES[name]}{comma}{way}, {dtype.upper()}: {title}"
         return Table(
             f"vllm_{'_'.join(kind.replace(',', '').split())}_{dtype}_{what}",
             heading,
