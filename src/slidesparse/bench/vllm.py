@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -114,7 +114,7 @@ class Variant:
 Engines: TypeAlias = dict[Variant, Engine]
 """Dense first."""
 
-Start: TypeAlias = Callable[[Variant], AbstractContextManager[Engine]]
+Held: TypeAlias = Callable[[Variant], AbstractContextManager[Engine]]
 """Starts the engine of a variant, and stops it in the end."""
 
 PROFILES = {
@@ -218,20 +218,22 @@ def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | Non
         yield from measure(profile, Case(ENGINE, model, "", dtype, 0, 0, 0), held)
 
 
-def _side_by_side(profile: EngineProfile, case: Case, held: Start) -> Iterator[Record]:
+def _side_by_side(profile: EngineProfile, case: Case, held: Held) -> Iterator[Record]:
     with ExitStack() as stack:
         engines = {variant: stack.enter_context(held(variant)) for variant in profile.variants()}
         yield from _failures(engines, case)
         weights = {variant: _weights(engine) for variant, engine in engines.items()}
+        each = list(engines.values())
         for kind, size in profile.sizes():
-            times = _times_in_turn(engines, kind, size, profile.rounds)
+            started, clocks, (*seconds, again) = _rounds([*each, each[0]], kind, size, profile.rounds)
+            times = _Times(started, clocks, dict(zip(engines, seconds, strict=True)), again)
             yield from _records(weights, replace(case, layer=profile.kind(kind), tokens=size), times)
         yield from _kernels(profile, case, engines)
 
 
-def _one_after_the_other(profile: EngineProfile, case: Case, held: Start) -> Iterator[Record]:
+def _one_after_the_other(profile: EngineProfile, case: Case, held: Held) -> Iterator[Record]:
     weights: dict[Variant, int] = {}
-    turns: list[dict[tuple[str, int], _Times]] = []
+    turns: list[dict[tuple[str, int], _Rounds]] = []
     kernels: list[Record] = []
     variants = profile.variants()
     for variant in (*variants, variants[0]):  # dense again behind all others
@@ -240,15 +242,15 @@ def _one_after_the_other(profile: EngineProfile, case: Case, held: Start) -> Ite
             yield from _failures(engines, case)
             if not engines:
                 continue
-            turns.append({what: _times_alone(variant, engine, *what, profile.rounds) for what in profile.sizes()})
+            turns.append({what: _rounds([engine], *what, profile.rounds) for what in profile.sizes()})
             if variant not in weights:
                 weights[variant] = _weights(engine)
                 kernels += _kernels(profile, case, engines)
     for kind, size in profile.sizes():
         first, *_, last = parts = [turn[kind, size] for turn in turns]
-        seconds = {variant: taken for part in parts[:-1] for variant, taken in part.seconds.items()}
-        (again,) = last.seconds.values()
-        times = _Times(first.started, (first.clocks[0], last.clocks[1]), seconds, again)
+        *seconds, again = (part.seconds[0] for part in parts)
+        clocks = first.clocks[0], last.clocks[1]
+        times = _Times(first.started, clocks, dict(zip(weights, seconds, strict=True)), again)
         yield from _records(weights, replace(case, layer=profile.kind(kind), tokens=size), times)
     yield from kernels
 
@@ -333,29 +335,26 @@ class _Times:
         return abs(first - second) / first
 
 
-def _times_in_turn(engines: Engines, kind: str, size: int, rounds: int) -> _Times:
-    started, before = now(), environment.clocks()
-    dense = next(iter(engines.values()))
-    seconds: dict[Variant, list[float]] = {variant: [] for variant in engines}
-    again, after = [], before
-    for turn in range(rounds + 1):  # the first one warms up: plans, allocations, clocks
-        for variant, engine in engines.items():
-            seconds[variant].append(engine.call(kind, size, turn))
-        dense.ask(kind, size, turn)
-        after = environment.clocks()
-        again.append(dense.answer())
-    return _Times(started, (before, after), {variant: times[1:] for variant, times in seconds.items()}, again[1:])
+class _Rounds(NamedTuple):
+    """Seconds of every round, for each of some engines; the clocks are read while the last one works."""
+
+    started: str
+    clocks: tuple[Clocks, Clocks]
+    seconds: tuple[list[float], ...]
 
 
-def _times_alone(variant: Variant, engine: Engine, kind: str, size: int, rounds: int) -> _Times:
-    """Of one engine; ``again`` is empty."""
+def _rounds(engines: Sequence[Engine], kind: str, size: int, rounds: int) -> _Rounds:
     started, before = now(), environment.clocks()
-    seconds, after = [], before
-    for turn in range(rounds + 1):  # likewise
-        engine.ask(kind, size, turn)
+    *others, last = engines
+    seconds: list[list[float]] = []
+    after = before
+    for turn in range(rounds + 1):
+        taken = [engine.call(kind, size, turn) for engine in others]
+        last.ask(kind, size, turn)
         after = environment.clocks()
-        seconds.append(engine.answer())
-    return _Times(started, (before, after), {variant: seconds[1:]}, ())
+        seconds.append([*taken, last.answer()])
+    counted = seconds[1:]  # the first one warms up: plans, allocations, clocks
+    return _Rounds(started, (before, after), tuple(map(list, zip(*counted, strict=True))))
 
 
 def _records(weights: Mapping[Variant, int], case: Case, times: _Times) -> Iterator[Record]:
