@@ -17,7 +17,7 @@ ROOT = Path(slidesparse.__file__).parent
 
 LAYERS = [
     {"errors"},
-    {"cache", "decode", "device"},
+    {"cache", "decode", "device", "stack"},
     {"pattern", "records"},
     {"support"},
     {"elementwise", "quant", "slide"},

@@ -5,7 +5,9 @@ The reference backend multiplies, exactly for INT8, so a layer of vLLM's must gi
 
 from __future__ import annotations
 
+import ast
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.integrations.vllm import room
 from slidesparse.marker import KEY, quantization_config
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -315,6 +318,17 @@ def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twic
     joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1}
     assert found
     assert all(dict(counts) == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
+
+
+@pytest.mark.parametrize("where", [room.ENGINE, room.WORKER])
+def test_vllm_has_the_steps_that_get_room(where: tuple[str, str, tuple[str, ...]]) -> None:
+    module, name, steps = where
+    source = find_spec(module)  # importing it needs more than vLLM's Python
+    assert source is not None
+    assert source.origin is not None
+    tree = ast.parse(Path(source.origin).read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    assert {node.name for node in found.body if isinstance(node, ast.FunctionDef)} >= set(steps)
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:

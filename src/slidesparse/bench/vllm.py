@@ -5,7 +5,7 @@ is started for each; then each measurement goes round all engines, several times
 round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a user would otherwise run.
 
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
-* decode: an engine step in which M sequences decode, the median of 64; default compilation and CUDA graphs.
+* decode: an engine step in which M sequences decode, 64 of them; default compilation and CUDA graphs.
 * kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for
   vLLM's own choice of CUDA graphs.
 

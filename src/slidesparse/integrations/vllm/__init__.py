@@ -1,15 +1,17 @@
 """The vLLM plugin: slidesparse installed beside vLLM, then ``vllm serve DIR``.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. What follows is in five files:
+and must not touch CUDA, since workers may fork afterwards. What follows is in seven files:
 
-=============== ==========================================================================================
-``claim.py``    which checkpoints and which of their layers are ours, in plain Python
-``config.py``   the quantisation method ``slidesparse``: vLLM's compressed-tensors, with another way to multiply
-``fusion.py``   in the compiled graph, norms and SiLU are joined with the linear behind them
-``ledger.py``   what became of every layer, told once
-``layers.py``   a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
-=============== ==========================================================================================
+================ ================================================================================================
+``claim.py``     which checkpoints and which of their layers are ours, in plain Python
+``config.py``    the quantisation method ``slidesparse``: vLLM's compressed-tensors, with another way to multiply
+``fusion.py``    in the compiled graph, norms and SiLU are joined with the linear behind them
+``ledger.py``    what became of every layer, told once
+``layers.py``    a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
+``rehearsal.py`` such a layer runs batches of many sizes before anyone waits for it
+``room.py``      an engine's steps get room on Python's stack
+================ ================================================================================================
 """
 
 from __future__ import annotations

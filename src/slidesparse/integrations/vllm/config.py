@@ -29,6 +29,7 @@ from slidesparse.integrations.vllm.fusion import install
 from slidesparse.integrations.vllm.layers import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.integrations.vllm.room import give_room
 from slidesparse.marker import KEY, Marker
 
 log = logging.getLogger(LOGGER)
@@ -122,6 +123,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if config.model_config is None or config.model_config.enforce_eager:
             options = replace(options, fuse=False)  # nothing is compiled, so nothing can be joined
         install(config.compilation_config, self.ledger, options.fuse)
+        give_room(config.parallel_config.distributed_executor_backend == "uni")
         if self.ledger.rehearsal is None and config.model_config is not None:
             most = config.scheduler_config.max_num_batched_tokens
             self.ledger.rehearsal = Rehearsal(most, config.model_config.dtype)
