@@ -15,6 +15,7 @@ import torch
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Backend, Layout, LinearCall, with_rows
+from slidesparse.gemm.chain import NORMS, parse_links
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
@@ -330,6 +331,7 @@ class Step(NamedTuple):
     """What a linear does with so many tokens.
 
     Attributes:
+        first: What comes before it.
         backend: Name of the one that multiplies.
         tensors: Which of the operator's tensors are of its form of the weight.
         call: The kernel that lifts, or None where the torch definition must do.
@@ -338,6 +340,7 @@ class Step(NamedTuple):
         dtype: Its type.
     """
 
+    first: First
     backend: str
     tensors: slice
     call: Call | None
@@ -356,7 +359,7 @@ def _step(switch: str, first: First, tokens: int, source: torch.dtype, device: t
     whole = None
     if backend.linear_call is not None and call is not None and tokens and weight.out_features:
         whole = backend.linear_call(call, weight.out_features)
-    return Step(form.backend, where, call, whole, weight.out_features, weight.weight_dtype)
+    return Step(first, form.backend, where, call, whole, weight.out_features, weight.weight_dtype)
 
 
 def _multiplied(
@@ -373,12 +376,25 @@ def _multiplied(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The product of the form that runs so many tokens, and the new residual."""
     step = _step(switch, first, x.shape[0], x.dtype, x.device)
-    column_map, moved, *operand = tensors[step.tensors]
+    return _run(step, x, tensors[step.tensors], scale_w, bias, gain, residual, eps)
+
+
+def _run(
+    step: Step,
+    x: torch.Tensor,
+    form: list[torch.Tensor],
+    scale_w: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gain: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    column_map, moved, *operand = form
     if step.whole is not None:
         given = step.whole(x, moved, operand, scale_w, bias, gain, residual, eps)
         if given is not None:
             return given
-    if column_map.device != x.device:  # kernels read by address
+    if column_map.device != x.device:
         raise InputError(
             "activations and weight on two devices",
             got=f"{x.device}, {column_map.device}",
@@ -386,7 +402,7 @@ def _multiplied(
             remedy="move the activations; build the layer on the device on which it runs",
         )
     pairs, layout = moved if moved.numel() else None, get_backend(step.backend).layout
-    lifted = _lifted_by(step.call, first, x, column_map, step.dtype, layout, pairs, gain, residual, eps)
+    lifted = _lifted_by(step.call, step.first, x, column_map, step.dtype, layout, pairs, gain, residual, eps)
     values, scale_x, total = lifted
     return _gemm(values, scale_x, operand, scale_w, bias, step.out_features, x.dtype, step.backend), total
 
@@ -421,6 +437,68 @@ def _add_rms_norm_linear_fake(
 
 def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return _multiplied("silu_mul", x, *weight)[0]
+
+
+class Linked(NamedTuple):
+    """A step of a chain.
+
+    Attributes:
+        step: What it does.
+        form: Where its form of the weight stands among the chain's tensors.
+        scale_w: Where its scale stands; None without, as below.
+        bias: Its bias.
+        gain: Its gain.
+        adds: It takes the residual, and gives a new one.
+        eps: Of its norm.
+    """
+
+    step: Step
+    form: slice
+    scale_w: int | None
+    bias: int | None
+    gain: int | None
+    adds: bool
+    eps: float
+
+
+@lru_cache(maxsize=1 << 14)
+def _linked(links: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[Linked, ...]:
+    """What a chain does with so many tokens of this type, there."""
+    steps, start = [], 0
+    for link in parse_links(links):
+        step = _step(link.weight.to_text(), link.first, tokens, source, device)
+        form = slice(start + step.tensors.start, start + step.tensors.stop)
+        places = iter(range(start + link.of_weight, start + link.tensors))
+        has = link.scaled, link.biased, link.first in NORMS
+        scale_w, bias, gain = (next(places) if there else None for there in has)
+        steps.append(Linked(step, form, scale_w, bias, gain, link.first == "add_rms_norm", link.eps))
+        start += link.tensors
+    return tuple(steps)
+
+
+def _chain(
+    x: torch.Tensor, residual: torch.Tensor, tensors: list[torch.Tensor], links: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    total: torch.Tensor | None = residual
+    for step, form, scale_w, bias, gain, adds, eps in _linked(links, x.shape[0], x.dtype, x.device):
+        x, new = _run(
+            step,
+            x,
+            tensors[form],
+            None if scale_w is None else tensors[scale_w],
+            None if bias is None else tensors[bias],
+            None if gain is None else tensors[gain],
+            total if adds else None,
+            eps,
+        )
+        total = new if adds else total
+    return x, total
+
+
+def _chain_fake(
+    x: torch.Tensor, residual: torch.Tensor, tensors: list[torch.Tensor], links: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape[0], parse_links(links)[-1].weight.out_features), x.new_empty(residual.shape)
 
 
 _define(
@@ -481,6 +559,7 @@ _define(
     _add_rms_norm_linear_fake,
 )
 _define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
+_define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str links) -> (Tensor, Tensor)", _chain, _chain_fake)
 
 quantize_lift = torch.ops.slidesparse.quantize_lift
 """(x [M, K], column_map int64 [K'], dtype, backend, pairs, order) -> lifted values [M, K'], scale float32 [M, 1].
@@ -524,3 +603,9 @@ add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
 
 silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 """(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.elementwise.silu_mul`."""
+
+chain = torch.ops.slidesparse.chain
+"""(x, residual [M, K], tensors, links) -> what the last of several linears gives, and the last new residual.
+
+Each takes what the one before it gave. ``links`` (:class:`slidesparse.gemm.chain.Link`, as text) says which of the
+operators above each is, and which of ``tensors`` are its own; those behind ``add_rms_norm`` hand the residual on."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -305,28 +304,33 @@ def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twic
     import vllm.ir.ops  # noqa: F401
     from torch._inductor import config as inductor
 
+    from slidesparse.integrations.vllm.chains import join
     from slidesparse.integrations.vllm.fusion import fuse
 
     block, found = Block(reads_twice).eval(), []
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    with torch.no_grad(), inductor.patch(post_grad_custom_post_pass=lambda graph: found.append(fuse(graph))):
+
+    def rewrite(graph: torch.fx.Graph) -> None:
+        found.append(dict(fuse(graph)) | {"in a chain": join(graph)})
+
+    with torch.no_grad(), inductor.patch(post_grad_custom_post_pass=rewrite):
         torch._dynamo.reset()
         compiled = torch.compile(block, dynamic=True, fullgraph=True)
         for rows in (9, 4):
             # The joined operators round as their definitions do, and the unjoined as vLLM's: some bf16 steps apart.
             torch.testing.assert_close(compiled(x[:rows]), block(x[:rows]), rtol=2e-2, atol=3e-2)
-    joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1}
+    joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1, "in a chain": 4}
     assert found
-    assert all(dict(counts) == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
+    assert all(counts == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
 
 
 @pytest.mark.parametrize("where", [room.ENGINE, room.WORKER])
 def test_vllm_has_the_steps_that_get_room(where: tuple[str, str, tuple[str, ...]]) -> None:
-    module, name, steps = where
-    source = find_spec(module)  # importing it needs more than vLLM's Python
-    assert source is not None
-    assert source.origin is not None
-    tree = ast.parse(Path(source.origin).read_text())
+    import vllm
+
+    module, name, steps = where  # importing it needs more than vLLM's Python
+    source = Path(vllm.__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    tree = ast.parse(source.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     assert {node.name for node in found.body if isinstance(node, ast.FunctionDef)} >= set(steps)
 
@@ -348,7 +352,8 @@ def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
     from slidesparse.integrations.vllm import fusion
     from slidesparse.integrations.vllm.ledger import Ledger
 
-    assert {path.name for path in fusion.SOURCES} == {"fusion.py", "ops.py", "switch.py", "columns.py"}
+    sources = {"fusion.py", "chains.py", "ops.py", "chain.py", "switch.py", "columns.py"}
+    assert {path.name for path in fusion.SOURCES} == sources
     key, copied = fusion.FusionPass(Ledger(), True).uuid(), []
     for path in fusion.SOURCES:
         copied.append(tmp_path / path.name)

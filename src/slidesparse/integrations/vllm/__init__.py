@@ -1,9 +1,10 @@
 """The vLLM plugin: slidesparse installed beside vLLM, then ``vllm serve DIR``.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. What follows is in seven files:
+and must not touch CUDA, since workers may fork afterwards. What follows is in eight files:
 
 ================ ================================================================================================
+``chains.py``    in the compiled graph, linears in a row are joined into one operator
 ``claim.py``     which checkpoints and which of their layers are ours, in plain Python
 ``config.py``    the quantisation method ``slidesparse``: vLLM's compressed-tensors, with another way to multiply
 ``fusion.py``    in the compiled graph, norms and SiLU are joined with the linear behind them

@@ -29,8 +29,8 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
-from slidesparse.gemm import switch
-from slidesparse.integrations.vllm import LOGGER
+from slidesparse.gemm import chain, switch
+from slidesparse.integrations.vllm import LOGGER, chains
 from slidesparse.integrations.vllm.ledger import Ledger
 from slidesparse.kernels import columns
 from slidesparse.quant import QUANTISED
@@ -38,7 +38,8 @@ from slidesparse.quant import QUANTISED
 KEY = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass that is not its own."""
 
-SOURCES = [Path(file) for file in (__file__, ops.__file__, switch.__file__, columns.__file__) if file is not None]
+PARTS = (chains, ops, chain, switch, columns)
+SOURCES = [Path(file) for file in (__file__, *(part.__file__ for part in PARTS)) if file is not None]
 """This pass, the operators that it puts into graphs, and the texts and numbers that are arguments of theirs."""
 
 LINEAR = ops.linear.default
@@ -49,7 +50,7 @@ log = logging.getLogger(LOGGER)
 
 
 class FusionPass(InductorPass):
-    """The pass, as vLLM runs it.
+    """The pass, as vLLM runs it; :mod:`slidesparse.integrations.vllm.chains` goes on where it ends.
 
     Args:
         ledger: What became of the layers. It is a part of the key under which vLLM keeps compiled graphs, since these
@@ -63,8 +64,8 @@ class FusionPass(InductorPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
         if self.fuse:
-            found = fuse(graph)
-            log.debug("slidesparse joined %s", dict(found))
+            found, linked = fuse(graph), chains.join(graph)
+            log.debug("slidesparse joined %s, and %d linears in chains", dict(found), linked)
 
     def uuid(self) -> str:
         """A key for caches: all choices, and the sources of what a compiled graph holds."""

@@ -1,0 +1,122 @@
+"""Make linears that stand in a row one operator, in the graph that vLLM compiles.
+
+Behind :mod:`slidesparse.integrations.vllm.fusion` a decoder layer is four operators of ours between two attentions, of
+which each is the only one to read what the one before it gave. Beyond the batches that vLLM keeps CUDA graphs for, the
+host calls each, through PyTorch's dispatcher: as one chain (:mod:`slidesparse.gemm.chain`) it does so once.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from slidesparse import ops
+from slidesparse.gemm.chain import Link, links_to_text
+from slidesparse.gemm.switch import parse_switch
+
+LINEAR = ops.linear.default
+RMS_NORM = ops.rms_norm_linear.default
+ADD_RMS_NORM = ops.add_rms_norm_linear.default
+SILU = ops.silu_mul_linear.default
+
+
+class Part(NamedTuple):
+    """A linear in a graph.
+
+    Attributes:
+        node: Its operator.
+        product: What holds its product: itself, or the first of two results.
+        total: What holds the new residual, where it gives one that is read.
+        tensors: Its tensors, as :class:`slidesparse.gemm.chain.Link` orders them.
+        link: The rest of it.
+    """
+
+    node: fx.Node
+    product: fx.Node
+    total: fx.Node | None
+    tensors: list[Any]
+    link: Link
+
+    @property
+    def adds(self) -> bool:
+        """It adds a residual, its second argument."""
+        return self.link.first == "add_rms_norm"
+
+
+def join(graph: fx.Graph) -> int:
+    """Rewrite a graph in place.
+
+    Returns:
+        How many linears stand in chains now.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    parts = {part.node: part for part in map(_part, list(graph.nodes)) if part is not None}
+    joined = 0
+    while parts:
+        chain = [parts.pop(next(iter(parts)))]
+        while (follower := _follower(chain, parts, order)) is not None:
+            chain.append(parts.pop(follower))
+        if len(chain) > 1 and any(part.adds for part in chain):
+            _replace(graph, chain)
+            joined += len(chain)
+    graph.eliminate_dead_code()
+    return joined
+
+
+def _part(node: Any) -> Part | None:
+    if node.op != "call_function" or node.target not in (LINEAR, RMS_NORM, ADD_RMS_NORM, SILU):
+        return None
+    *before, tensors, scale_w, bias, switch = node.args
+    first, gain, eps = "none", None, 0.0
+    if node.target is SILU:
+        first = "silu_mul"
+    elif node.target is not LINEAR:
+        first = "rms_norm" if node.target is RMS_NORM else "add_rms_norm"
+        *_, gain, eps = before
+    product, total = node, None
+    if node.target is ADD_RMS_NORM:
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        product, total = results.get(0), results.get(1)
+        if product is None or len(results) != len(node.users):
+            return None
+    own = [tensor for tensor in (scale_w, bias, gain) if tensor is not None]
+    link = Link(first, eps, scale_w is not None, bias is not None, parse_switch(switch))
+    return Part(node, product, total, [*tensors, *own], link)
+
+
+def _follower(chain: list[Part], parts: dict[fx.Node, Part], order: dict[fx.Node, int]) -> fx.Node | None:
+    """The linear that may be the chain's next link: the only reader of its result, and of its residual if it adds."""
+    readers = list(chain[-1].product.users)
+    if len(readers) != 1 or readers[0] not in parts:
+        return None
+    after, adding = parts[readers[0]], [part for part in chain if part.adds]
+    x, *rest = after.node.args
+    others: list[fx.Node] = []
+    fx.map_arg(rest, others.append)
+    if x is not chain[-1].product or x in others:
+        return None
+    if not adding:
+        return after.node
+    total = adding[-1].total
+    readers = [] if total is None else list(total.users)
+    if after.adds:
+        return after.node if total is after.node.args[1] and readers == [after.node] else None
+    # The operator stands where its last link does: what reads the new residual must come behind it. A reader without a
+    # place is a chain that was made before; it may stand anywhere.
+    return after.node if all(order.get(reader, 0) > order[after.node] for reader in readers) else None
+
+
+def _replace(graph: fx.Graph, chain: list[Part]) -> None:
+    last, adding = chain[-1], [part for part in chain if part.adds]
+    tensors, links = [tensor for part in chain for tensor in part.tensors], [part.link for part in chain]
+    arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, links_to_text(links))
+    with graph.inserting_before(last.node):
+        both = graph.call_function(ops.chain.default, arguments)
+        product, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    product.meta["val"], total.meta["val"] = last.product.meta["val"], adding[-1].node.meta["val"][1]
+    both.meta["val"] = (product.meta["val"], total.meta["val"])
+    last.product.replace_all_uses_with(product)
+    if adding[-1].total is not None:
+        adding[-1].total.replace_all_uses_with(total)

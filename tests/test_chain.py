@@ -1,0 +1,189 @@
+"""Chains: what linears in a row give as one operator, and where a graph lets them be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from slidesparse import InputError, SlideLinear, ops
+from slidesparse.gemm.chain import Link, links_to_text, parse_links
+from slidesparse.gemm.switch import Route, Switch, parse_switch
+from slidesparse.integrations.vllm.chains import join
+from slidesparse.linear import pack_weight
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+
+HIDDEN, WIDE, TOKENS, EPS = 48, 64, 9, 1e-6
+SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (HIDDEN + 32, HIDDEN)]
+"""Rows and columns of o, gate and up, down, and query, key and value."""
+
+Weight = tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None, str]
+Results = tuple[torch.Tensor, ...]
+
+
+def weight(out: int, columns: int, dtype: torch.dtype = torch.int8, *, biased: bool = False) -> Weight:
+    """The last arguments of an operator: one form up to 8 tokens, another beyond."""
+    dense, pattern = torch.randn(out, columns), Pattern.parse("6:8")
+    packed = pack_weight(torch.where(prune_mask(dense, pattern), dense, 0), pattern, dtype)
+    small, large = (SlideLinear(packed, backend=name) for name in ("reference", "dense"))
+    forms = [form for layer in (small, large) for form in layer.forms]
+    described, routes = tuple(form.describe() for form in forms), (Route(0, "reference"), Route(8, "dense"))
+    switch = Switch(out, parse_switch(small._switch).dtype, described, routes)
+    tensors = [tensor for form in forms for tensor in form.tensors]
+    return tensors, packed.scale, torch.randn(out) if biased else None, switch.to_text()
+
+
+def link(first: str, given: Weight) -> Link:
+    _, scale, bias, switch = given
+    return Link(first, EPS if "norm" in first else 0.0, scale is not None, bias is not None, parse_switch(switch))
+
+
+def chained(weights: list[Weight], gains: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
+    """Tensors and text of the four linears between two attentions."""
+    tensors, links = [], []
+    firsts = [("none", None), ("add_rms_norm", gains[0]), ("silu_mul", None), ("add_rms_norm", gains[1])]
+    for (first, gain), given in zip(firsts, weights, strict=True):
+        own, scale, bias, _ = given
+        tensors += [*own, *(tensor for tensor in (scale, bias, gain) if tensor is not None)]
+        links.append(link(first, given))
+    return tensors, links_to_text(links)
+
+
+def one_by_one(
+    x: torch.Tensor, residual: torch.Tensor, gains: list[torch.Tensor], weights: list[Weight]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o, gate_up, down, qkv = weights
+    y = ops.linear(x, *o)
+    y, residual = ops.add_rms_norm_linear(y, residual, gains[0], EPS, *gate_up)
+    y = ops.silu_mul_linear(y, *down)
+    return ops.add_rms_norm_linear(y, residual, gains[1], EPS, *qkv)
+
+
+def block(tokens: int, dtype: torch.dtype = torch.int8) -> tuple[Any, ...]:
+    x, residual = torch.randn(tokens, WIDE).bfloat16(), torch.randn(tokens, HIDDEN).bfloat16()
+    gains = [torch.rand(HIDDEN).bfloat16() for _ in range(2)]
+    return x, residual, gains, [weight(*size, dtype, biased=index == 3) for index, size in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tokens", [0, 7, TOKENS])
+def test_a_chain_gives_the_bits_of_its_links(tokens: int, dtype: torch.dtype) -> None:
+    x, residual, gains, weights = block(tokens, dtype)
+    before = residual.clone()
+    for got, wanted in zip(
+        ops.chain(x, residual, *chained(weights, gains)), one_by_one(x, residual, gains, weights), strict=True
+    ):
+        assert torch.equal(got, wanted)
+        assert got.dtype == wanted.dtype
+    assert torch.equal(residual, before)
+
+
+def test_a_chain_keeps_its_contract() -> None:
+    x, residual, gains, weights = block(TOKENS)
+    torch.library.opcheck(torch.ops.slidesparse.chain.default, (x, residual, *chained(weights, gains)))
+
+
+def test_links_are_text_and_back() -> None:
+    _, _, gains, weights = block(1)
+    _, text = chained(weights, gains)
+    links = parse_links(text)
+    assert links_to_text(links) == text
+    assert [found.first for found in links] == ["none", "add_rms_norm", "silu_mul", "add_rms_norm"]
+    assert [found.tensors - found.of_weight for found in links] == [1, 2, 1, 3]
+    assert links[0] == link("none", weights[0])
+
+
+def test_a_chain_must_give_a_new_residual() -> None:
+    x, residual, _, weights = block(1)
+    text = links_to_text([link("none", weights[0])])
+    with pytest.raises(InputError, match="chain of linears"):
+        ops.chain(x, residual, [*weights[0][0], weights[0][1]], text)
+
+
+# -- in a graph ----------------------------------------------------------------------------------------------------
+
+
+def all_four(*given: Any) -> Results:
+    return one_by_one(*given)
+
+
+def reads_the_first_product(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, qkv = weights
+    first = ops.linear(x, *o)
+    y, total = ops.add_rms_norm_linear(first, residual, gains[0], EPS, *gate_up)
+    y, total = ops.add_rms_norm_linear(ops.silu_mul_linear(y, *down), total, gains[1], EPS, *qkv)
+    return y, total, first
+
+
+def reads_the_residual_between(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, qkv = weights
+    y, between = ops.add_rms_norm_linear(ops.linear(x, *o), residual, gains[0], EPS, *gate_up)
+    y, total = ops.add_rms_norm_linear(ops.silu_mul_linear(y, *down), between, gains[1], EPS, *qkv)
+    return y, total, between
+
+
+def needs_the_residual_early(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, _ = weights
+    y, total = ops.add_rms_norm_linear(ops.linear(x, *o), residual, gains[0], EPS, *gate_up)
+    early = total + 1
+    return ops.silu_mul_linear(y, *down), early
+
+
+def ends_behind_silu(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, _ = weights
+    y, total = ops.add_rms_norm_linear(ops.linear(x, *o), residual, gains[0], EPS, *gate_up)
+    return ops.silu_mul_linear(y, *down), total
+
+
+def adds_its_own_product(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, *_ = weights
+    y = ops.linear(x, *o)
+    return ops.add_rms_norm_linear(y, y, gains[0], EPS, *gate_up)
+
+
+def never_adds(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, _ = weights
+    y = ops.rms_norm_linear(ops.linear(x, *o), gains[0], EPS, *gate_up)
+    return (ops.silu_mul_linear(y, *down),)
+
+
+def starts_with_a_norm(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    _, gate_up, down, qkv = weights
+    y = ops.rms_norm_linear(residual, gains[0], EPS, *gate_up)
+    return ops.add_rms_norm_linear(ops.silu_mul_linear(y, *down), residual, gains[1], EPS, *qkv)
+
+
+def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    y, residual = one_by_one(x, residual, gains, weights)
+    return one_by_one(y[:, :WIDE] * 2, residual, gains, weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "chains"),
+    [
+        (all_four, [4]),
+        (reads_the_first_product, [3]),
+        (reads_the_residual_between, [3]),
+        (needs_the_residual_early, [2]),
+        (ends_behind_silu, [3]),
+        (adds_its_own_product, []),
+        (never_adds, []),
+        (starts_with_a_norm, [3]),
+        (two_layers, [4, 4]),
+    ],
+)
+def test_linears_in_a_row_become_one_operator(model: Callable[..., Results], chains: list[int]) -> None:
+    given = block(TOKENS)
+    graph_module = make_fx(model, tracing_mode="fake")(*given)
+    joined = join(graph_module.graph)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    found = graph_module.graph.find_nodes(op="call_function", target=torch.ops.slidesparse.chain.default)
+    assert [len(parse_links(str(node.args[-1]))) for node in found] == chains
+    assert joined == sum(chains)
+    for got, wanted in zip(graph_module(*given), model(*given), strict=True):
+        assert torch.equal(got, wanted)
