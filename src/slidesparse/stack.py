@@ -33,7 +33,7 @@ _call_with_room = FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES /
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, called at the start of a chunk with room for a hundred KB of deeper frames.
 
-    Each call maps one chunk, so it belongs around what works for a while: a step of an engine, or its whole loop.
+    Each call maps one chunk and unmaps it, so it belongs around a whole loop.
     """
 
     @wraps(function)

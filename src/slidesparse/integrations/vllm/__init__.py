@@ -11,7 +11,7 @@ and must not touch CUDA, since workers may fork afterwards. What follows is in e
 ``ledger.py``    what became of every layer, told once
 ``layers.py``    a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
 ``rehearsal.py`` such a layer runs batches of many sizes before anyone waits for it
-``room.py``      an engine's steps get room on Python's stack
+``room.py``      an engine's loop gets room on Python's stack
 ================ ================================================================================================
 """
 

@@ -123,7 +123,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if config.model_config is None or config.model_config.enforce_eager:
             options = replace(options, fuse=False)  # nothing is compiled, so nothing can be joined
         install(config.compilation_config, self.ledger, options.fuse)
-        give_room(config.parallel_config.distributed_executor_backend == "uni")
+        give_room()
         if self.ledger.rehearsal is None and config.model_config is not None:
             most = config.scheduler_config.max_num_batched_tokens
             self.ledger.rehearsal = Rehearsal(most, config.model_config.dtype)
