@@ -21,6 +21,9 @@ COLUMNS = Columns(64, 8, 0, 8, 0, 128, 0)
 VALUES = 8 * COLUMNS.width
 """Bytes of the lifted values, padded tokens included."""
 
+READ = (16, None, None, None, 64, 0)
+"""What the lifting call says of the tensors that it reads."""
+
 Weight = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 
 
@@ -29,18 +32,18 @@ class Launches:
 
     device, slab_bytes = 0, VALUES
 
-    def __init__(self, *, quantised: bool = True, takes: bool = True, ready: bool = True) -> None:
+    def __init__(self, *, quantised: bool = True, takes: bool = True) -> None:
         self.lifted: list[tuple[Any, ...]] = []
         self.multiplied: list[tuple[Any, ...]] = []
         self.lift: Any = SimpleNamespace(
             launch=lambda *arguments: self.lifted.append(arguments),
-            takes=lambda *_: takes,
-            can_launch=lambda *_: ready,
+            read=lambda *tensors: READ if takes else None,
             columns=COLUMNS,
             source=BF16,
             target=torch.int8,
             quantised=quantised,
             device=torch.device("cpu"),
+            index=0,
             tokens=TOKENS,
             width=COLUMNS.width,
             shape=(TOKENS, COLUMNS.columns),
@@ -52,7 +55,6 @@ class Launches:
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_linear, "is_current", lambda device: device == 0)
     monkeypatch.setattr(
         hopper_linear, "empty_here", lambda rows, columns, dtype: torch.empty(rows, columns, dtype=dtype)
     )
@@ -83,25 +85,22 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.dtype == BF16
     assert total is None
     ((device, *read, total_at, values_at, scale_at, eps),) = launches.lifted
-    assert read == [x.data_ptr(), None, None, None, COLUMNS.columns, 0]
+    assert tuple(read) == READ
     assert (device, total_at, scale_at, eps) == (0, None, values_at + VALUES, 0.0)
     sparse, dense = operand
     told = (values_at, scale_at, sparse.data_ptr(), dense.data_ptr(), scale.data_ptr(), bias, y)
     assert launches.multiplied == [told]
 
 
-def test_norms_get_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch)
     pairs, operand, scale = weight()
-    wide, gain = torch.ones(TOKENS, 3 * COLUMNS.columns, dtype=BF16), torch.ones(COLUMNS.columns, dtype=BF16)
-    x, residual, _ = wide.chunk(3, 1)
-    given = linear(x, pairs, operand, scale, None, gain, residual, 1e-6)
+    given = linear(rows(), pairs, operand, scale, None, torch.ones(COLUMNS.columns, dtype=BF16), rows(), 1e-6)
     assert given is not None
     total = given[1]
     assert total is not None
-    assert total.shape == x.shape
-    ((_, *read, total_at, _, _, eps),) = launches.lifted
-    assert read == [x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, *2 * [3 * COLUMNS.columns]]
+    assert (total.shape, total.dtype) == (rows().shape, BF16)
+    ((*_, total_at, _, _, eps),) = launches.lifted
     assert (total_at, eps) == (total.data_ptr(), 1e-6)
 
 
@@ -139,20 +138,9 @@ def test_a_weight_that_the_kernel_could_not_read_is_left_alone(
     assert not launches.lifted
 
 
-@pytest.mark.parametrize("options", [{"takes": False}, {"ready": False}], ids=str)
-def test_activations_that_the_lifting_call_does_not_take_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
-) -> None:
-    linear, launches = made(monkeypatch, **options)
+def test_activations_that_the_lifting_call_does_not_take_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, launches = made(monkeypatch, takes=False)
     pairs, operand, scale = weight()
-    assert linear(rows(), pairs, operand, scale, None, None, None, 0.0) is None
-    assert not launches.lifted
-
-
-def test_another_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch)
-    pairs, operand, scale = weight()
-    monkeypatch.setattr(hopper_linear, "is_current", lambda _: False)
     assert linear(rows(), pairs, operand, scale, None, None, None, 0.0) is None
     assert not launches.lifted
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from tolerances import ACCUMULATION, FP8_TENSOR_CORE, assert_product
 from torch import nn
 
+from slidesparse import ops
 from slidesparse.gemm import dense, get_backend
-from slidesparse.linear import SlideLinear
+from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.packed import pack
+from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import gather
 
@@ -26,6 +30,7 @@ SIZES = ((100, 333), (128, 1024))
 
 @pytest.fixture(params=["vllm", "torch"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops._step.cache_clear()  # what it keeps was made with other kernels at hand
     if request.param == "torch":
         monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: None)
     elif find_spec("vllm") is None:
@@ -69,12 +74,55 @@ def test_quantised_stays_within_the_table(
         assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
 
 
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_whole_linear_has_the_bits_of_its_parts(
+    dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs compute capability 8.9")
+    out, columns = SIZES[1]
+    bias = torch.randn(out, dtype=BF16, device="cuda") if biased else None
+    kept = torch.randn(out, columns, device="cuda")
+    packed = pack_weight(kept * prune_mask(kept, "6:8"), Pattern.parse("6:8"), dtype)
+    layer, gain = SlideLinear(packed, bias, backend="dense"), torch.rand(columns, dtype=BF16, device="cuda")
+    weight, found = (list(layer.forms[0].tensors), layer.weight_scale, layer.bias, layer._switch), ops._step
+    whole: list[bool] = []
+
+    def step(*sizes: Any, parts: bool) -> Any:
+        made = found(*sizes)
+        whole.append(made.whole is not None)
+        return made._replace(whole=None) if parts else made
+
+    for tokens in (7, 32, 199, 1000):
+        wide = torch.randn(tokens, 2 * columns, dtype=BF16, device="cuda")
+        x, residual = wide.chunk(2, 1)
+        results = []
+        for parts in (False, True):
+            monkeypatch.setattr(ops, "_step", partial(step, parts=parts))
+            results.append(
+                [
+                    ops.linear(x, *weight),
+                    ops.silu_mul_linear(wide, *weight),
+                    ops.rms_norm_linear(x, gain, 1e-6, *weight),
+                    *ops.add_rms_norm_linear(x, residual, gain, 1e-6, *weight),
+                ]
+            )
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    # No kernel of torch's applies scales to INT8; fewer tokens than its kernels take are padded.
+    expected = dense.vllm_scaled_mm() is not None or dtype == FP8
+    assert whole == 8 * [False] + 24 * [expected]
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kind", [BF16, torch.float16, torch.float32], ids=str)
 def test_int8_has_the_bits_of_the_reference(
     size: tuple[int, int], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: None)
+    ops._step.cache_clear()
     out, columns = size
     linear = nn.Linear(columns, out).to(BF16).cuda()
     layers = [

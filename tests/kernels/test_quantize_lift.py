@@ -446,3 +446,30 @@ def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
     with pytest.raises(UnsupportedError, match="sm_89"):
         quantize_lift(torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn)
+
+
+def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, bf16 = on(device, packed_weight("6:8", 64)), torch.bfloat16
+    where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
+    call = kernels.Call(columns.without_pairs, bf16, torch.int8, "add_rms_norm", 5, where, None, None)
+    both, gain = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
+    (x, residual), none = both.chunk(2, 1), torch.empty(0, device=device)
+    current = True
+    monkeypatch.setattr(kernels, "is_current", lambda _: current)
+    monkeypatch.setattr(call.launcher, "_run", None)
+    assert call.read(x, none, gain, residual) is None  # nothing is compiled yet
+    monkeypatch.setattr(call.launcher, "_run", "a kernel")
+    told = (x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, 128, 128)
+    assert call.read(x, none, gain, residual) == told
+    for x_, gain_, residual_ in (
+        (x[:4], gain, residual),
+        (x.half(), gain, residual),
+        (both[:, 1:65], gain, residual),  # not a multiple of 16 bytes
+        (x, gain[1:], residual),
+        (x, None, residual),
+        (x, gain, residual.to("meta")),
+        (x, gain, None),
+    ):
+        assert call.read(x_, none, gain_, residual_) is None
+    current = False
+    assert call.read(x, none, gain, residual) is None

@@ -211,10 +211,10 @@ class Backend(Protocol):
     layout: Layout
 
     @property
-    def linear_call(self) -> Callable[[Call, int], LinearCall] | None:
+    def linear_call(self) -> Callable[[Call, int], LinearCall | None] | None:
         """Makes a :class:`LinearCall` of a lifting call, for at least one token, and of a weight's rows, at least one.
 
-        None: there is no such thing, and a linear is the lifting call, then :meth:`matmul`.
+        None, or where it makes None: there is no such thing, and a linear is the lifting call, then :meth:`matmul`.
         """
         ...
 

@@ -17,18 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from slidesparse.gemm.base import Layout, Operand, release, with_rows
+from slidesparse.gemm.base import Layout, LinearCall, Operand, release, with_rows
+from slidesparse.gemm.dense_linear import DenseLinear, Multiply
 from slidesparse.gemm.reference import Reference, apply_scales, product
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
 from slidesparse.support import as_bits
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
 MULTIPLE = 16
 """8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
@@ -68,6 +73,11 @@ class Dense(Reference):
         vllm_scaled_mm()
         return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
 
+    @property
+    def linear_call(self) -> Callable[[Call, int], LinearCall | None]:
+        """See :class:`slidesparse.gemm.base.Backend`."""
+        return _linear_call
+
     def matmul(
         self,
         x: torch.Tensor,
@@ -88,6 +98,13 @@ class Dense(Reference):
         return apply_scales(product(x, weight)[:, :out_features], scale_x, scale_w, bias, out_dtype)
 
 
+def _linear_call(lift: Call, out_features: int) -> LinearCall | None:
+    if not lift.quantised or lift.padded != lift.tokens or not _has_kernels(lift.target, lift.index):
+        return None
+    multiply = fused_product(lift.target, lift.source, lift.tokens, lift.index)
+    return None if multiply is None else DenseLinear(lift, out_features, multiply)
+
+
 def _quantised(
     x: torch.Tensor,
     scale_x: torch.Tensor | None,
@@ -99,34 +116,53 @@ def _quantised(
 ) -> torch.Tensor:
     weight, tokens = operand[0], x.shape[0]
     # A padded weight has more rows than there are scales; such sizes are rare, and the general way takes them.
-    fused = scale_x is not None and scale_w is not None and out_features == len(weight)
-    fused = fused and (bias is None or bias.dtype == out_dtype)
-    by_torch = x.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16 and tokens >= TORCH_ROWS
-    by_torch = by_torch and _is_hopper(x.get_device())
-    vllms = fused and not by_torch and out_dtype in (torch.bfloat16, torch.float16)
-    if vllms and (scaled_mm := vllm_scaled_mm()) is not None:
-        y = torch.empty(tokens, out_features, dtype=out_dtype, device=x.device)
-        scaled_mm(y, x, weight.T, scale_x, scale_w, bias)
-        return y
+    if scale_x is not None and scale_w is not None and out_features == len(weight):
+        multiply = fused_product(x.dtype, out_dtype, tokens, x.get_device())
+        if multiply is not None and (bias is None or bias.dtype == out_dtype):
+            return multiply(x, weight, scale_x, scale_w, bias, out_dtype)
     if x.dtype == torch.int8:
         acc = torch._int_mm(with_rows(x, dense_rows(tokens)), weight.T)
-    elif fused and out_dtype == torch.bfloat16 and scale_x is not None and scale_w is not None:
-        y = torch._scaled_mm(
-            x,
-            weight.T,
-            scale_a=scale_x,
-            scale_b=scale_w.unsqueeze(0),
-            bias=bias,
-            out_dtype=out_dtype,
-            use_fast_accum=True,
-        )
-        return y
     else:
         acc = torch._scaled_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
 
     from slidesparse.kernels.scale import scale_rows
 
     return scale_rows(acc, None, scale_x, scale_w, bias, tokens, out_features, out_dtype)
+
+
+def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: int) -> Multiply | None:
+    """The fastest kernel that applies scales and a bias of the output's type to a product, if one is at hand."""
+    torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
+    scaled_mm = vllm_scaled_mm() if out_dtype in (torch.bfloat16, torch.float16) else None
+    if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _is_hopper(device)):
+        return partial(_by_vllm, scaled_mm)
+    return _by_torch if torchs else None
+
+
+def _by_vllm(
+    scaled_mm: Callable[..., None],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    scaled_mm(y, x, weight.t(), scale_x, scale_w, bias)
+    return y
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    scales = {"scale_a": scale_x, "scale_b": scale_w.unsqueeze(0)}
+    return torch._scaled_mm(x, weight.t(), **scales, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
 
 
 @lru_cache(maxsize=64)
@@ -149,5 +185,5 @@ def vllm_scaled_mm() -> Callable[..., None] | None:
     for extension in ("vllm._C", "vllm._C_stable_libtorch"):
         with suppress(ImportError, OSError):
             import_module(extension)
-    operator: Callable[..., None] | None = getattr(torch.ops._C, "cutlass_scaled_mm", None)
-    return operator
+    operator = getattr(torch.ops._C, "cutlass_scaled_mm", None)
+    return None if operator is None else operator.default  # without a search for the overload on each call

@@ -15,7 +15,7 @@ import torch
 from slidesparse.gemm.hopper_launch import BIAS_TYPES
 from slidesparse.gemm.hopper_layout import step_shapes
 from slidesparse.gemm.hopper_run import find_run
-from slidesparse.kernels.launcher import empty_here, is_current
+from slidesparse.kernels.launcher import empty_here
 from slidesparse.support import is_vector
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class HopperLinear:
     __slots__ = ("_dense", "_lift", "_out", "_run", "_scales_start", "_sparse", "_workspace")
 
     def __init__(self, lift: Call, out_features: int) -> None:
-        activations, index = torch.Size((lift.tokens, lift.width)), lift.device.index
+        activations = torch.Size((lift.tokens, lift.width))
         self._lift, self._out = lift, out_features
         self._sparse, self._dense = step_shapes(lift.columns, lift.target.itemsize, out_features)
         sizes = activations, lift.target, self._sparse, self._dense, out_features
-        self._run = find_run(*sizes, lift.source, index)
+        self._run = find_run(*sizes, lift.source, lift.index)
         self._scales_start = self._run.slab_bytes  # a multiple of a slab's row
         self._workspace = self._scales_start + 4 * lift.tokens * lift.quantised
 
@@ -59,21 +59,15 @@ class HopperLinear:
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """See :class:`slidesparse.gemm.base.LinearCall`."""
         lift, run, (sparse, dense) = self._lift, self._run, operand
-        if not (is_current(run.device) and lift.takes(x, pairs, gain, residual)):
-            return None
-        if not self._takes(sparse, dense, scale_w, bias):
-            return None
-        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
-        gain_at = None if gain is None else gain.data_ptr()
-        read = x.data_ptr(), residual_at, gain_at, pairs.data_ptr() or None, x.stride()[0], residual_stride
-        if not lift.can_launch(*read):
+        read = lift.read(x, pairs, gain, residual)
+        if read is None or not self._takes(sparse, dense, scale_w, bias):
             return None
         total = None if residual is None else empty_here(*lift.shape, lift.source)
         total_at = None if total is None else total.data_ptr()
         workspace = empty_here(1, self._workspace, torch.uint8)
         values_at = workspace.data_ptr()
         scale_at = values_at + self._scales_start if lift.quantised else None
-        lift.launch(run.device, *read, total_at, values_at, scale_at, eps)
+        lift.launch(lift.index, *read, total_at, values_at, scale_at, eps)
         y = empty_here(lift.tokens, self._out, lift.source)  # while the GPU lifts
         scale_w_at = None if scale_w is None else scale_w.data_ptr()
         run.launch(values_at, scale_at, sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias, y)

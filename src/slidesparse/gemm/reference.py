@@ -7,10 +7,16 @@ GEMM (fast on a CPU) without rounding and are summed in int32. On a GPU the sum 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 
-from slidesparse.gemm.base import Layout, Operand, Problem, release
+from slidesparse.gemm.base import Layout, LinearCall, Operand, Problem, release
 from slidesparse.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
 EXACT_BLOCK = 1024
 
@@ -59,7 +65,11 @@ class Reference:
     name = "reference"
     accelerated = False
     layout = Layout(lifted=True)
-    linear_call = None
+
+    @property
+    def linear_call(self) -> Callable[[Call, int], LinearCall | None] | None:
+        """None."""
+        return None
 
     def why_not(self, problem: Problem) -> str | None:
         """Never refuses."""

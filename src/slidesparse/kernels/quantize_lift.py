@@ -103,8 +103,8 @@ class Call:
     """
 
     __slots__ = (
-        *("columns", "device", "first", "gathered", "launcher", "padded", "plan", "programs", "quantised", "shape"),
-        *("source", "target", "tokens", "width"),
+        *("columns", "device", "first", "gathered", "index", "launcher", "padded", "plan", "programs", "quantised"),
+        *("shape", "source", "target", "tokens", "width"),
     )
 
     def __init__(
@@ -132,6 +132,7 @@ class Call:
         self.plan = make_plan(columns, source, target, first, slabs, launch, early)
         self.launcher = _launcher(self.plan, launch, source, device)
         self.columns, self.source, self.target, self.first, self.device = columns, source, target, first, device
+        self.index = -1 if device.index is None else device.index
         self.quantised, self.gathered, self.width = self.plan.quant != "none", columns.gathered, columns.width
         if slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
@@ -262,6 +263,17 @@ class Call:
     ) -> bool:
         """Whether a kernel is compiled, and takes these: see :meth:`launch`."""
         return self.launcher.ready and _aligned(x_at, residual_at, weight_at, pairs_at, x_stride, residual_stride)
+
+    def read(
+        self, x: torch.Tensor, pairs: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> tuple[int, int | None, int | None, int | None, int, int] | None:
+        """What :meth:`launch` is told of the tensors it reads, if it takes them; ``pairs`` may be empty."""
+        if not (is_current(self.index) and self.takes(x, pairs, weight, residual)):
+            return None
+        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
+        weight_at = None if weight is None else weight.data_ptr()
+        read = x.data_ptr(), residual_at, weight_at, pairs.data_ptr() or None, x.stride()[0], residual_stride
+        return read if self.can_launch(*read) else None
 
     def launch(
         self,

@@ -1,0 +1,128 @@
+"""Which tensors a whole dense linear takes, what its launch and its product are told, and where there is one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slidesparse.gemm import dense, dense_linear
+from slidesparse.gemm.dense_linear import DenseLinear
+
+BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+TOKENS, OUT, COLUMNS = 40, 24, 64
+READ = (16, None, None, None, 64, 0)
+WEIGHT = torch.zeros(OUT, COLUMNS, dtype=INT8)
+
+
+class Parts:
+    """Stands for the lifting call and for the product, and keeps what they were told."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.products: list[tuple[Any, ...]] = []
+        self.lift: Any = SimpleNamespace(
+            read=lambda *_: READ if takes else None,
+            launch=lambda *arguments: self.launches.append(arguments),
+            device=torch.device("cpu"),
+            index=0,
+            tokens=TOKENS,
+            padded=TOKENS,
+            width=COLUMNS,
+            shape=(TOKENS, COLUMNS),
+            source=BF16,
+            target=INT8,
+            quantised=True,
+        )
+        self.linear = DenseLinear(self.lift, OUT, self.multiply)
+
+    def multiply(self, *arguments: Any) -> torch.Tensor:
+        self.products.append(arguments)
+        return torch.ones(TOKENS, OUT)
+
+    def run(self, weight: torch.Tensor, scale: torch.Tensor | None, bias: Any = None, residual: Any = None) -> Any:
+        x, none = torch.ones(TOKENS, COLUMNS, dtype=BF16), torch.empty(0)
+        return self.linear(x, none, [weight], scale, bias, None, residual, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_linear, "empty_here", lambda *sizes: torch.empty(*sizes[:2], dtype=sizes[2]))
+
+
+def test_the_product_gets_what_the_launch_wrote() -> None:
+    parts, scale, bias = Parts(), torch.ones(OUT), torch.ones(OUT, dtype=BF16)
+    y, total = parts.run(WEIGHT, scale, bias)
+    assert (y.shape, total) == ((TOKENS, OUT), None)
+    ((values, weight, scale_x, scale_w, given_bias, out_dtype),) = parts.products
+    assert (values.shape, values.dtype, scale_x.shape, scale_x.dtype) == ((40, 64), INT8, (40, 1), torch.float32)
+    assert (weight is WEIGHT, scale_w is scale, given_bias is bias, out_dtype) == (True, True, True, BF16)
+    assert parts.launches == [(0, *READ, None, values.data_ptr(), scale_x.data_ptr(), 0.5)]
+
+
+def test_a_residual_gives_a_new_one() -> None:
+    parts = Parts()
+    _, total = parts.run(WEIGHT, torch.ones(OUT), residual=torch.ones(TOKENS, COLUMNS))
+    assert (total.shape, total.dtype) == ((TOKENS, COLUMNS), BF16)
+    assert parts.launches[0][len(READ) + 1] == total.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "bias"),
+    [
+        (torch.zeros(OUT + 8, COLUMNS, dtype=INT8), torch.ones(OUT), None),  # padded
+        (WEIGHT.to("meta"), torch.ones(OUT), None),
+        (WEIGHT, None, None),
+        (WEIGHT, torch.ones(OUT + 1), None),
+        (WEIGHT, torch.ones(OUT, dtype=BF16), None),
+        (WEIGHT, torch.ones(OUT), torch.ones(OUT)),  # float32, where the kernels take the output's type
+        (WEIGHT, torch.ones(OUT), torch.ones(OUT - 1, dtype=BF16)),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_left_alone(weight: torch.Tensor, scale: Any, bias: Any) -> None:
+    parts = Parts()
+    assert parts.run(weight, scale, bias) is None
+    assert not parts.launches
+    assert Parts(takes=False).run(WEIGHT, torch.ones(OUT)) is None
+
+
+VLLM = "vLLM's kernel"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "tokens", "has_vllm", "by"),
+    [
+        (INT8, BF16, 1, True, "_by_vllm"),
+        (INT8, FP16, 9999, True, "_by_vllm"),
+        (INT8, torch.float32, 64, True, None),
+        (INT8, BF16, 64, False, None),
+        (FP8, BF16, 255, True, "_by_vllm"),
+        (FP8, BF16, 256, True, "_by_torch"),
+        (FP8, FP16, 256, True, "_by_vllm"),
+        (FP8, BF16, 64, False, "_by_torch"),
+        (FP8, FP16, 64, False, None),
+    ],
+)
+def test_the_fastest_kernel_that_applies_scales(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, out_dtype: Any, tokens: int, has_vllm: bool, by: str | None
+) -> None:
+    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM if has_vllm else None)
+    monkeypatch.setattr(dense, "_is_hopper", lambda _: True)
+    found = dense.fused_product(dtype, out_dtype, tokens, 0)
+    assert getattr(found, "func", found) is (None if by is None else getattr(dense, by))
+
+
+def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
+    monkeypatch.setattr(dense, "_has_kernels", lambda *_: True)
+    made, lift = dense.Dense().linear_call, Parts().lift
+    assert isinstance(made(lift, OUT), DenseLinear)
+    lift.padded = TOKENS + 1
+    assert made(lift, OUT) is None
+    lift.padded, lift.quantised = TOKENS, False
+    assert made(lift, OUT) is None
+    lift.quantised = True
+    monkeypatch.setattr(dense, "_has_kernels", lambda *_: False)
+    assert made(lift, OUT) is None
