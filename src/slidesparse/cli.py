@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
     engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
-    engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 5)")
+    engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 9)")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
     engine.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")

@@ -78,7 +78,7 @@ class EngineProfile:
     patterns: tuple[str, ...]
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
-    rounds: int = 5
+    rounds: int = 9
     layers: int | None = None
     backends: tuple[str, ...] = (AUTO,)
     graphs: int | None = None

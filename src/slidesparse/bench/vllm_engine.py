@@ -25,8 +25,8 @@ from slidesparse.stack import with_room
 PROMPT = 1024
 """Tokens of a prompt in prefill."""
 
-PREFILL_S = 0.25
-"""How long a prefill is repeated at least."""
+PREFILL_S = 0.1
+"""How long a prefill is repeated at least, in one turn: short, so that a slow phase of the host meets all engines."""
 
 DECODE_PROMPT, DECODE_STEPS = 16, 64
 """Tokens of a prompt in decoding, and steps that are timed."""
@@ -170,14 +170,16 @@ class Driver:
             "additional_config": options.additional,
         }
         self.llm = LLM(**settings | options.arguments)
+        self._cores = sorted(os.sched_getaffinity(0))
 
-    def prefill(self, tokens: int, seed: int) -> float:
+    def prefill(self, tokens: int, turn: int) -> float:
         """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each.
 
         :func:`undisturbed` of as many requests as fit into :data:`PREFILL_S`.
         """
+        self._take_core(turn)
         prompt = min(PROMPT, tokens)
-        prompts = _random_prompts(tokens // prompt, prompt, seed)
+        prompts = _random_prompts(tokens // prompt, prompt, seed=turn)
         taken: list[float] = []
         while sum(taken) < PREFILL_S:
             start = time.perf_counter()
@@ -185,9 +187,10 @@ class Driver:
             taken.append(time.perf_counter() - start)
         return undisturbed(taken)
 
-    def decode(self, sequences: int, seed: int) -> float:
+    def decode(self, sequences: int, turn: int) -> float:
         """Seconds of one decoding step of so many sequences, :func:`undisturbed` of :data:`DECODE_STEPS`."""
-        with self._decoding(sequences, seed) as step:
+        self._take_core(turn)
+        with self._decoding(sequences, seed=turn) as step:
             times = [time.perf_counter()]
             for _ in range(DECODE_STEPS):
                 step()
@@ -217,6 +220,13 @@ class Driver:
         """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
         first, *_ = self.llm.apply_model(_bytes)
         return float(first) / 1e9
+
+    def _take_core(self, turn: int) -> None:
+        """Compute on one core: all engines do a turn on the same one, the next turn on the next.
+
+        Some cores of a shared host are slow for many seconds, and a process stays on the one it has.
+        """
+        os.sched_setaffinity(0, {self._cores[turn % len(self._cores)]})
 
     @contextmanager
     def _decoding(self, sequences: int, seed: int) -> Iterator[Callable[[], Any]]:
