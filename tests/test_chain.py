@@ -157,6 +157,14 @@ def starts_with_a_norm(x: Any, residual: Any, gains: Any, weights: Any) -> Resul
     return ops.add_rms_norm_linear(ops.silu_mul_linear(y, *down), residual, gains[1], EPS, *qkv)
 
 
+def sums_over_gpus(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+    o, gate_up, down, qkv = weights
+    y = ops.linear(x, *o).neg()  # what stands there for the sum over all GPUs
+    y, total = ops.add_rms_norm_linear(y, residual, gains[0], EPS, *gate_up)
+    y = ops.silu_mul_linear(y, *down).neg()
+    return ops.add_rms_norm_linear(y, total, gains[1], EPS, *qkv)
+
+
 def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
     y, residual = one_by_one(x, residual, gains, weights)
     return one_by_one(y[:, :WIDE] * 2, residual, gains, weights)
@@ -173,6 +181,7 @@ def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
         (adds_its_own_product, []),
         (never_adds, []),
         (starts_with_a_norm, [3]),
+        (sums_over_gpus, [2]),
         (two_layers, [4, 4]),
     ],
 )
