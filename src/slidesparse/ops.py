@@ -461,7 +461,7 @@ class Linked(NamedTuple):
     eps: float
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 16)
 def _linked(links: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[Linked, ...]:
     """What a chain does with so many tokens of this type, there."""
     steps, start = [], 0

@@ -4,6 +4,9 @@ For every model and type, checkpoints of random weights are written, one dense a
 is started for each; then each measurement goes round all engines, several times over, dense first and last in every
 round. Dense is stock vLLM, without the plugin, on the unpruned weights: what a user would otherwise run.
 
+In a turn all engines compute on the same core, the next turn on the next, and what counts of a turn is the time that
+one request or step in five undercuts (bench/vllm_engine.py); records of commits before 778f614 have medians instead.
+
 * prefill: M tokens as prompts of 1024, one output token each; the time of ``LLM.generate``, scheduling included.
 * decode: an engine step in which M sequences decode, 64 of them; default compilation and CUDA graphs.
 * kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for

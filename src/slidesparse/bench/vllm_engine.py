@@ -25,8 +25,9 @@ from slidesparse.stack import with_room
 PROMPT = 1024
 """Tokens of a prompt in prefill."""
 
-PREFILL_S = 0.1
-"""How long a prefill is repeated at least, in one turn: short, so that a slow phase of the host meets all engines."""
+MOST_REQUESTS, TURN_TOKENS = 10, 20480
+"""Of a prefill in one turn: the same number for all engines, or the faster one would have the better choice of times,
+and few, so that a slow phase of the host meets all of them."""
 
 DECODE_PROMPT, DECODE_STEPS = 16, 64
 """Tokens of a prompt in decoding, and steps that are timed."""
@@ -175,13 +176,13 @@ class Driver:
     def prefill(self, tokens: int, turn: int) -> float:
         """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each.
 
-        :func:`undisturbed` of as many requests as fit into :data:`PREFILL_S`.
+        :func:`undisturbed` of ten requests, of fewer from 4096 tokens on, of one from 16384 on.
         """
         self._take_core(turn)
         prompt = min(PROMPT, tokens)
         prompts = _random_prompts(tokens // prompt, prompt, seed=turn)
-        taken: list[float] = []
-        while sum(taken) < PREFILL_S:
+        taken = []
+        for _ in range(max(1, min(MOST_REQUESTS, TURN_TOKENS // tokens))):
             start = time.perf_counter()
             self._generate(prompts, 1)
             taken.append(time.perf_counter() - start)

@@ -35,7 +35,7 @@ ABOUT_FUSED = """\
 rate of the copy of the same comparison."""
 
 ABOUT_ENGINES = """\
-Time of `LLM.generate`, scheduling included, over that of stock vLLM on unpruned weights in the same rounds; their median.
+Median over rounds of the time of `LLM.generate`, scheduling included, against stock vLLM on unpruned weights in them.
 Prefill: M tokens in prompts of 1024, one output token each. Decode: one step of M sequences. Random weights.
 `auto`: the plugin as it comes, which leaves a layer dense where measurement says so. `noise`: between dense first and
 last in a round, or between the rounds of the engine that repeats itself least, whichever is larger."""

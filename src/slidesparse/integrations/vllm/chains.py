@@ -102,10 +102,10 @@ def _follower(chain: list[Part], parts: dict[fx.Node, Part], order: dict[fx.Node
     total = adding[-1].total
     readers = [] if total is None else list(total.users)
     if after.adds:
-        return after.node if total is after.node.args[1] and readers == [after.node] else None
+        return after.node if readers == [after.node] else None
     # The operator stands where its last link does: what reads the new residual must come behind it. A reader without a
-    # place is a chain that was made before; it may stand anywhere.
-    return after.node if all(order.get(reader, 0) > order[after.node] for reader in readers) else None
+    # place is a chain that was made before; what it was made of still reads too, and stands no later.
+    return after.node if all(order[reader] > order[after.node] for reader in readers if reader in order) else None
 
 
 def _replace(graph: fx.Graph, chain: list[Part]) -> None:

@@ -1,4 +1,4 @@
-"""The loop of an engine that serves one of our models gets room on Python's stack: see :mod:`slidesparse.stack`.
+"""The loop of a process that holds one of our models gets room on Python's stack: see :mod:`slidesparse.stack`.
 
 vLLM works 60 frames deep, in loops over layers and over sequences. Whether one of those loops stands at the end of a
 chunk is chance, but not the same chance as in stock vLLM: one frame holds the weights of all layers as variables.
@@ -16,8 +16,9 @@ LOOPS = (
     ("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
     ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop"),
 )
-"""What runs as long as a process of vLLM's serves: its schedulers', and where there are several GPUs, their workers'.
-Each begins when the model is loaded. Around a single step room costs more than it gives: 0.1 ms."""
+"""What runs as long as a process of vLLM's serves: that of an engine on one GPU, and of the workers on several, whose
+scheduler, a process without a model, gets none. Each begins when the model is loaded. Around each step room would cost
+0.1 ms."""
 
 
 @lru_cache  # once a process
