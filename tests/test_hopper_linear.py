@@ -30,7 +30,7 @@ Weight = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
 class Launches:
     """Stands for the lifting call and for the product's run, and keeps what they were told."""
 
-    device, slab_bytes = 0, VALUES
+    slab_bytes = VALUES
 
     def __init__(self, *, quantised: bool = True, takes: bool = True) -> None:
         self.lifted: list[tuple[Any, ...]] = []

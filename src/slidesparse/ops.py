@@ -15,11 +15,11 @@ import torch
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Backend, Layout, LinearCall, with_rows
-from slidesparse.gemm.chain import NORMS, parse_links
+from slidesparse.gemm.chain import parse_links
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
-from slidesparse.kernels.plan import First
+from slidesparse.kernels.plan import NORMS, First
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import dense_rows

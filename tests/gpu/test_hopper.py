@@ -390,7 +390,6 @@ def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answer
     for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
         with pytest.raises(InputError, match="bias"):
             ops.linear(x, *weight, wrong, layer._switch)
-    for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
         with pytest.raises(InputError, match="channel scales"):
             ops.linear(x, tensors, wrong, None, layer._switch)
     with pytest.raises(InputError, match="activations and weight on two devices"):

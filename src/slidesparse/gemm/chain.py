@@ -14,8 +14,7 @@ from functools import lru_cache
 from slidesparse.decode import decode
 from slidesparse.errors import InputError
 from slidesparse.gemm.switch import Switch
-
-NORMS = ("rms_norm", "add_rms_norm")
+from slidesparse.kernels.plan import NORMS
 
 
 @dataclass(frozen=True)

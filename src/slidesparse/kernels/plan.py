@@ -8,6 +8,9 @@ from typing import Literal, TypeAlias
 First: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "silu_mul"]
 """What happens to a row before it is quantised: a function of :mod:`slidesparse.elementwise`."""
 
+NORMS = ("rms_norm", "add_rms_norm")
+"""Those that have a gain."""
+
 CHUNKS = 8
 """Chunks of a row that a program may hold: 64 columns a lane, of the 128 registers that 16 warps leave it."""
 

@@ -9,7 +9,7 @@ are those of :func:`slidesparse.quant.quantize_rows` and :func:`slidesparse.slid
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,14 +18,15 @@ from slidesparse.kernels.columns import SLAB_BYTES, Columns, Slabs
 from slidesparse.kernels.held_kernel import held_kernel
 from slidesparse.kernels.launch import EARLY_ARCH, FP8_ARCH, Launch, configure, device_arch
 from slidesparse.kernels.launcher import ALIGNMENT, LARGEST, Launcher, current_stream, early_start, empty, is_current
-from slidesparse.kernels.plan import First, Plan
+from slidesparse.kernels.plan import NORMS, First, Plan
 from slidesparse.kernels.walking_kernel import walking_kernel
 from slidesparse.quant import QUANTISED
 from slidesparse.support import is_vector
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-NORMS = ("rms_norm", "add_rms_norm")
+Read: TypeAlias = tuple[int, int | None, int | None, int | None, int, int]
+"""Addresses of the activations, the residual, the weight of the norm and the pairs; strides of the first two."""
 
 
 class Lifted(NamedTuple):
@@ -153,8 +154,9 @@ class Call:
         Raises:
             InputError: As :func:`quantize_lift`.
         """
-        if not self.takes(x, pairs, weight, residual):
-            raise self._refusal(x, pairs, weight, residual)
+        refusal = self._refusal(x, pairs, weight, residual)
+        if refusal is not None:
+            raise refusal
         index = x.get_device()
         if index < 0 or is_current(index):
             return self._run(index, x, pairs, weight, residual, eps)
@@ -162,21 +164,6 @@ class Call:
             return self._run(index, x, pairs, weight, residual, eps)
 
     # A launch passes addresses, which say neither how much lies behind them nor where and of what type it is.
-
-    def takes(
-        self,
-        x: torch.Tensor,
-        pairs: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        residual: torch.Tensor | None,
-    ) -> bool:
-        """Whether these are what this call was made for: their sizes, strides, types and device."""
-        return (
-            self._is_rows(x)
-            and (not self.gathered or self._is_index(pairs))
-            and (self.first not in NORMS or self._is_gain(weight))
-            and (self.first != "add_rms_norm" or self._is_rows(residual))
-        )
 
     def _is_rows(self, x: torch.Tensor | None) -> bool:
         if x is None or x.shape != self.shape or x.dtype != self.source:
@@ -195,17 +182,22 @@ class Call:
         pairs: torch.Tensor | None,
         weight: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> InputError:
-        rows = f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
+    ) -> InputError | None:
+        """What is wrong with these, if they are not what this call was made for: sizes, strides, types and device."""
         if not self._is_rows(x):
-            return InputError("activations to lift", got=_described(x), needed=rows)
+            return InputError("activations to lift", got=_described(x), needed=self._rows())
         if self.gathered and not self._is_index(pairs):
             needed = f"{self.width // 2} {self.columns.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
         if self.first in NORMS and not self._is_gain(weight):
             needed = f"{self.columns.columns} {self.source} numbers on {self.device}, contiguous"
             return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
-        return InputError("residual", got=_described(residual), needed=rows)
+        if self.first == "add_rms_norm" and not self._is_rows(residual):
+            return InputError("residual", got=_described(residual), needed=self._rows())
+        return None
+
+    def _rows(self) -> str:
+        return f"{list(self.shape)} {self.source} on {self.device}, columns contiguous"
 
     def _run(
         self,
@@ -238,12 +230,9 @@ class Call:
         scale: torch.Tensor | None,
         eps: float,
     ) -> None:
-        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
         total_at = None if total is None else total.data_ptr()
-        weight_at = None if weight is None else weight.data_ptr()
-        pairs_at = None if pairs is None else pairs.data_ptr()
         scale_at = None if scale is None else scale.data_ptr()
-        read = x.data_ptr(), residual_at, weight_at, pairs_at, x.stride(0), residual_stride
+        read = _read(x, pairs, weight, residual)
         if self.can_launch(*read):
             self.launch(index, *read, total_at, values.data_ptr(), scale_at, eps)
             return
@@ -266,13 +255,11 @@ class Call:
 
     def read(
         self, x: torch.Tensor, pairs: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
-    ) -> tuple[int, int | None, int | None, int | None, int, int] | None:
+    ) -> Read | None:
         """What :meth:`launch` is told of the tensors it reads, if it takes them; ``pairs`` may be empty."""
-        if not (is_current(self.index) and self.takes(x, pairs, weight, residual)):
+        if not is_current(self.index) or self._refusal(x, pairs, weight, residual) is not None:
             return None
-        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
-        weight_at = None if weight is None else weight.data_ptr()
-        read = x.data_ptr(), residual_at, weight_at, pairs.data_ptr() or None, x.stride()[0], residual_stride
+        read = _read(x, pairs, weight, residual)
         return read if self.can_launch(*read) else None
 
     def launch(
@@ -307,6 +294,15 @@ class Call:
         addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values_at, scale_at)
         numbers = (self.tokens, x_stride, residual_stride, eps)
         self.launcher.launch(self.programs, current_stream(index), *addresses, *numbers)
+
+
+def _read(
+    x: torch.Tensor, pairs: torch.Tensor | None, weight: torch.Tensor | None, residual: torch.Tensor | None
+) -> Read:
+    residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
+    weight_at = None if weight is None else weight.data_ptr()
+    pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor is at no address
+    return x.data_ptr(), residual_at, weight_at, pairs_at, x.stride()[0], residual_stride
 
 
 def _aligned(

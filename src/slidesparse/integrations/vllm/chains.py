@@ -15,11 +15,15 @@ from torch import fx
 from slidesparse import ops
 from slidesparse.gemm.chain import Link, links_to_text
 from slidesparse.gemm.switch import parse_switch
+from slidesparse.kernels.plan import NORMS
 
-LINEAR = ops.linear.default
-RMS_NORM = ops.rms_norm_linear.default
-ADD_RMS_NORM = ops.add_rms_norm_linear.default
-SILU = ops.silu_mul_linear.default
+FIRSTS = {
+    ops.linear.default: "none",
+    ops.rms_norm_linear.default: "rms_norm",
+    ops.add_rms_norm_linear.default: "add_rms_norm",
+    ops.silu_mul_linear.default: "silu_mul",
+}
+"""Our operators, and what each of them does before it multiplies."""
 
 
 class Part(NamedTuple):
@@ -66,17 +70,13 @@ def join(graph: fx.Graph) -> int:
 
 
 def _part(node: Any) -> Part | None:
-    if node.op != "call_function" or node.target not in (LINEAR, RMS_NORM, ADD_RMS_NORM, SILU):
+    first = FIRSTS.get(node.target)
+    if first is None:
         return None
     *before, tensors, scale_w, bias, switch = node.args
-    first, gain, eps = "none", None, 0.0
-    if node.target is SILU:
-        first = "silu_mul"
-    elif node.target is not LINEAR:
-        first = "rms_norm" if node.target is RMS_NORM else "add_rms_norm"
-        *_, gain, eps = before
+    gain, eps = before[-2:] if first in NORMS else (None, 0.0)
     product, total = node, None
-    if node.target is ADD_RMS_NORM:
+    if first == "add_rms_norm":
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         product, total = results.get(0), results.get(1)
         if product is None or len(results) != len(node.users):
