@@ -1,6 +1,6 @@
 """The loop of a process that holds one of our models gets room on Python's stack: see :mod:`slidesparse.stack`.
 
-vLLM works 60 frames deep, in loops over layers and over sequences. Whether one of those loops stands at the end of a
+vLLM works deep in calls, in loops over layers and over sequences. Whether one of those loops stands at the end of a
 chunk is chance, but not the same chance as in stock vLLM: one frame holds the weights of all layers as variables.
 """
 
