@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from chain_links import EPS, Weight, chained, link, one_by_one
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
-from slidesparse.gemm.chain import Link, links_to_text, parse_links
+from slidesparse.gemm.chain import links_to_text, parse_links
 from slidesparse.gemm.switch import Route, Switch, parse_switch
 from slidesparse.integrations.vllm.chains import join
 from slidesparse.linear import pack_weight
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 
-HIDDEN, WIDE, TOKENS, EPS = 48, 64, 9, 1e-6
+HIDDEN, WIDE, TOKENS = 48, 64, 9
 SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (HIDDEN + 32, HIDDEN)]
 """Rows and columns of o, gate and up, down, and query, key and value."""
 
-Weight = tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None, str]
 Results = tuple[torch.Tensor, ...]
 
 
@@ -35,32 +35,6 @@ def weight(out: int, columns: int, dtype: torch.dtype = torch.int8, *, biased: b
     switch = Switch(out, parse_switch(small._switch).dtype, described, routes)
     tensors = [tensor for form in forms for tensor in form.tensors]
     return tensors, packed.scale, torch.randn(out) if biased else None, switch.to_text()
-
-
-def link(first: str, given: Weight) -> Link:
-    _, scale, bias, switch = given
-    return Link(first, EPS if "norm" in first else 0.0, scale is not None, bias is not None, parse_switch(switch))
-
-
-def chained(weights: list[Weight], gains: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
-    """Tensors and text of the four linears between two attentions."""
-    tensors, links = [], []
-    firsts = [("none", None), ("add_rms_norm", gains[0]), ("silu_mul", None), ("add_rms_norm", gains[1])]
-    for (first, gain), given in zip(firsts, weights, strict=True):
-        own, scale, bias, _ = given
-        tensors += [*own, *(tensor for tensor in (scale, bias, gain) if tensor is not None)]
-        links.append(link(first, given))
-    return tensors, links_to_text(links)
-
-
-def one_by_one(
-    x: torch.Tensor, residual: torch.Tensor, gains: list[torch.Tensor], weights: list[Weight]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    o, gate_up, down, qkv = weights
-    y = ops.linear(x, *o)
-    y, residual = ops.add_rms_norm_linear(y, residual, gains[0], EPS, *gate_up)
-    y = ops.silu_mul_linear(y, *down)
-    return ops.add_rms_norm_linear(y, residual, gains[1], EPS, *qkv)
 
 
 def block(tokens: int, dtype: torch.dtype = torch.int8) -> tuple[Any, ...]:

@@ -44,7 +44,7 @@ class Parts:
 
     def run(self, weight: torch.Tensor, scale: torch.Tensor | None, bias: Any = None, residual: Any = None) -> Any:
         x, none = torch.ones(TOKENS, COLUMNS, dtype=BF16), torch.empty(0)
-        return self.linear(x, none, [weight], scale, bias, None, residual, 0.5)
+        return self.linear(x, [none, none, weight], scale, bias, None, residual, 0.5)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 
 from slidesparse import InputError, ops
 from slidesparse.gemm import hopper_linear
+from slidesparse.gemm.hopper_launch import BIAS_TYPES
 from slidesparse.gemm.hopper_layout import step_shapes
 from slidesparse.gemm.hopper_linear import HopperLinear
 from slidesparse.kernels.columns import Columns
@@ -24,7 +25,8 @@ VALUES = 8 * COLUMNS.width
 READ = (16, None, None, None, 64, 0)
 """What the lifting call says of the tensors that it reads."""
 
-Weight = tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]
+Weight = tuple[list[torch.Tensor], torch.Tensor]
+"""A form (column map, pairs, operand) and its scale."""
 
 
 class Launches:
@@ -39,6 +41,7 @@ class Launches:
             launch=lambda *arguments: self.lifted.append(arguments),
             read=lambda *tensors: READ if takes else None,
             columns=COLUMNS,
+            first="none",
             source=BF16,
             target=torch.int8,
             quantised=quantised,
@@ -67,8 +70,8 @@ def made(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[HopperLinear
 
 
 def weight() -> Weight:
-    shapes = step_shapes(COLUMNS, 1, OUT)
-    return torch.empty(0), [torch.empty(shape, dtype=torch.uint8) for shape in shapes], torch.ones(OUT)
+    operand = [torch.empty(shape, dtype=torch.uint8) for shape in step_shapes(COLUMNS, 1, OUT)]
+    return [torch.empty(0), torch.empty(0), *operand], torch.ones(OUT)
 
 
 def rows() -> torch.Tensor:
@@ -77,8 +80,8 @@ def rows() -> torch.Tensor:
 
 def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch)
-    (pairs, operand, scale), x, bias = weight(), rows(), torch.ones(OUT)
-    given = linear(x, pairs, operand, scale, bias, None, None, 0.0)
+    (form, scale), x, bias = weight(), rows(), torch.ones(OUT)
+    given = linear(x, form, scale, bias, None, None, 0.0)
     assert given is not None
     y, total = given
     assert y.shape == (TOKENS, OUT)
@@ -87,15 +90,15 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     ((device, *read, total_at, values_at, scale_at, eps),) = launches.lifted
     assert tuple(read) == READ
     assert (device, total_at, scale_at, eps) == (0, None, values_at + VALUES, 0.0)
-    sparse, dense = operand
-    told = (values_at, scale_at, sparse.data_ptr(), dense.data_ptr(), scale.data_ptr(), bias, y)
-    assert launches.multiplied == [told]
+    sparse, dense = form[2:]
+    of_weight = sparse.data_ptr(), dense.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
+    assert launches.multiplied == [(values_at, scale_at, *of_weight, y.data_ptr())]
 
 
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch)
-    pairs, operand, scale = weight()
-    given = linear(rows(), pairs, operand, scale, None, torch.ones(COLUMNS.columns, dtype=BF16), rows(), 1e-6)
+    form, scale = weight()
+    given = linear(rows(), form, scale, None, torch.ones(COLUMNS.columns, dtype=BF16), rows(), 1e-6)
     assert given is not None
     total = given[1]
     assert total is not None
@@ -106,14 +109,14 @@ def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch, quantised=False)
-    pairs, operand, _ = weight()
-    assert linear(rows(), pairs, operand, None, None, None, None, 0.0) is not None
+    form, _ = weight()
+    assert linear(rows(), form, None, None, None, None, 0.0) is not None
     ((*_, scale_at, _),) = launches.lifted
-    ((_, scale_x_at, _, _, scale_w_at, *_),) = launches.multiplied
-    assert (scale_at, scale_x_at, scale_w_at) == (None, None, None)
+    ((_, scale_x_at, _, _, *scale_and_bias, _),) = launches.multiplied
+    assert (scale_at, scale_x_at, *scale_and_bias) == (None, None, None, None, 0)
 
 
-SPARSE, DENSE = weight()[1]
+SPARSE, DENSE = weight()[0][2:]
 
 
 @pytest.mark.parametrize(
@@ -134,14 +137,13 @@ def test_a_weight_that_the_kernel_could_not_read_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, operand: list[torch.Tensor], scale: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     linear, launches = made(monkeypatch)
-    assert linear(rows(), torch.empty(0), operand, scale, bias, None, None, 0.0) is None
+    assert linear(rows(), [torch.empty(0), torch.empty(0), *operand], scale, bias, None, None, 0.0) is None
     assert not launches.lifted
 
 
 def test_activations_that_the_lifting_call_does_not_take_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, launches = made(monkeypatch, takes=False)
-    pairs, operand, scale = weight()
-    assert linear(rows(), pairs, operand, scale, None, None, None, 0.0) is None
+    assert linear(rows(), *weight(), None, None, None, 0.0) is None
     assert not launches.lifted
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Backend, Layout, LinearCall, with_rows
-from slidesparse.gemm.chain import parse_links
+from slidesparse.gemm.base import Backend, ChainCall, Layout, LinearCall, with_rows
+from slidesparse.gemm.chain import Placed, parse_links, place
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.columns import Columns
-from slidesparse.kernels.plan import NORMS, First
+from slidesparse.kernels.plan import First
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import dense_rows
@@ -382,18 +383,18 @@ def _multiplied(
 def _run(
     step: Step,
     x: torch.Tensor,
-    form: list[torch.Tensor],
+    form: Sequence[torch.Tensor],
     scale_w: torch.Tensor | None,
     bias: torch.Tensor | None,
     gain: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    column_map, moved, *operand = form
     if step.whole is not None:
-        given = step.whole(x, moved, operand, scale_w, bias, gain, residual, eps)
+        given = step.whole(x, form, scale_w, bias, gain, residual, eps)
         if given is not None:
             return given
+    column_map, moved, *operand = form
     if column_map.device != x.device:
         raise InputError(
             "activations and weight on two devices",
@@ -439,59 +440,52 @@ def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return _multiplied("silu_mul", x, *weight)[0]
 
 
-class Linked(NamedTuple):
-    """A step of a chain.
+class Piece(NamedTuple):
+    """Links of a chain that one backend runs.
 
     Attributes:
-        step: What it does.
-        form: Where its form of the weight stands among the chain's tensors.
-        scale_w: Where its scale stands; None without, as below.
-        bias: Its bias.
-        gain: Its gain.
-        adds: It takes the residual, and gives a new one.
-        eps: Of its norm.
+        whole: All of them at once, where the backend can.
+        links: What each does, and where its tensors stand.
     """
 
-    step: Step
-    form: slice
-    scale_w: int | None
-    bias: int | None
-    gain: int | None
-    adds: bool
-    eps: float
+    whole: ChainCall | None
+    links: tuple[tuple[Step, Placed], ...]
 
 
 @lru_cache(maxsize=1 << 16)
-def _linked(links: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[Linked, ...]:
+def _pieces(links: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[Piece, ...]:
     """What a chain does with so many tokens of this type, there."""
-    steps, start = [], 0
+    found, start = [], 0
     for link in parse_links(links):
         step = _step(link.weight.to_text(), link.first, tokens, source, device)
-        form = slice(start + step.tensors.start, start + step.tensors.stop)
-        places = iter(range(start + link.of_weight, start + link.tensors))
-        has = link.scaled, link.biased, link.first in NORMS
-        scale_w, bias, gain = (next(places) if there else None for there in has)
-        steps.append(Linked(step, form, scale_w, bias, gain, link.first == "add_rms_norm", link.eps))
+        found.append((step, place(link, start, step.tensors)))
         start += link.tensors
-    return tuple(steps)
+    return tuple(_piece(name, tuple(group)) for name, group in groupby(found, key=lambda linked: linked[0].backend))
+
+
+def _piece(backend: str, links: tuple[tuple[Step, Placed], ...]) -> Piece:
+    join, linears = get_backend(backend).chain_call, [(step.whole, placed) for step, placed in links]
+    can = join is not None and len(links) > 1 and all(whole is not None for whole, _ in linears)
+    return Piece(join(linears) if can and join is not None else None, links)
 
 
 def _chain(
     x: torch.Tensor, residual: torch.Tensor, tensors: list[torch.Tensor], links: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     total: torch.Tensor | None = residual
-    for step, form, scale_w, bias, gain, adds, eps in _linked(links, x.shape[0], x.dtype, x.device):
-        x, new = _run(
-            step,
-            x,
-            tensors[form],
-            None if scale_w is None else tensors[scale_w],
-            None if bias is None else tensors[bias],
-            None if gain is None else tensors[gain],
-            total if adds else None,
-            eps,
-        )
-        total = new if adds else total
+    for whole, steps in _pieces(links, x.shape[0], x.dtype, x.device):
+        given = None if whole is None else whole(x, total, tensors)
+        x, total = _one_by_one(steps, x, total, tensors) if given is None else given
+    return x, total
+
+
+def _one_by_one(
+    links: tuple[tuple[Step, Placed], ...], x: torch.Tensor, total: torch.Tensor | None, tensors: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    for step, placed in links:
+        form, scale_w, bias, gain = placed.of(tensors)
+        x, new = _run(step, x, form, scale_w, bias, gain, total if placed.adds else None, placed.eps)
+        total = new if placed.adds else total
     return x, total
 
 

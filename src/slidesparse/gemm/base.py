@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 
 if TYPE_CHECKING:
+    from slidesparse.gemm.chain import Placed
     from slidesparse.kernels.quantize_lift import Call  # needs Triton
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
@@ -176,8 +177,7 @@ class LinearCall(Protocol):
     def __call__(
         self,
         x: torch.Tensor,
-        pairs: torch.Tensor,
-        operand: Sequence[torch.Tensor],
+        form: Sequence[torch.Tensor],
         scale_w: torch.Tensor | None,
         bias: torch.Tensor | None,
         gain: torch.Tensor | None,
@@ -188,8 +188,8 @@ class LinearCall(Protocol):
 
         Args:
             x: [M, K], or [M, 2K], as :class:`slidesparse.kernels.quantize_lift.Call` takes it.
-            pairs: As it takes them; empty where it takes none.
-            operand: From :meth:`Backend.prepare`.
+            form: Of the weight: column map, pairs (empty where the lifting call takes none), and the operand, from
+                :meth:`Backend.prepare`.
             scale_w: As of :meth:`Backend.matmul`.
             bias: As of :meth:`Backend.matmul`.
             gain: [K], the weight of a norm.
@@ -199,6 +199,26 @@ class LinearCall(Protocol):
         Returns:
             The product and the new residual. None where it does not take these tensors: nothing was launched, and the
             lifting call, then :meth:`Backend.matmul`, run them or say what is wrong.
+        """
+        ...
+
+
+class ChainCall(Protocol):
+    """Several linears, each of which takes what the one before it gives, for one number of tokens."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Run them.
+
+        Args:
+            x: [M, K], what the first one takes.
+            residual: What the first one behind ``add_rms_norm`` adds.
+            tensors: Those of the chain, of which :class:`slidesparse.gemm.chain.Placed` says whose is which.
+
+        Returns:
+            The last product, and the last new residual, or ``residual`` where none is added. None where it does not
+            take these tensors: nothing was launched, and one linear after the other runs.
         """
         ...
 
@@ -216,6 +236,11 @@ class Backend(Protocol):
 
         None, or where it makes None: there is no such thing, and a linear is the lifting call, then :meth:`matmul`.
         """
+        ...
+
+    @property
+    def chain_call(self) -> Callable[[Sequence[tuple[Any, Placed]]], ChainCall] | None:
+        """Makes a :class:`ChainCall` of two or more of its own linear calls; None: there is no such thing."""
         ...
 
     def __hash__(self) -> int:

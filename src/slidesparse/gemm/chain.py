@@ -10,6 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import torch
 
 from slidesparse.decode import decode
 from slidesparse.errors import InputError
@@ -44,6 +47,56 @@ class Link:
     def tensors(self) -> int:
         """How many tensors are its own."""
         return self.of_weight + self.scaled + self.biased + (self.first in NORMS)
+
+
+Picked: TypeAlias = "tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
+"""Tensors of a form of a weight, the weight's scale, a bias and a gain."""
+
+
+class Placed(NamedTuple):
+    """Where a link's tensors stand among its chain's, and what it does with the residual.
+
+    Attributes:
+        start: From here on those of the form of its weight that runs: column map, index of pairs, operand.
+        stop: Up to here.
+        scale_w: Its scale; None without, as below.
+        bias: Its bias.
+        gain: Its gain.
+        adds: It takes the residual, and gives a new one.
+        eps: Of its norm.
+    """
+
+    start: int
+    stop: int
+    scale_w: int | None
+    bias: int | None
+    gain: int | None
+    adds: bool
+    eps: float
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Picked:
+        """Its own among the chain's."""
+        start, stop, scale_w, bias, gain, _, _ = self
+        return (
+            tensors[start:stop],
+            None if scale_w is None else tensors[scale_w],
+            None if bias is None else tensors[bias],
+            None if gain is None else tensors[gain],
+        )
+
+
+def place(link: Link, start: int, form: slice) -> Placed:
+    """The places of a link.
+
+    Args:
+        link: The link.
+        start: Where its tensors begin.
+        form: Where those of the form that runs stand among them.
+    """
+    places = iter(range(start + link.of_weight, start + link.tensors))
+    there = link.scaled, link.biased, link.first in NORMS
+    scale_w, bias, gain = (next(places) if has else None for has in there)
+    return Placed(start + form.start, start + form.stop, scale_w, bias, gain, link.first == "add_rms_norm", link.eps)
 
 
 def links_to_text(links: Sequence[Link]) -> str:

@@ -298,6 +298,7 @@ class CuSparseLt:
 
     layout = Layout(lifted=True, multiple=MULTIPLE, rows=token_bucket)
     linear_call = None
+    chain_call = None
 
     def __init__(self, intermediate: Literal["exact", "bf16"] = "exact") -> None:
         if intermediate not in ("exact", "bf16"):

@@ -40,8 +40,7 @@ class DenseLinear:
     def __call__(
         self,
         x: torch.Tensor,
-        pairs: torch.Tensor,
-        operand: Sequence[torch.Tensor],
+        form: Sequence[torch.Tensor],
         scale_w: torch.Tensor | None,
         bias: torch.Tensor | None,
         gain: torch.Tensor | None,
@@ -49,7 +48,7 @@ class DenseLinear:
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """See :class:`slidesparse.gemm.base.LinearCall`."""
-        lift, weight = self._lift, operand[0]
+        lift, (_, pairs, weight, *_) = self._lift, form
         read = lift.read(x, pairs, gain, residual)
         if read is None or scale_w is None or weight.shape != self._weight or weight.device != lift.device:
             return None

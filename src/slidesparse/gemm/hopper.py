@@ -11,6 +11,7 @@ import torch
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.base import Layout, Operand, Problem, check_slabs, gpu_of
+from slidesparse.gemm.hopper_chain import HopperChain
 from slidesparse.gemm.hopper_compile import OPERANDS, nvrtc_version
 from slidesparse.gemm.hopper_launch import BIAS_TYPES, driver_version
 from slidesparse.gemm.hopper_layout import SLABS, dense_steps, sparse_steps
@@ -32,6 +33,7 @@ class Hopper:
     accelerated = True
     layout = Layout(lifted=True, multiple=1, slabs=SLABS)
     linear_call = HopperLinear
+    chain_call = HopperChain
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.base.Backend`."""
@@ -91,5 +93,7 @@ class Hopper:
         y = empty(tokens, out_features, out_dtype, device)
         scale_x_at = None if scale_x is None else scale_x.data_ptr()
         scale_w_at = None if scale_w is None else scale_w.data_ptr()
-        run.launch(x.data_ptr(), scale_x_at, sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias, y)
+        bias_at, bias_type = (None, 0) if bias is None else (bias.data_ptr(), BIAS_TYPES[bias.dtype])
+        weight = sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias_at, bias_type
+        run.launch(x.data_ptr(), scale_x_at, *weight, y.data_ptr())
         return y

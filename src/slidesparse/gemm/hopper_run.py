@@ -10,7 +10,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper_compile import OUTPUTS, Tile
-from slidesparse.gemm.hopper_launch import BIAS_TYPES, Arguments, Kernel, load
+from slidesparse.gemm.hopper_launch import Arguments, Kernel, load
 from slidesparse.gemm.hopper_layout import SLABS, TILE_ROWS, step_bytes
 from slidesparse.gemm.hopper_tiles import GROUP, choose_tile
 from slidesparse.kernels.columns import SLAB_BYTES
@@ -47,8 +47,9 @@ class Run(NamedTuple):
         sparse_at: int,
         dense_at: int,
         scale_w_at: int | None,
-        bias: torch.Tensor | None,
-        y: torch.Tensor,
+        bias_at: int | None,
+        bias_type: int,
+        y_at: int,
     ) -> None:
         """Multiply, on the current stream of the device, which is the current one; nothing is checked any more.
 
@@ -58,8 +59,9 @@ class Run(NamedTuple):
             sparse_at: Of the 2:4 segment.
             dense_at: Of the dense segment.
             scale_w_at: Of the weight's scales, float32 [out].
-            bias: [out], of a type in :data:`BIAS_TYPES`.
-            y: [M, out], contiguous, of the variant's output type.
+            bias_at: Of the bias [out].
+            bias_type: Of :data:`slidesparse.gemm.hopper_launch.BIAS_TYPES`; 0 without one.
+            y_at: Of memory for the product [M, out], of the variant's output type.
         """
         if self.kernel is None:
             return
@@ -69,13 +71,13 @@ class Run(NamedTuple):
             sparse_at,
             scale_x_at,
             scale_w_at,
-            None if bias is None else bias.data_ptr(),
-            y.data_ptr(),
+            bias_at,
+            y_at,
             self.tokens,
             self.out_features,
             self.dense_slabs,
             self.sparse_slabs,
-            0 if bias is None else BIAS_TYPES[bias.dtype],
+            bias_type,
             GROUP,
         )
         self.kernel.launch(arguments, self.grid, current_stream(self.device))

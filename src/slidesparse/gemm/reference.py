@@ -71,6 +71,11 @@ class Reference:
         """None."""
         return None
 
+    @property
+    def chain_call(self) -> None:
+        """None."""
+        return None
+
     def why_not(self, problem: Problem) -> str | None:
         """Never refuses."""
         return None

@@ -257,10 +257,20 @@ class Call:
         self, x: torch.Tensor, pairs: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
     ) -> Read | None:
         """What :meth:`launch` is told of the tensors it reads, if it takes them; ``pairs`` may be empty."""
-        if not is_current(self.index) or self._refusal(x, pairs, weight, residual) is not None:
+        adds = self.first == "add_rms_norm"
+        if not self.takes(x) or not self.takes_weights(pairs, weight) or (adds and not self._is_rows(residual)):
             return None
         read = _read(x, pairs, weight, residual)
         return read if self.can_launch(*read) else None
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """These are activations, or a residual, as this call was made for, and their device is the current one."""
+        return is_current(self.index) and self._is_rows(x)
+
+    def takes_weights(self, pairs: torch.Tensor | None, weight: torch.Tensor | None) -> bool:
+        """The same of what stays from call to call: the index of pairs, and the weight of the norm."""
+        right = not self.gathered or self._is_index(pairs)
+        return right and (self.first not in NORMS or self._is_gain(weight))
 
     def launch(
         self,

@@ -1,0 +1,149 @@
+"""Linears in a row on the Hopper kernel: launch after launch, and one piece of memory for all that passes between them.
+
+What one link writes only the next one reads, so it need be no tensor. Beside the last product and the last residual a
+chain allocates one workspace, however long it is::
+
+    lifted values and scales | products but the last | residuals but the last
+
+Every link uses the first two parts again. Kernels of a stream run in turn: quantise + lift has read the product of the
+link before when the GEMM behind it writes over that, and the GEMM has read the lifted values when the next link lifts.
+A kernel may start early (programmatic dependent launch), but before it writes it waits for all in front of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+from weakref import ref
+
+import torch
+
+from slidesparse.gemm.chain import Placed
+from slidesparse.gemm.hopper_linear import HopperLinear, Weight
+from slidesparse.kernels.columns import SLAB_BYTES
+from slidesparse.kernels.launcher import empty_here
+
+Weights: TypeAlias = list[tuple[Weight, int | None, int | None]]
+"""Of every link: its weight, and where the gain of its norm and its index of pairs stand."""
+
+
+class Link(NamedTuple):
+    """One of them.
+
+    Attributes:
+        linear: What it launches.
+        placed: Where its tensors stand.
+        ends: Its product is the chain's.
+        total_start: Where in the workspace its new residual stands; None where it gives none, or the chain's.
+    """
+
+    linear: HopperLinear
+    placed: Placed
+    ends: bool
+    total_start: int | None
+
+
+class HopperChain:
+    """One number of tokens through several weights; see :class:`slidesparse.gemm.base.ChainCall`.
+
+    Args:
+        links: Two or more linears, each of which takes what the one before it gives, and the places of their tensors.
+    """
+
+    __slots__ = ("_adding", "_known", "_lift", "_links", "_out", "_product_start", "_workspace")
+
+    def __init__(self, links: Sequence[tuple[HopperLinear, Placed]]) -> None:
+        linears, adding = [linear for linear, _ in links], [i for i, (_, placed) in enumerate(links) if placed.adds]
+        self._lift, self._out = linears[0].lift, linears[-1].out
+        self._adding = linears[adding[0]].lift if adding else None
+        tokens, width = self._lift.tokens, self._lift.source.itemsize
+        self._product_start = _rounded(max(linear.workspace for linear in linears))
+        end = self._product_start + _rounded(width * tokens * max(linear.out for linear in linears[:-1]))
+        total_starts = {}
+        for i in adding[:-1]:
+            total_starts[i], end = end, end + _rounded(width * tokens * linears[i].lift.columns.columns)
+        self._workspace, last = end, len(links) - 1
+        self._links = [Link(*link, i == last, total_starts.get(i)) for i, link in enumerate(links)]
+        self._known = _known(tuple((linear.reads, placed) for linear, placed in links))
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """See :class:`slidesparse.gemm.base.ChainCall`."""
+        lift, adding, total = self._lift, self._adding, residual
+        weights = self._known.find(tensors) or self._find(tensors)
+        if weights is None or not lift.takes(x):
+            return None
+        residual_at: int | None = None
+        residual_stride, last_total_at = 0, None
+        if adding is not None:
+            if residual is None or not adding.takes(residual):
+                return None
+            total = empty_here(*adding.shape, lift.source)
+            residual_at, residual_stride, last_total_at = residual.data_ptr(), residual.stride()[0], total.data_ptr()
+        workspace, y = empty_here(1, self._workspace, torch.uint8), empty_here(lift.tokens, self._out, lift.source)
+        start = workspace.data_ptr()
+        x_at, x_stride, launches = x.data_ptr(), x.stride()[0], []
+        for (linear, placed, ends, total_start), (weight, gain_at, pairs_at) in zip(self._links, weights, strict=True):
+            added = (residual_at, residual_stride) if placed.adds else (None, 0)
+            read, total_at = (x_at, added[0], gain_at, pairs_at, x_stride, added[1]), None
+            if not linear.lift.can_launch(*read):
+                return None
+            if placed.adds:
+                total_at = last_total_at if total_start is None else start + total_start
+                residual_at, residual_stride = total_at, linear.lift.columns.columns
+            x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
+            launches.append((linear, read, total_at, weight, x_at, placed.eps))
+        for linear, read, total_at, weight, y_at, eps in launches:
+            linear.launch(read, total_at, start, weight, y_at, eps)
+        return y, total
+
+    def _find(self, tensors: Sequence[torch.Tensor]) -> Weights | None:
+        """Check the weights, and remember them."""
+        found = []
+        for linear, placed, _, _ in self._links:
+            form, scale_w, bias, gain = placed.of(tensors)
+            weight, pairs = linear.find(form, scale_w, bias), form[1]
+            if weight is None or not linear.lift.takes_weights(pairs, gain):
+                return None
+            # An empty index of pairs is at no address.
+            found.append((weight, None if gain is None else gain.data_ptr(), pairs.data_ptr() or None))
+        self._known.add(tensors, found)
+        return found
+
+
+class Known:
+    """Weights of chains of one kind that were checked: a check of all of them takes as long as several launches.
+
+    Tensors are known as long as they are the same objects, at the same addresses.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, ...], tuple[list[int], Weights, list[ref[torch.Tensor]]]] = {}
+
+    def find(self, tensors: Sequence[torch.Tensor]) -> Weights | None:
+        """What :meth:`add` was told of these."""
+        found = self._found.get(tuple(map(id, tensors)))
+        return found[1] if found is not None and found[0] == _addresses(tensors) else None
+
+    def add(self, tensors: Sequence[torch.Tensor], weights: Weights) -> None:
+        """Remember them until one of them is gone, since another object may get its number then."""
+        key = tuple(map(id, tensors))
+        watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
+        self._found[key] = _addresses(tensors), weights, watched
+
+
+@lru_cache(maxsize=4096)
+def _known(kind: object) -> Known:
+    """One for all numbers of tokens."""
+    return Known()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _rounded(n_bytes: int) -> int:
+    """Up, so that what stands behind it begins at a multiple of 16, and of more."""
+    return -(-n_bytes // SLAB_BYTES) * SLAB_BYTES

@@ -1,0 +1,144 @@
+"""Chains on the Hopper kernel, on a GPU: the bits of their links, captured, on poison, and beside dense links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from chain_links import Weight, chained, one_by_one
+from torch import nn
+
+from slidesparse import InputError, ops
+from slidesparse.gemm import hopper_chain
+from slidesparse.gemm.hopper_chain import HopperChain
+from slidesparse.linear import SlideLinear
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+HIDDEN, WIDE = 512, 1024
+SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (768, HIDDEN)]
+"""Rows and columns of o, gate and up, down, and query, key and value."""
+
+
+@pytest.fixture(autouse=True)
+def _can_run() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is written for compute capability 9.0")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every call of a chain, whether it ran, on memory full of poison, or left it to its links."""
+    given: list[bool] = []
+    run, empty = HopperChain.__call__, hopper_chain.empty_here
+
+    def listen(self: HopperChain, *arguments: Any) -> Any:
+        answer = run(self, *arguments)
+        given.append(answer is not None)
+        return answer
+
+    def poisoned(*sizes: Any) -> torch.Tensor:
+        tensor = empty(*sizes)
+        tensor.view(torch.uint8).fill_(0x7F)
+        return tensor
+
+    monkeypatch.setattr(HopperChain, "__call__", listen)
+    monkeypatch.setattr(hopper_chain, "empty_here", poisoned)
+    return given
+
+
+def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weight]:
+    """The four linears, those of ``dense`` on the dense backend, the last one with a bias."""
+    found = []
+    for i, (out, columns) in enumerate(SIZES):
+        linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else "hopper"
+        layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
+        tensors = [tensor for form in layer.forms for tensor in form.tensors]
+        found.append((tensors, layer.weight_scale, layer.bias, layer._switch))
+    return found
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    x, residual = (torch.randn(tokens, width, dtype=BF16, device="cuda") for width in (WIDE, HIDDEN))
+    return x, residual, [torch.rand(HIDDEN, dtype=BF16, device="cuda") for _ in range(2)]
+
+
+def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 700, 5000])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+def test_a_chain_has_the_bits_of_its_links(pattern: str, dtype: str, tokens: int, answers: list[bool]) -> None:
+    given = weights(pattern, dtype)
+    for _ in range(2):  # the second time its weights are known
+        x, residual, gains = inputs(tokens)
+        before, expected = residual.clone(), one_by_one(x, residual, gains, given)
+        assert same(ops.chain(x, residual, *chained(given, gains)), expected)
+        assert torch.equal(residual, before)
+    assert answers == [True, True]
+
+
+@pytest.mark.parametrize(("dense", "chains"), [((0,), 1), ((1,), 1), ((2,), 1), ((0, 2), 0), ((1, 3), 0)])
+def test_dense_links_stand_alone(dense: tuple[int, ...], chains: int, answers: list[bool]) -> None:
+    given, (x, residual, gains) = weights("6:8", "int8", dense), inputs(600)
+    expected = one_by_one(x, residual, gains, given)
+    assert same(ops.chain(x, residual, *chained(given, gains)), expected)
+    assert answers == [True] * chains
+
+
+def test_a_chain_is_captured_and_runs_on_other_streams(answers: list[bool]) -> None:
+    given, (x, residual, gains), stream = weights("6:8", "int8"), inputs(200), torch.cuda.Stream()
+    chain: Callable[[], Any] = lambda: ops.chain(x, residual, *chained(given, gains))  # noqa: E731
+    expected = one_by_one(x, residual, gains, given)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        aside = chain()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    graph.replay()
+    assert same(aside, expected)
+    assert same(captured, expected)
+    x.mul_(2).add_(1)
+    residual.mul_(3)
+    graph.replay()
+    assert same(captured, one_by_one(x, residual, gains, given))
+    assert answers == [True, True]
+
+
+def test_many_chains_without_a_pause_do_not_disturb_each_other(answers: list[bool]) -> None:
+    given, gains = weights("4:6@50%", "int8"), inputs(1)[2]
+    calls = [inputs(tokens)[:2] for tokens in (40, 900, 7, 2000, 130) * 6]
+    expected = []
+    for x, residual in calls:
+        expected.append(one_by_one(x, residual, gains, given))
+        torch.cuda.synchronize()
+    found = [ops.chain(x, residual, *chained(given, gains)) for x, residual in calls]
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(answers)
+
+
+def test_what_a_chain_does_not_take_is_run_or_refused_by_its_links(answers: list[bool]) -> None:
+    given, (x, residual, gains) = weights("6:8", "int8"), inputs(64)
+    expected = one_by_one(x, residual, gains, given)
+    tensors, links = chained(given, gains)
+    assert same(ops.chain(x.t().contiguous().t(), residual, tensors, links), expected)
+    unaligned = torch.empty(residual.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(residual).copy_(residual)
+    assert same(ops.chain(x, unaligned, tensors, links), expected)
+    wrong = {"residual": (x, residual[:-1], tensors), "activations to lift": (x[:, :-8], residual, tensors)}
+    for message, arguments in wrong.items():
+        with pytest.raises(InputError, match=message):
+            ops.chain(*arguments, links)
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype == torch.float32 or (tensor.dtype == BF16 and tensor.numel() == HIDDEN):
+            with pytest.raises(InputError):
+                ops.chain(x, residual, [*tensors[:i], tensor[:-1], *tensors[i + 1 :]], links)
+    assert not any(answers)
+    assert same(ops.chain(x, residual, tensors, links), expected)
+    assert answers[-1]
