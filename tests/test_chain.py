@@ -32,7 +32,7 @@ def weight(out: int, columns: int, dtype: torch.dtype = torch.int8, *, biased: b
     small, large = (SlideLinear(packed, backend=name) for name in ("reference", "dense"))
     forms = [form for layer in (small, large) for form in layer.forms]
     described, routes = tuple(form.describe() for form in forms), (Route(0, "reference"), Route(8, "dense"))
-    switch = Switch(out, parse_switch(small._switch).dtype, described, routes)
+    switch = Switch(out, parse_switch(small.switch).dtype, described, routes)
     tensors = [tensor for form in forms for tensor in form.tensors]
     return tensors, packed.scale, torch.randn(out) if biased else None, switch.to_text()
 

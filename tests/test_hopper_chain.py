@@ -175,12 +175,18 @@ def test_what_a_link_does_not_take_is_left_alone(monkeypatch: pytest.MonkeyPatch
     chain, linears, tensors = block()
     monkeypatch.setattr(Linear, "launch", lambda *_: pytest.fail("launched"))
     x, residual = inputs()
-    assert chain(x[:, 1:], residual, tensors) is None
-    assert chain(x, residual[:, 1:], tensors) is None
-    assert chain(x, None, tensors) is None
     linears[3].ready = False  # nothing is compiled for it yet
     assert chain(x, residual, tensors) is None
     linears[3].ready = True
+    assert chain(x[:, 1:], residual, tensors) is None
+    assert chain(x, residual[:, 1:], tensors) is None
+    assert chain(x, None, tensors) is None
+    linears[0].ready = False  # that is how its call says that activations are not aligned
+    assert chain(x, residual, tensors) is None
+    linears[0].ready = True
+    gain = torch.empty(HIDDEN + 1)[1:]
+    assert gain.data_ptr() % 16
+    assert chain(x, residual, [*tensors[:10], gain, *tensors[11:]]) is None
     linears[2].takes = False
     assert chain(x, residual, [tensor.clone() for tensor in tensors]) is None
     assert len(chain._known._found) == 1

@@ -370,7 +370,7 @@ def test_a_strided_bias_of_the_call_reaches_the_operator_contiguous(monkeypatch:
 def test_activations_on_another_device_are_refused() -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    rest = (layer.weight_scale, None, layer._switch)
+    rest = (layer.weight_scale, None, layer.switch)
     with pytest.raises(InputError, match="on two devices; got meta, cpu") as error:
         ops._linear(torch.zeros(3, K, device="meta"), tensors, *rest)
     assert "\n" not in str(error.value)

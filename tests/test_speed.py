@@ -73,6 +73,15 @@ def test_the_fastest_over_all_token_counts() -> None:
 # -- which layer speaks --------------------------------------------------------------------------------------------
 
 
+def test_times_of_a_layer_by_name_and_of_another_size() -> None:
+    layer = _layer(dense=(8.0, 16.0, 32.0), quick=(None, 4.0, 8.0))
+    assert [layer.at("quick", m) for m in TOKENS] == [None, 4.0, 8.0]
+    assert layer.at("absent", TOKENS[0]) is None
+    other = layer.of_size(2048, 2048)
+    assert (other.out, other.columns) == (2048, 2048)
+    assert other.us == {"dense": (2.0, 4.0, 8.0), "quick": (None, 1.0, 2.0)}
+
+
 def test_the_nearest_layer_speaks() -> None:
     near = _layer(4096, 8192, dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
@@ -204,6 +213,22 @@ def test_a_switch_picks_the_form_and_its_tensors() -> None:
     assert switch.weight_dtype == torch.float8_e4m3fn
     picked = [switch.pick(tokens) for tokens in (0, 15, 16, 63, 64, 10**9)]
     assert picked == [(forms[0], 0), (forms[0], 0), (forms[1], 3), (forms[1], 3), (forms[0], 0), (forms[0], 0)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "routes"),
+    [
+        (0, 3, [(0, "quick"), (4, "dense"), (16, "quick"), (64, "dense")]),
+        (16, 63, [(0, "dense"), (16, "quick"), (64, "dense")]),
+        (20, 99, [(0, "dense"), (16, "quick"), (100, "dense")]),
+        (8, 15, [(0, "dense"), (8, "quick"), (64, "dense")]),
+        (70, 80, [(0, "dense"), (16, "quick"), (64, "dense"), (70, "quick"), (81, "dense")]),
+    ],
+)
+def test_a_switch_takes_another_route_for_a_while(first: int, last: int, routes: list[tuple[int, str]]) -> None:
+    forms = Form("dense", (64, 4), 3), Form("quick", (), 5)
+    switch = Switch(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
+    assert switch.through("quick", first, last).routes == tuple(Route(*route) for route in routes)
 
 
 def test_one_route_is_described_without_a_limit() -> None:

@@ -95,6 +95,7 @@ class SlideLinear(nn.Module):
     Attributes:
         choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
         forms: The weight in the form of each of these backends.
+        switch: What the operators are told of it (:class:`slidesparse.gemm.switch.Switch`), as text.
     """
 
     weight_scale: torch.Tensor | None
@@ -124,7 +125,7 @@ class SlideLinear(nn.Module):
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
         described = tuple(form.describe() for form in self.forms)
-        self._switch = Switch(self.out_features, dtype_name(packed.dtype), described, self.choice.routes).to_text()
+        self.switch = Switch(self.out_features, dtype_name(packed.dtype), described, self.choice.routes).to_text()
         self.register_buffer("weight_scale", packed.scale)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         _log_once(self._summary())
@@ -181,7 +182,7 @@ class SlideLinear(nn.Module):
         own = self._buffers["bias"]
         scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = ops.linear(tokens, tensors, *scales, self._switch)
+        y = ops.linear(tokens, tensors, *scales, self.switch)
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 

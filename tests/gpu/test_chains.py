@@ -57,7 +57,7 @@ def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weigh
         linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else "hopper"
         layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
         tensors = [tensor for form in layer.forms for tensor in form.tensors]
-        found.append((tensors, layer.weight_scale, layer.bias, layer._switch))
+        found.append((tensors, layer.weight_scale, layer.bias, layer.switch))
     return found
 
 

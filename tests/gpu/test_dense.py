@@ -97,7 +97,7 @@ def test_a_whole_linear_has_the_bits_of_its_parts(
     kept = torch.randn(out, columns, device="cuda")
     packed = pack_weight(kept * prune_mask(kept, "6:8"), Pattern.parse("6:8"), dtype)
     layer, gain = SlideLinear(packed, bias, backend="dense"), torch.rand(columns, dtype=BF16, device="cuda")
-    weight, found = (list(layer.forms[0].tensors), layer.weight_scale, layer.bias, layer._switch), ops._step
+    weight, found = (list(layer.forms[0].tensors), layer.weight_scale, layer.bias, layer.switch), ops._step
     taken: list[bool] = []
 
     def step(*sizes: Any, parts: bool) -> Any:

@@ -327,7 +327,7 @@ def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, 
     x, residual = torch.randn(2, tokens, ALIGNED, dtype=source, device="cuda").unbind(0)
     gain, gate_up = torch.randn(ALIGNED, dtype=source, device="cuda"), torch.cat([x, residual], 1)
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    weight = (tensors, layer.weight_scale, layer.bias, layer._switch)
+    weight = (tensors, layer.weight_scale, layer.bias, layer.switch)
     linears: dict[str, Callable[[], Any]] = {
         "none": lambda: ops.linear(x, *weight),
         "strided": lambda: ops.linear(gate_up[:, :ALIGNED], *weight),
@@ -390,19 +390,19 @@ def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answer
     assert torch.equal(layer(x.t().contiguous().t()), expected)
     for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
         with pytest.raises(InputError, match="bias"):
-            ops.linear(x, *weight, wrong, layer._switch)
+            ops.linear(x, *weight, wrong, layer.switch)
         with pytest.raises(InputError, match="channel scales"):
-            ops.linear(x, tensors, wrong, None, layer._switch)
+            ops.linear(x, tensors, wrong, None, layer.switch)
     with pytest.raises(InputError, match="activations and weight on two devices"):
-        ops.linear(x.cpu(), *weight, None, layer._switch)
+        ops.linear(x.cpu(), *weight, None, layer.switch)
     with pytest.raises(InputError, match="activations to lift"):
-        ops.linear(x[:, :-8].contiguous(), *weight, None, layer._switch)
+        ops.linear(x[:, :-8].contiguous(), *weight, None, layer.switch)
     gain = torch.ones(ALIGNED, dtype=BF16, device="cuda")
     for wrong in (gain[:-1], gain.float(), gain.cpu()):
         with pytest.raises(InputError):
-            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer._switch)
+            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer.switch)
     with pytest.raises(InputError, match="residual"):
-        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer._switch)
+        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer.switch)
     assert not any(answers)
     assert torch.equal(layer(x), expected)
     assert answers[-1]

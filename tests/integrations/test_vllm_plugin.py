@@ -18,6 +18,7 @@ from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm import room
 from slidesparse.marker import KEY, quantization_config
 from slidesparse.pattern import Pattern
@@ -338,11 +339,12 @@ def test_the_compile_cache_key_holds_what_was_chosen() -> None:
     from slidesparse.integrations.vllm.fusion import FusionPass
     from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 
-    def key(text: str, fuse: bool) -> str:
-        return FusionPass(Ledger(outcomes={"a": Outcome(True, True, text)}), fuse).uuid()
+    def key(text: str = "6:8 by hopper", fuse: bool = True, graphed: int = 512, us: float = 1.0) -> str:
+        speeds = {"switch": LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})}
+        return FusionPass(Ledger({}, {"a": Outcome(True, True, text)}, None, speeds), fuse, graphed).uuid()
 
-    assert key("6:8 by cusparselt", True) == key("6:8 by cusparselt", True)
-    assert len({key("6:8 by cusparselt", True), key("6:8 by cusparselt", False), key("4:6 by cusparselt", True)}) == 3
+    assert key() == key()
+    assert len({key(), key(fuse=False), key("4:6 by hopper"), key(graphed=1024), key(us=2.0)}) == 5
 
 
 def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
@@ -351,13 +353,13 @@ def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
     from slidesparse.integrations.vllm import fusion
     from slidesparse.integrations.vllm.ledger import Ledger
 
-    sources = {"fusion.py", "chains.py", "ops.py", "chain.py", "switch.py", "columns.py"}
+    sources = {"fusion.py", "chains.py", "host_bound.py", "ops.py", "chain.py", "switch.py", "columns.py"}
     assert {path.name for path in fusion.SOURCES} == sources
-    key, copied = fusion.FusionPass(Ledger(), True).uuid(), []
+    key, copied = fusion.FusionPass(Ledger(), True, 512).uuid(), []
     for path in fusion.SOURCES:
         copied.append(tmp_path / path.name)
         copied[-1].write_bytes(path.read_bytes())
     monkeypatch.setattr(fusion, "SOURCES", copied)
-    assert fusion.FusionPass(Ledger(), True).uuid() == key
+    assert fusion.FusionPass(Ledger(), True, 512).uuid() == key
     copied[2].write_text(copied[2].read_text() + "\n")
-    assert fusion.FusionPass(Ledger(), True).uuid() != key
+    assert fusion.FusionPass(Ledger(), True, 512).uuid() != key

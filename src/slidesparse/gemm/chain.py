@@ -74,6 +74,12 @@ class Placed(NamedTuple):
     adds: bool
     eps: float
 
+    @property
+    def read(self) -> list[int]:
+        """Places of what kernels read: all but the column map."""
+        places = *range(self.start + 1, self.stop), self.scale_w, self.bias, self.gain
+        return [place for place in places if place is not None]
+
     def of(self, tensors: Sequence[torch.Tensor]) -> Picked:
         """Its own among the chain's."""
         start, stop, scale_w, bias, gain, _, _ = self

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -22,7 +23,10 @@ import torch
 from slidesparse.gemm.chain import Placed
 from slidesparse.gemm.hopper_linear import HopperLinear, Weight
 from slidesparse.kernels.columns import SLAB_BYTES
-from slidesparse.kernels.launcher import empty_here
+from slidesparse.kernels.launcher import ALIGNMENT, empty_here
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.quantize_lift import Read  # needs Triton
 
 Weights: TypeAlias = list[tuple[Weight, int | None, int | None]]
 """Of every link: its weight, and where the gain of its norm and its index of pairs stand."""
@@ -34,12 +38,16 @@ class Link(NamedTuple):
     Attributes:
         linear: What it launches.
         placed: Where its tensors stand.
+        adds: It takes the residual, and gives a new one.
+        eps: Of its norm.
         ends: Its product is the chain's.
         total_start: Where in the workspace its new residual stands; None where it gives none, or the chain's.
     """
 
     linear: HopperLinear
     placed: Placed
+    adds: bool
+    eps: float
     ends: bool
     total_start: int | None
 
@@ -51,7 +59,7 @@ class HopperChain:
         links: Two or more linears, each of which takes what the one before it gives, and the places of their tensors.
     """
 
-    __slots__ = ("_adding", "_known", "_lift", "_links", "_out", "_product_start", "_workspace")
+    __slots__ = ("_adding", "_known", "_lift", "_links", "_out", "_own", "_product_start", "_ready", "_workspace")
 
     def __init__(self, links: Sequence[tuple[HopperLinear, Placed]]) -> None:
         linears, adding = [linear for linear, _ in links], [i for i, (_, placed) in enumerate(links) if placed.adds]
@@ -64,53 +72,72 @@ class HopperChain:
         for i in adding[:-1]:
             total_starts[i], end = end, end + _rounded(width * tokens * linears[i].lift.columns.columns)
         self._workspace, last = end, len(links) - 1
-        self._links = [Link(*link, i == last, total_starts.get(i)) for i, link in enumerate(links)]
+        self._links = [
+            Link(linear, placed, placed.adds, placed.eps, i == last, total_starts.get(i))
+            for i, (linear, placed) in enumerate(links)
+        ]
+        self._own = itemgetter(*(place for _, placed in links for place in placed.read))
         self._known = _known(tuple((linear.reads, placed) for linear, placed in links))
+        self._ready = False
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """See :class:`slidesparse.gemm.base.ChainCall`."""
-        lift, adding, total = self._lift, self._adding, residual
-        weights = self._known.find(tensors) or self._find(tensors)
-        if weights is None or not lift.takes(x):
+        lift, adding, own, total = self._lift, self._adding, self._own(tensors), residual
+        weights = self._known.find(own) or self._find(tensors, own)
+        if weights is None or not (self._ready or self._can_launch()) or not lift.takes(x):
             return None
         residual_at: int | None = None
         residual_stride, last_total_at = 0, None
         if adding is not None:
             if residual is None or not adding.takes(residual):
                 return None
+            residual_at, residual_stride = residual.data_ptr(), residual.stride()[0]
+        x_at, x_stride = x.data_ptr(), x.stride()[0]
+        if not lift.can_launch(x_at, residual_at, None, None, x_stride, residual_stride):
+            return None
+        if adding is not None:
             total = empty_here(*adding.shape, lift.source)
-            residual_at, residual_stride, last_total_at = residual.data_ptr(), residual.stride()[0], total.data_ptr()
+            last_total_at = total.data_ptr()
         workspace, y = empty_here(1, self._workspace, torch.uint8), empty_here(lift.tokens, self._out, lift.source)
         start = workspace.data_ptr()
-        x_at, x_stride, launches = x.data_ptr(), x.stride()[0], []
-        for (linear, placed, ends, total_start), (weight, gain_at, pairs_at) in zip(self._links, weights, strict=True):
-            added = (residual_at, residual_stride) if placed.adds else (None, 0)
-            read, total_at = (x_at, added[0], gain_at, pairs_at, x_stride, added[1]), None
-            if not linear.lift.can_launch(*read):
-                return None
-            if placed.adds:
+        for (linear, _, adds, eps, ends, total_start), (weight, gain_at, pairs_at) in zip(
+            self._links, weights, strict=True
+        ):
+            read: Read = (x_at, None, gain_at, pairs_at, x_stride, 0)
+            total_at = None
+            if adds:
+                read = (x_at, residual_at, gain_at, pairs_at, x_stride, residual_stride)
                 total_at = last_total_at if total_start is None else start + total_start
                 residual_at, residual_stride = total_at, linear.lift.columns.columns
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
-            launches.append((linear, read, total_at, weight, x_at, placed.eps))
-        for linear, read, total_at, weight, y_at, eps in launches:
-            linear.launch(read, total_at, start, weight, y_at, eps)
+            linear.launch(read, total_at, start, weight, x_at, eps)
         return y, total
 
-    def _find(self, tensors: Sequence[torch.Tensor]) -> Weights | None:
+    def _find(self, tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Weights | None:
         """Check the weights, and remember them."""
         found = []
-        for linear, placed, _, _ in self._links:
+        for linear, placed, *_ in self._links:
             form, scale_w, bias, gain = placed.of(tensors)
             weight, pairs = linear.find(form, scale_w, bias), form[1]
             if weight is None or not linear.lift.takes_weights(pairs, gain):
                 return None
-            # An empty index of pairs is at no address.
-            found.append((weight, None if gain is None else gain.data_ptr(), pairs.data_ptr() or None))
-        self._known.add(tensors, found)
+            gain_at, pairs_at = 0 if gain is None else gain.data_ptr(), pairs.data_ptr()  # 0: an empty one is nowhere
+            if (gain_at | pairs_at) % ALIGNMENT:
+                return None
+            found.append((weight, gain_at or None, pairs_at or None))
+        self._known.add(own, found)
         return found
+
+    def _can_launch(self) -> bool:
+        """Every kernel is compiled, once and for all, and takes what the link before it gives."""
+        strides = (0, *(link.linear.out for link in self._links[:-1]))
+        self._ready = all(
+            link.linear.lift.can_launch(0, None, None, None, stride, link.linear.lift.columns.columns)
+            for link, stride in zip(self._links, strides, strict=True)
+        )
+        return self._ready
 
 
 class Known:

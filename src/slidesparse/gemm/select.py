@@ -54,10 +54,12 @@ class Choice:
     Attributes:
         routes: Which backend from how many tokens on; the first from 0.
         reason: Why, in one sentence.
+        measured: The times that decided, of the layer nearest in size; None where something else did.
     """
 
     routes: tuple[Route, ...]
     reason: str
+    measured: LayerSpeed | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -116,7 +118,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     measured = _measured(problem, names)
     where = "" if measured is None else f"measured at {measured.out}x{measured.columns}"
     if fallback == "dense":
-        return _only("dense", NOT_MEASURED) if measured is None else Choice(switching(measured), where)
+        return _only("dense", NOT_MEASURED) if measured is None else Choice(switching(measured), where, measured)
     name = None if measured is None else fastest(measured)
     return _only(able[0], NOT_MEASURED) if name is None else _only(name, where)
 

@@ -71,6 +71,16 @@ class LayerSpeed:
             if len(times) != len(self.tokens) or not all(us is None or 0 < us < math.inf for us in times):
                 raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
 
+    def at(self, name: str, tokens: int) -> float | None:
+        """Microseconds at one of the M's; None where there is no such time."""
+        return self.us[name][self.tokens.index(tokens)] if name in self.us else None
+
+    def of_size(self, out: int, columns: int) -> LayerSpeed:
+        """What a layer of another size would take, if time grew with its weight."""
+        factor = out * columns / (self.out * self.columns)
+        us = {name: tuple(None if t is None else t * factor for t in times) for name, times in self.us.items()}
+        return replace(self, out=out, columns=columns, us=us)
+
     def distance(self, out: int, columns: int) -> float:
         """In octaves, of the size that is farther off."""
         return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))

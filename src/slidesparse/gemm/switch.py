@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -68,6 +68,14 @@ class Switch:
     def pick(self, tokens: int) -> tuple[Form, int]:
         """The form that multiplies M tokens, and where its tensors begin."""
         return self._chosen[bisect_right(self._firsts, tokens) - 1]
+
+    def through(self, backend: str, first: int, last: int) -> Switch:
+        """The same weight, which from ``first`` to ``last`` tokens runs on one of its backends."""
+        after = Route(last + 1, self.pick(last + 1)[0].backend)
+        before, behind = (r for r in self.routes if r.first < first), (r for r in self.routes if r.first > after.first)
+        routes = [*before, Route(first, backend), after, *behind]
+        changes = [r for i, r in enumerate(routes) if not i or r.backend != routes[i - 1].backend]
+        return replace(self, routes=tuple(changes))
 
     @cached_property
     def weight_dtype(self) -> torch.dtype:

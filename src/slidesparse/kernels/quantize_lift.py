@@ -301,9 +301,9 @@ class Call:
             scale_at: Of memory for M scales; None where nothing is quantised.
             eps: Of the norm.
         """
-        addresses = (x_at, residual_at, total_at, weight_at, pairs_at, values_at, scale_at)
-        numbers = (self.tokens, x_stride, residual_stride, eps)
-        self.launcher.launch(self.programs, current_stream(index), *addresses, *numbers)
+        addresses = x_at, residual_at, total_at, weight_at, pairs_at, values_at, scale_at
+        stream = current_stream(index)
+        self.launcher.launch(self.programs, stream, *addresses, self.tokens, x_stride, residual_stride, eps)
 
 
 def _read(

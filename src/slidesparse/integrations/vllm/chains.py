@@ -8,7 +8,8 @@ host calls each, through PyTorch's dispatcher: as one chain (:mod:`slidesparse.g
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import fx
 
@@ -24,6 +25,9 @@ FIRSTS = {
     ops.silu_mul_linear.default: "silu_mul",
 }
 """Our operators, and what each of them does before it multiplies."""
+
+
+Unite: TypeAlias = Callable[[Sequence[Link]], Sequence[Link]]
 
 
 class Part(NamedTuple):
@@ -49,8 +53,12 @@ class Part(NamedTuple):
         return self.link.first == "add_rms_norm"
 
 
-def join(graph: fx.Graph) -> int:
+def join(graph: fx.Graph, unite: Unite = list) -> int:
     """Rewrite a graph in place.
+
+    Args:
+        graph: With our operators.
+        unite: What becomes of a chain's links.
 
     Returns:
         How many linears stand in chains now.
@@ -63,7 +71,7 @@ def join(graph: fx.Graph) -> int:
         while (follower := _follower(chain, parts, order)) is not None:
             chain.append(parts.pop(follower))
         if len(chain) > 1 and any(part.adds for part in chain):
-            _replace(graph, chain)
+            _replace(graph, chain, unite)
             joined += len(chain)
     graph.eliminate_dead_code()
     return joined
@@ -108,9 +116,9 @@ def _follower(chain: list[Part], parts: dict[fx.Node, Part], order: dict[fx.Node
     return after.node if all(order[reader] > order[after.node] for reader in readers if reader in order) else None
 
 
-def _replace(graph: fx.Graph, chain: list[Part]) -> None:
+def _replace(graph: fx.Graph, chain: list[Part], unite: Unite) -> None:
     last, adding = chain[-1], [part for part in chain if part.adds]
-    tensors, links = [tensor for part in chain for tensor in part.tensors], [part.link for part in chain]
+    tensors, links = [tensor for part in chain for tensor in part.tensors], unite([part.link for part in chain])
     arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, links_to_text(links))
     with graph.inserting_before(last.node):
         both = graph.call_function(ops.chain.default, arguments)

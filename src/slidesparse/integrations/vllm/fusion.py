@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
 from slidesparse.gemm import chain, switch
-from slidesparse.integrations.vllm import LOGGER, chains
+from slidesparse.integrations.vllm import LOGGER, chains, host_bound
+from slidesparse.integrations.vllm.host_bound import describe, unite
 from slidesparse.integrations.vllm.ledger import Ledger
 from slidesparse.kernels import columns
 from slidesparse.quant import QUANTISED
@@ -38,7 +40,7 @@ from slidesparse.quant import QUANTISED
 KEY = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass that is not its own."""
 
-PARTS = (chains, ops, chain, switch, columns)
+PARTS = (chains, host_bound, ops, chain, switch, columns)
 SOURCES = [Path(file) for file in (__file__, *(part.__file__ for part in PARTS)) if file is not None]
 """This pass, the operators that it puts into graphs, and the texts and numbers that are arguments of theirs."""
 
@@ -56,30 +58,43 @@ class FusionPass(InductorPass):
         ledger: What became of the layers. It is a part of the key under which vLLM keeps compiled graphs, since these
             hold what was chosen for each layer.
         fuse: False: change nothing, and only be a part of that key.
+        graphed: Most tokens that vLLM has a CUDA graph for.
     """
 
-    def __init__(self, ledger: Ledger, fuse: bool) -> None:
-        self.ledger, self.fuse = ledger, fuse
+    def __init__(self, ledger: Ledger, fuse: bool, graphed: int) -> None:
+        self.ledger, self.fuse, self.graphed = ledger, fuse, graphed
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
         if self.fuse:
-            found, linked = fuse(graph), chains.join(graph)
+            found, linked = fuse(graph), chains.join(graph, self._unite)
             log.debug("slidesparse joined %s, and %d linears in chains", dict(found), linked)
+
+    def _unite(self, links: Sequence[chain.Link]) -> list[chain.Link]:
+        united = unite(links, self.ledger.speeds, self.graphed)
+        if united != list(links):
+            _tell_once(describe(united, self.graphed))
+        return united
 
     def uuid(self) -> str:
         """A key for caches: all choices, and the sources of what a compiled graph holds."""
         outcomes = {name: outcome.text for name, outcome in self.ledger.outcomes.items()}
+        united = {"graphed": self.graphed, "speeds": sorted(map(str, self.ledger.speeds.values()))}
         source = [path.read_text(encoding="utf-8") for path in SOURCES]
-        key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes})
+        key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes, "united": united})
         return key
+
+
+@lru_cache  # a model has as many chains as layers
+def _tell_once(line: str) -> None:
+    log.info(line)
 
 
 def install(compilation_config: Any, ledger: Ledger, fuse: bool) -> None:
     """Give vLLM the pass; a second call does nothing, and a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
     if KEY not in passes:
-        passes[KEY] = FusionPass(ledger, fuse)
+        passes[KEY] = FusionPass(ledger, fuse, max(compilation_config.cudagraph_capture_sizes or [0]))
     elif not isinstance(passes[KEY], FusionPass):
         log.warning("slidesparse: norms and activations are not joined with linears, since %s is taken", KEY)
 

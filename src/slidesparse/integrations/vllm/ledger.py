@@ -13,7 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.linear import SlideLinear
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -41,11 +43,18 @@ class Ledger:
         waiting: Name -> the layer, until it is loaded.
         outcomes: Name -> what became of it.
         rehearsal: What a layer runs when it is loaded.
+        speeds: Switch of a layer's weight, as text -> the times that decided its routes.
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     rehearsal: Rehearsal | None = None
+    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
+
+    def measured(self, layer: SlideLinear) -> None:
+        """Keep the times that decided a layer's routes, if times did."""
+        if layer.choice.measured is not None:
+            self.speeds[layer.switch] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
 
     def expect(self, name: str, layer: object) -> None:
         """A layer was built and will be loaded."""
