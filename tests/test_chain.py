@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
 from slidesparse.gemm.chain import links_to_text, parse_links
+from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.switch import Route, Switch, parse_switch
-from slidesparse.integrations.vllm.chains import join
+from slidesparse.integrations.vllm.chains import join, links_of
 from slidesparse.linear import pack_weight
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -25,13 +26,15 @@ SIZES = [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (HIDDEN, WIDE), (HIDDEN + 32, HIDDE
 Results = tuple[torch.Tensor, ...]
 
 
-def weight(out: int, columns: int, dtype: torch.dtype = torch.int8, *, biased: bool = False) -> Weight:
+def weight(
+    out: int, columns: int, dtype: torch.dtype = torch.int8, *, biased: bool = False, large: str = "dense"
+) -> Weight:
     """The last arguments of an operator: one form up to 8 tokens, another beyond."""
     dense, pattern = torch.randn(out, columns), Pattern.parse("6:8")
     packed = pack_weight(torch.where(prune_mask(dense, pattern), dense, 0), pattern, dtype)
-    small, large = (SlideLinear(packed, backend=name) for name in ("reference", "dense"))
-    forms = [form for layer in (small, large) for form in layer.forms]
-    described, routes = tuple(form.describe() for form in forms), (Route(0, "reference"), Route(8, "dense"))
+    small, other = (SlideLinear(packed, backend=name) for name in ("reference", "dense"))
+    forms = [form for layer in (small, other) for form in layer.forms]
+    described, routes = tuple(form.describe() for form in forms), (Route(0, "reference"), Route(8, large))
     switch = Switch(out, parse_switch(small.switch).dtype, described, routes)
     tensors = [tensor for form in forms for tensor in form.tensors]
     return tensors, packed.scale, torch.randn(out) if biased else None, switch.to_text()
@@ -54,6 +57,33 @@ def test_a_chain_gives_the_bits_of_its_links(tokens: int, dtype: torch.dtype) ->
         assert torch.equal(got, wanted)
         assert got.dtype == wanted.dtype
     assert torch.equal(residual, before)
+
+
+def test_links_of_one_backend_in_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual, gains, weights = block(TOKENS)
+    weights[2] = weight(*SIZES[2], large="reference")  # down, between two others and one
+    first = ops.add_rms_norm_linear(ops.linear(x, *weights[0]), residual, gains[0], EPS, *weights[1])
+    expected, asked = one_by_one(x, residual, gains, weights), []
+    answers: list[Any] = [None, first, tuple(2 * tensor for tensor in first)]
+
+    def chain_call(links: list[Any]) -> Any:
+        asked.append([placed for _, placed in links])
+        return lambda x, residual, tensors: answers.pop(0)
+
+    monkeypatch.setattr(Dense, "chain_call", staticmethod(chain_call))
+    step = ops._step
+    monkeypatch.setattr(ops, "_step", lambda *sizes: step(*sizes)._replace(whole=lambda *_: None))
+    ops._pieces.cache_clear()
+    tensors, links = chained(weights, gains)
+    for _ in range(2):  # it takes nothing, so the links run; it has done two links, and the others go on with those
+        assert all(torch.equal(a, b) for a, b in zip(ops.chain(x, residual, tensors, links), expected, strict=True))
+    doubled = ops.silu_mul_linear(2 * first[0], *weights[2])
+    last = ops.add_rms_norm_linear(doubled, 2 * first[1], gains[1], EPS, *weights[3])
+    assert all(torch.equal(a, b) for a, b in zip(ops.chain(x, residual, tensors, links), last, strict=True))
+    ops._pieces.cache_clear()
+    (places,) = asked  # once for three calls, and for the two in front alone
+    assert [placed.adds for placed in places] == [False, True]
+    assert all(placed.of(tensors)[0][0] is weights[i][0][4 - 1] for i, placed in enumerate(places))
 
 
 def test_a_chain_keeps_its_contract() -> None:
@@ -168,5 +198,9 @@ def test_linears_in_a_row_become_one_operator(model: Callable[..., Results], cha
     found = graph_module.graph.find_nodes(op="call_function", target=torch.ops.slidesparse.chain.default)
     assert [len(parse_links(str(node.args[-1]))) for node in found] == chains
     assert joined == sum(chains)
+    wanted = make_fx(model, tracing_mode="fake")(*given).graph
+    firsts = [sorted(link.first for _, link in links_of(graph)) for graph in (graph_module.graph, wanted)]
+    assert firsts[0] == firsts[1]
+    assert len(links_of(wanted)) >= sum(chains)
     for got, wanted in zip(graph_module(*given), model(*given), strict=True):
         assert torch.equal(got, wanted)

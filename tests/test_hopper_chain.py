@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from slidesparse import InputError
 from slidesparse.gemm import hopper_chain
 from slidesparse.gemm.chain import Placed
 from slidesparse.gemm.hopper_chain import HopperChain
@@ -43,9 +44,13 @@ class Linear:
             shape=(TOKENS, columns * (2 if first == "silu_mul" else 1)),
             columns=SimpleNamespace(columns=columns),
             takes=lambda x: x.shape == self.lift.shape,
-            takes_weights=lambda pairs, gain: (gain is not None) == ("norm" in first),
-            can_launch=lambda *read: self.ready,
+            refusal_of_weights=self.refusal_of_weights,
+            can_launch=lambda *read: self.ready and not any((number or 0) % 16 for number in read),
         )
+
+    def refusal_of_weights(self, pairs: torch.Tensor, gain: torch.Tensor | None) -> InputError | None:
+        wanted = self.columns if "norm" in self.first else 0
+        return None if (0 if gain is None else gain.numel()) == wanted else InputError("gain")
 
     def find(self, form: list[torch.Tensor], scale_w: torch.Tensor | None, bias: torch.Tensor | None) -> Weight | None:
         self.checks += 1
@@ -68,12 +73,17 @@ class Linear:
         lifted.fill_(torch.nan)  # no other link may read it
 
 
-def block(firsts: tuple[str, ...] = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")) -> Chain:
-    sizes = {0: (HIDDEN, WIDE), 1: (2 * WIDE, HIDDEN), 2: (HIDDEN, WIDE), 3: (HIDDEN + 8, HIDDEN)}
+SIZES = [(HIDDEN, WIDE), (4 * WIDE, HIDDEN), (HIDDEN, 2 * WIDE), (HIDDEN + 16, HIDDEN)]
+"""Rows and columns of o, gate and up, down, and query, key and value."""
+
+FIRSTS = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")
+
+
+def block(firsts: tuple[str, ...] = FIRSTS, sizes: list[tuple[int, int]] = SIZES) -> Chain:
     links, tensors = [], []
-    for i, first in enumerate(firsts):
-        linear, start = Linear(*sizes[i], first), len(tensors)
-        tensors += [torch.zeros(1), torch.empty(0), torch.randn(sizes[i]), torch.zeros(1), torch.ones(linear.out)]
+    for first, size in zip(firsts, sizes, strict=False):
+        linear, start = Linear(*size, first), len(tensors)
+        tensors += [torch.zeros(1), torch.empty(0), torch.randn(size), torch.zeros(1), torch.ones(linear.out)]
         gain = len(tensors) if "norm" in first else None
         tensors += [torch.rand(linear.columns)] if gain is not None else []
         eps = 0.5 if gain is not None else 0.0
@@ -83,7 +93,7 @@ def block(firsts: tuple[str, ...] = ("none", "add_rms_norm", "silu_mul", "add_rm
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(TOKENS, WIDE), torch.randn(TOKENS, HIDDEN + 4)[:, :HIDDEN]
+    return torch.randn(TOKENS, WIDE), torch.randn(TOKENS, HIDDEN + 16)[:, :HIDDEN]
 
 
 def one_by_one(
@@ -112,9 +122,9 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_chain, "empty_here", empty_here)
 
 
-@pytest.mark.parametrize("links", [2, 3, 4])
-def test_a_chain_computes_what_its_links_do(links: int) -> None:
-    chain, linears, tensors = block(("none", "add_rms_norm", "silu_mul", "add_rms_norm")[:links])
+@pytest.mark.parametrize("links", [FIRSTS[:2], FIRSTS[:3], FIRSTS, FIRSTS + FIRSTS[1:]])
+def test_a_chain_computes_what_its_links_do(links: tuple[str, ...]) -> None:
+    chain, linears, tensors = block(links, [*SIZES[:3], (HIDDEN, HIDDEN), *SIZES[1:]] if len(links) > 4 else SIZES)
     for _ in range(2):
         x, residual = inputs()
         before = x.clone(), residual.clone()
@@ -159,6 +169,38 @@ def test_weights_that_changed_are_checked_again() -> None:
     tensors[3] = tensors[3].clone()  # another object
     assert chain(*inputs(), tensors) is not None
     assert linears[0].checks == 4
+    for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
+        before, tensors[4].data = tensors[4].data, change(tensors[4].data)
+        checks = linears[0].checks
+        assert chain(*inputs(), tensors) is not None
+        assert linears[0].checks == checks + 1
+        tensors[4].data = before
+
+
+def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
+    chain, linears, tensors = block(FIRSTS[:2])
+    for change in ("reads", "placed"):
+        others = [Linear(*SIZES[i], first) for i, first in enumerate(FIRSTS[:2])]
+        places = [stage.placed for stage in chain._stages]
+        if change == "reads":
+            others[1].reads = ("another type",)
+        else:
+            places[1] = places[1]._replace(scale_w=places[0].scale_w)
+        other = HopperChain(list(zip(others, places, strict=True)))  # type: ignore[arg-type]
+        assert chain(*inputs(), tensors) is not None
+        assert other(*inputs(), tensors) is not None
+        assert [linear.checks for linear in others] == [1, 1]
+    assert [linear.checks for linear in linears] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [None, torch.ones(HIDDEN - 1)])
+def test_a_gain_that_a_link_does_not_take_is_refused(wrong: torch.Tensor | None) -> None:
+    chain, _, tensors = block(FIRSTS[:2])
+    if wrong is None:
+        chain._stages[1] = chain._stages[1]._replace(placed=chain._stages[1].placed._replace(gain=None))
+    else:
+        tensors[10] = wrong
+    assert chain(*inputs(), tensors) is None
 
 
 def test_weights_that_are_gone_are_forgotten() -> None:
@@ -190,3 +232,17 @@ def test_what_a_link_does_not_take_is_left_alone(monkeypatch: pytest.MonkeyPatch
     linears[2].takes = False
     assert chain(x, residual, [tensor.clone() for tensor in tensors]) is None
     assert len(chain._known._found) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(HIDDEN, WIDE), (2 * WIDE, HIDDEN + 16), (HIDDEN, WIDE)],  # reads past the product before it
+        [(HIDDEN, WIDE), (4 * WIDE, HIDDEN), (HIDDEN, WIDE)],
+        [(HIDDEN, WIDE), (2 * WIDE, HIDDEN), (2 * HIDDEN, WIDE), (HIDDEN, 2 * HIDDEN)],  # adds a shorter residual
+        [(HIDDEN, WIDE), (2 * WIDE + 8, HIDDEN), (HIDDEN, WIDE + 4)],  # rows of the product between are not aligned
+    ],
+)
+def test_links_that_do_not_fit_each_other_are_left_alone(sizes: list[tuple[int, int]]) -> None:
+    chain, _, tensors = block(FIRSTS[: len(sizes)], sizes)
+    assert chain(*inputs(), tensors) is None

@@ -445,11 +445,11 @@ class Piece(NamedTuple):
 
     Attributes:
         whole: All of them at once, where the backend can.
-        links: What each does, and where its tensors stand.
+        steps: What each does, and where its tensors stand.
     """
 
     whole: ChainCall | None
-    links: tuple[tuple[Step, Placed], ...]
+    steps: tuple[tuple[Step, Placed], ...]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -465,8 +465,9 @@ def _pieces(links: str, tokens: int, source: torch.dtype, device: torch.device) 
 
 def _piece(backend: str, links: tuple[tuple[Step, Placed], ...]) -> Piece:
     join, linears = get_backend(backend).chain_call, [(step.whole, placed) for step, placed in links]
-    can = join is not None and len(links) > 1 and all(whole is not None for whole, _ in linears)
-    return Piece(join(linears) if can and join is not None else None, links)
+    if join is None or len(links) == 1 or any(whole is None for whole, _ in linears):
+        return Piece(None, links)
+    return Piece(join(linears), links)
 
 
 def _chain(

@@ -12,8 +12,12 @@ from torch import nn
 
 from slidesparse import InputError, ops
 from slidesparse.gemm import hopper_chain
+from slidesparse.gemm.chain import parse_links
 from slidesparse.gemm.hopper_chain import HopperChain
+from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.kernels import quantize_lift
 from slidesparse.linear import SlideLinear
+from slidesparse.support import as_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -61,13 +65,13 @@ def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weigh
     return found
 
 
-def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    x, residual = (torch.randn(tokens, width, dtype=BF16, device="cuda") for width in (WIDE, HIDDEN))
-    return x, residual, [torch.rand(HIDDEN, dtype=BF16, device="cuda") for _ in range(2)]
+def inputs(tokens: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    x, residual = (torch.randn(tokens, width, dtype=dtype, device="cuda") for width in (WIDE, HIDDEN))
+    return x, residual, [torch.rand(HIDDEN, dtype=dtype, device="cuda") for _ in range(2)]
 
 
 def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found, wanted, strict=True))
+    return all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 700, 5000])
@@ -81,6 +85,27 @@ def test_a_chain_has_the_bits_of_its_links(pattern: str, dtype: str, tokens: int
         assert same(ops.chain(x, residual, *chained(given, gains)), expected)
         assert torch.equal(residual, before)
     assert answers == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_chains_of_other_activations(dtype: torch.dtype, answers: list[bool]) -> None:
+    given, (x, residual, gains) = weights("6:8", "int8"), inputs(300, dtype)
+    given[3] = (*given[3][:2], None, given[3][3])  # its bias is bf16
+    expected = one_by_one(x, residual, gains, given)
+    assert same(ops.chain(x, residual, *chained(given, gains)), expected)
+    assert answers == [True]
+
+
+def test_behind_a_rehearsal_a_chain_finds_all_kernels(answers: list[bool]) -> None:
+    given, (x, residual, gains) = weights("6:8", "int8"), inputs(600)
+    for cache in (quantize_lift._launcher, quantize_lift.call_for, ops._kernel_call, ops._step, ops._pieces):
+        cache.cache_clear()
+    rehearsal, (tensors, links) = Rehearsal(700, BF16), chained(given, gains)
+    ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
+    for link in parse_links(links):
+        rehearsal.lift(link.first, link.weight, x.device)
+    assert same(ops.chain(x, residual, tensors, links), one_by_one(x, residual, gains, given))
+    assert answers == [True]
 
 
 @pytest.mark.parametrize(("dense", "chains"), [((0,), 1), ((1,), 1), ((2,), 1), ((0, 2), 0), ((1, 3), 0)])

@@ -353,7 +353,7 @@ def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
     from slidesparse.integrations.vllm import fusion
     from slidesparse.integrations.vllm.ledger import Ledger
 
-    sources = {"fusion.py", "chains.py", "host_bound.py", "ops.py", "chain.py", "switch.py", "columns.py"}
+    sources = {"fusion.py", "chains.py", "host_bound.py", "ops.py", "chain.py", "speed.py", "switch.py", "columns.py"}
     assert {path.name for path in fusion.SOURCES} == sources
     key, copied = fusion.FusionPass(Ledger(), True, 512).uuid(), []
     for path in fusion.SOURCES:

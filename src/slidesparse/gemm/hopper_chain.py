@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import ref
@@ -31,23 +32,22 @@ if TYPE_CHECKING:
 Weights: TypeAlias = list[tuple[Weight, int | None, int | None]]
 """Of every link: its weight, and where the gain of its norm and its index of pairs stand."""
 
+Places: TypeAlias = list[tuple[int, int, torch.dtype]]
+"""Address, bytes and type of tensors."""
 
-class Link(NamedTuple):
-    """One of them.
+
+class Stage(NamedTuple):
+    """One of them, as it is launched.
 
     Attributes:
         linear: What it launches.
         placed: Where its tensors stand.
-        adds: It takes the residual, and gives a new one.
-        eps: Of its norm.
         ends: Its product is the chain's.
         total_start: Where in the workspace its new residual stands; None where it gives none, or the chain's.
     """
 
     linear: HopperLinear
     placed: Placed
-    adds: bool
-    eps: float
     ends: bool
     total_start: int | None
 
@@ -59,12 +59,12 @@ class HopperChain:
         links: Two or more linears, each of which takes what the one before it gives, and the places of their tensors.
     """
 
-    __slots__ = ("_adding", "_known", "_lift", "_links", "_out", "_own", "_product_start", "_ready", "_workspace")
+    __slots__ = ("_adding", "_known", "_lift", "_out", "_own", "_product_start", "_ready", "_stages", "_workspace")
 
     def __init__(self, links: Sequence[tuple[HopperLinear, Placed]]) -> None:
         linears, adding = [linear for linear, _ in links], [i for i, (_, placed) in enumerate(links) if placed.adds]
         self._lift, self._out = linears[0].lift, linears[-1].out
-        self._adding = linears[adding[0]].lift if adding else None
+        self._adding = [linears[i].lift for i in adding]
         tokens, width = self._lift.tokens, self._lift.source.itemsize
         self._product_start = _rounded(max(linear.workspace for linear in linears))
         end = self._product_start + _rounded(width * tokens * max(linear.out for linear in linears[:-1]))
@@ -72,10 +72,7 @@ class HopperChain:
         for i in adding[:-1]:
             total_starts[i], end = end, end + _rounded(width * tokens * linears[i].lift.columns.columns)
         self._workspace, last = end, len(links) - 1
-        self._links = [
-            Link(linear, placed, placed.adds, placed.eps, i == last, total_starts.get(i))
-            for i, (linear, placed) in enumerate(links)
-        ]
+        self._stages = [Stage(*link, i == last, total_starts.get(i)) for i, link in enumerate(links)]
         self._own = itemgetter(*(place for _, placed in links for place in placed.read))
         self._known = _known(tuple((linear.reads, placed) for linear, placed in links))
         self._ready = False
@@ -84,44 +81,44 @@ class HopperChain:
         self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """See :class:`slidesparse.gemm.base.ChainCall`."""
-        lift, adding, own, total = self._lift, self._adding, self._own(tensors), residual
+        lift, own, total = self._lift, self._own(tensors), residual
+        if not lift.takes(x) or not (self._ready or self._can_launch()):
+            return None
         weights = self._known.find(own) or self._find(tensors, own)
-        if weights is None or not (self._ready or self._can_launch()) or not lift.takes(x):
+        if weights is None:
             return None
         residual_at: int | None = None
         residual_stride, last_total_at = 0, None
-        if adding is not None:
-            if residual is None or not adding.takes(residual):
+        if self._adding:
+            if residual is None or not self._adding[0].takes(residual):
                 return None
             residual_at, residual_stride = residual.data_ptr(), residual.stride()[0]
         x_at, x_stride = x.data_ptr(), x.stride()[0]
         if not lift.can_launch(x_at, residual_at, None, None, x_stride, residual_stride):
             return None
-        if adding is not None:
-            total = empty_here(*adding.shape, lift.source)
+        if self._adding:
+            total = empty_here(*self._adding[0].shape, lift.source)
             last_total_at = total.data_ptr()
         workspace, y = empty_here(1, self._workspace, torch.uint8), empty_here(lift.tokens, self._out, lift.source)
         start = workspace.data_ptr()
-        for (linear, _, adds, eps, ends, total_start), (weight, gain_at, pairs_at) in zip(
-            self._links, weights, strict=True
-        ):
+        for (linear, placed, ends, total_start), (weight, gain_at, pairs_at) in zip(self._stages, weights, strict=True):
             read: Read = (x_at, None, gain_at, pairs_at, x_stride, 0)
             total_at = None
-            if adds:
+            if placed.adds:
                 read = (x_at, residual_at, gain_at, pairs_at, x_stride, residual_stride)
                 total_at = last_total_at if total_start is None else start + total_start
                 residual_at, residual_stride = total_at, linear.lift.columns.columns
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
-            linear.launch(read, total_at, start, weight, x_at, eps)
+            linear.launch(read, total_at, start, weight, x_at, placed.eps)
         return y, total
 
     def _find(self, tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Weights | None:
         """Check the weights, and remember them."""
         found = []
-        for linear, placed, *_ in self._links:
+        for linear, placed, _, _ in self._stages:
             form, scale_w, bias, gain = placed.of(tensors)
             weight, pairs = linear.find(form, scale_w, bias), form[1]
-            if weight is None or not linear.lift.takes_weights(pairs, gain):
+            if weight is None or linear.lift.refusal_of_weights(pairs, gain) is not None:
                 return None
             gain_at, pairs_at = 0 if gain is None else gain.data_ptr(), pairs.data_ptr()  # 0: an empty one is nowhere
             if (gain_at | pairs_at) % ALIGNMENT:
@@ -131,11 +128,14 @@ class HopperChain:
         return found
 
     def _can_launch(self) -> bool:
-        """Every kernel is compiled, once and for all, and takes what the link before it gives."""
-        strides = (0, *(link.linear.out for link in self._links[:-1]))
-        self._ready = all(
-            link.linear.lift.can_launch(0, None, None, None, stride, link.linear.lift.columns.columns)
-            for link, stride in zip(self._links, strides, strict=True)
+        """Every kernel is compiled, and takes what the link before it gives: asked until it is so."""
+        linears = [stage.linear for stage in self._stages]
+        fit = all(after.lift.shape[1] == before.out for before, after in pairwise(linears))
+        fit = fit and all(after.shape == before.shape for before, after in pairwise(self._adding))
+        strides = (0, *(linear.out for linear in linears[:-1]))
+        self._ready = fit and all(
+            linear.lift.can_launch(0, None, None, None, stride, linear.lift.columns.columns)
+            for linear, stride in zip(linears, strides, strict=True)
         )
         return self._ready
 
@@ -143,22 +143,22 @@ class HopperChain:
 class Known:
     """Weights of chains of one kind that were checked: a check of all of them takes as long as several launches.
 
-    Tensors are known as long as they are the same objects, at the same addresses.
+    Tensors are known as long as they are the same objects, with the same bytes of the same type at the same addresses.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], tuple[list[int], Weights, list[ref[torch.Tensor]]]] = {}
+        self._found: dict[tuple[int, ...], tuple[Places, Weights, list[ref[torch.Tensor]]]] = {}
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Weights | None:
         """What :meth:`add` was told of these."""
         found = self._found.get(tuple(map(id, tensors)))
-        return found[1] if found is not None and found[0] == _addresses(tensors) else None
+        return found[1] if found is not None and found[0] == _places(tensors) else None
 
     def add(self, tensors: Sequence[torch.Tensor], weights: Weights) -> None:
         """Remember them until one of them is gone, since another object may get its number then."""
         key = tuple(map(id, tensors))
         watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
-        self._found[key] = _addresses(tensors), weights, watched
+        self._found[key] = _places(tensors), weights, watched
 
 
 @lru_cache(maxsize=4096)
@@ -167,8 +167,8 @@ def _known(kind: object) -> Known:
     return Known()
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _places(tensors: Sequence[torch.Tensor]) -> Places:
+    return [(tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors]
 
 
 def _rounded(n_bytes: int) -> int:

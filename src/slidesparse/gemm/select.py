@@ -16,7 +16,7 @@ A choice has a reason; ``slidesparse inspect`` prints both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -59,7 +59,7 @@ class Choice:
 
     routes: tuple[Route, ...]
     reason: str
-    measured: LayerSpeed | None = None
+    measured: LayerSpeed | None = field(default=None, compare=False, repr=False)
 
     @property
     def backends(self) -> tuple[str, ...]:

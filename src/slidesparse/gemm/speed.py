@@ -72,7 +72,7 @@ class LayerSpeed:
                 raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
 
     def at(self, name: str, tokens: int) -> float | None:
-        """Microseconds at one of the M's; None where there is no such time."""
+        """Microseconds at one of the measured M's; None where it has no time of that name there."""
         return self.us[name][self.tokens.index(tokens)] if name in self.us else None
 
     def of_size(self, out: int, columns: int) -> LayerSpeed:

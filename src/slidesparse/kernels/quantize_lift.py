@@ -186,14 +186,19 @@ class Call:
         """What is wrong with these, if they are not what this call was made for: sizes, strides, types and device."""
         if not self._is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
+        refusal = self.refusal_of_weights(pairs, weight)
+        if refusal is None and self.first == "add_rms_norm" and not self._is_rows(residual):
+            return InputError("residual", got=_described(residual), needed=self._rows())
+        return refusal
+
+    def refusal_of_weights(self, pairs: torch.Tensor | None, weight: torch.Tensor | None) -> InputError | None:
+        """The same of what stays from call to call: the index of pairs, and the weight of the norm."""
         if self.gathered and not self._is_index(pairs):
             needed = f"{self.width // 2} {self.columns.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
         if self.first in NORMS and not self._is_gain(weight):
             needed = f"{self.columns.columns} {self.source} numbers on {self.device}, contiguous"
             return InputError("weight of RMSNorm", got=_described(weight), needed=needed)
-        if self.first == "add_rms_norm" and not self._is_rows(residual):
-            return InputError("residual", got=_described(residual), needed=self._rows())
         return None
 
     def _rows(self) -> str:
@@ -257,8 +262,7 @@ class Call:
         self, x: torch.Tensor, pairs: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
     ) -> Read | None:
         """What :meth:`launch` is told of the tensors it reads, if it takes them; ``pairs`` may be empty."""
-        adds = self.first == "add_rms_norm"
-        if not self.takes(x) or not self.takes_weights(pairs, weight) or (adds and not self._is_rows(residual)):
+        if not is_current(self.index) or self._refusal(x, pairs, weight, residual) is not None:
             return None
         read = _read(x, pairs, weight, residual)
         return read if self.can_launch(*read) else None
@@ -266,11 +270,6 @@ class Call:
     def takes(self, x: torch.Tensor) -> bool:
         """These are activations, or a residual, as this call was made for, and their device is the current one."""
         return is_current(self.index) and self._is_rows(x)
-
-    def takes_weights(self, pairs: torch.Tensor | None, weight: torch.Tensor | None) -> bool:
-        """The same of what stays from call to call: the index of pairs, and the weight of the norm."""
-        right = not self.gathered or self._is_index(pairs)
-        return right and (self.first not in NORMS or self._is_gain(weight))
 
     def launch(
         self,

@@ -11,10 +11,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import fx
 
 from slidesparse import ops
-from slidesparse.gemm.chain import Link, links_to_text
+from slidesparse.gemm.chain import Link, links_to_text, parse_links
 from slidesparse.gemm.switch import parse_switch
 from slidesparse.kernels.plan import NORMS
 
@@ -75,6 +76,17 @@ def join(graph: fx.Graph, unite: Unite = list) -> int:
             joined += len(chain)
     graph.eliminate_dead_code()
     return joined
+
+
+def links_of(graph: fx.Graph) -> list[tuple[torch.device, Link]]:
+    """All linears of a graph, in chains or alone, and where each runs."""
+    found = []
+    for node in graph.nodes:
+        if node.target is ops.chain.default:
+            found += [(node.args[0].meta["val"].device, link) for link in parse_links(node.args[-1])]
+        elif (part := _part(node)) is not None:
+            found.append((node.args[0].meta["val"].device, part.link))
+    return found
 
 
 def _part(node: Any) -> Part | None:

@@ -30,9 +30,9 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import ops
-from slidesparse.gemm import chain, switch
+from slidesparse.gemm import chain, speed, switch
 from slidesparse.integrations.vllm import LOGGER, chains, host_bound
-from slidesparse.integrations.vllm.host_bound import describe, unite
+from slidesparse.integrations.vllm.host_bound import unite
 from slidesparse.integrations.vllm.ledger import Ledger
 from slidesparse.kernels import columns
 from slidesparse.quant import QUANTISED
@@ -40,7 +40,7 @@ from slidesparse.quant import QUANTISED
 KEY = "post_grad_custom_post_pass"
 """Where vLLM looks for a pass that is not its own."""
 
-PARTS = (chains, host_bound, ops, chain, switch, columns)
+PARTS = (chains, host_bound, ops, chain, speed, switch, columns)
 SOURCES = [Path(file) for file in (__file__, *(part.__file__ for part in PARTS)) if file is not None]
 """This pass, the operators that it puts into graphs, and the texts and numbers that are arguments of theirs."""
 
@@ -69,25 +69,33 @@ class FusionPass(InductorPass):
         if self.fuse:
             found, linked = fuse(graph), chains.join(graph, self._unite)
             log.debug("slidesparse joined %s, and %d linears in chains", dict(found), linked)
+            self._rehearse(graph)
 
     def _unite(self, links: Sequence[chain.Link]) -> list[chain.Link]:
-        united = unite(links, self.ledger.speeds, self.graphed)
+        united, last = unite(links, self.ledger.speeds, self.graphed)
         if united != list(links):
-            _tell_once(describe(united, self.graphed))
+            line = "slidesparse: linears in a row stay on one backend from %d to %d tokens: the host is the slower side"
+            _tell_once(line, self.graphed + 1, last)
         return united
+
+    def _rehearse(self, graph: fx.Graph) -> None:
+        if self.ledger.rehearsal is not None:
+            with torch._guards.tracing(None), unset_fake_temporarily():
+                for device, link in chains.links_of(graph):
+                    self.ledger.rehearsal.lift(link.first, link.weight, device)
 
     def uuid(self) -> str:
         """A key for caches: all choices, and the sources of what a compiled graph holds."""
         outcomes = {name: outcome.text for name, outcome in self.ledger.outcomes.items()}
-        united = {"graphed": self.graphed, "speeds": sorted(map(str, self.ledger.speeds.values()))}
+        united = {"graphed": self.graphed, "speeds": sorted(map(str, self.ledger.speeds.items()))}
         source = [path.read_text(encoding="utf-8") for path in SOURCES]
         key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes, "united": united})
         return key
 
 
 @lru_cache  # a model has as many chains as layers
-def _tell_once(line: str) -> None:
-    log.info(line)
+def _tell_once(line: str, *values: int) -> None:
+    log.info(line, *values)
 
 
 def install(compilation_config: Any, ledger: Ledger, fuse: bool) -> None:

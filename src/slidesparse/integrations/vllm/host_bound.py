@@ -15,15 +15,15 @@ from dataclasses import replace
 from slidesparse.gemm.chain import Link
 from slidesparse.gemm.speed import DENSE, LayerSpeed
 
-HOST_US = 85.0
-"""What a linear costs the host in vLLM, a quarter of a decoder layer with its attention and all else.
+HOST_US = 75.0
+"""What a chain may take the GPU, a link: less than the host needs for a decoder layer, a quarter of it.
 
-Llama-3.2-1B (16 layers, vLLM 0.22) takes 6.4 ms for 1024 tokens where no link runs dense and 7.9 where one of four
-does, some 2 of them before and behind the layers (results/h200/vllm/one-backend.txt)."""
+Llama-3.2-1B in vLLM 0.22 takes 7.9 ms for 1024 tokens where one link of four runs dense, about 2 of them before and
+behind its 16 layers: 370 us a layer, of which the GPU needs some 60 for attention and what else is no linear."""
 
 
-def unite(links: Sequence[Link], speeds: Mapping[str, LayerSpeed], graphed: int) -> list[Link]:
-    """The links with new routes: one backend while the host is the slower side.
+def unite(links: Sequence[Link], speeds: Mapping[str, LayerSpeed], graphed: int) -> tuple[list[Link], int]:
+    """New routes for the links of a chain: one backend while the host is the slower side.
 
     Args:
         links: Of a chain.
@@ -31,37 +31,27 @@ def unite(links: Sequence[Link], speeds: Mapping[str, LayerSpeed], graphed: int)
         graphed: Most tokens that vLLM has a CUDA graph for.
 
     Returns:
-        The same links where nothing is known of one of them, or where they have no packed form in common.
+        The links, and up to how many tokens they stay on one backend. They are the same, up to ``graphed``, where
+        nothing is known of one of them, or where they have no packed form in common.
     """
     layers = [speeds[text] for link in links if (text := link.weight.to_text()) in speeds]
     packed = set.intersection(*({form.backend for form in link.weight.forms} - {DENSE} for link in links))
     if len(layers) < len(links) or len(packed) != 1:
-        return list(links)
+        return list(links), graphed
     (backend,) = packed
-    last = _waits_for_the_host(links, layers, backend, graphed)
+    last = _waits_for_the_host(layers, backend, graphed)
     if last == graphed:
-        return list(links)
-    return [replace(link, weight=link.weight.through(backend, graphed + 1, last)) for link in links]
+        return list(links), graphed
+    return [replace(link, weight=link.weight.through(backend, graphed + 1, last)) for link in links], last
 
 
-def describe(united: Sequence[Link], graphed: int) -> str:
-    """For people: what :func:`unite` has changed."""
-    backend = united[0].weight.pick(graphed + 1)[0].backend
-    ends = [route.first - 1 for link in united for route in link.weight.routes if route.first > graphed + 1]
-    to = f" to {min(ends)}" if ends else " on"
-    return f"slidesparse: linears in a row all run on {backend} from {graphed + 1}{to} tokens: the host is slower there"
-
-
-def _waits_for_the_host(links: Sequence[Link], layers: Sequence[LayerSpeed], backend: str, graphed: int) -> int:
-    """Most tokens, of those that were measured, for which the GPU is done before the host."""
+def _waits_for_the_host(layers: Sequence[LayerSpeed], backend: str, graphed: int) -> int:
+    """Most tokens, of those that were measured, for which the GPU has done them on this backend before the host has."""
     last = graphed
     for tokens in sorted(set.intersection(*(set(layer.tokens) for layer in layers))):
-        if tokens <= graphed:
-            continue
-        both = list(zip(links, layers, strict=True))
-        now = [layer.at(link.weight.pick(tokens)[0].backend, tokens) for link, layer in both]
-        then = [layer.at(backend, tokens) for layer in layers]
-        if None in (*now, *then) or sum(us for us in now if us) > HOST_US * len(links):
-            break
-        last = tokens
+        if tokens > graphed:
+            times = [layer.at(backend, tokens) for layer in layers]
+            if None in times or sum(us for us in times if us) > HOST_US * len(layers):
+                break
+            last = tokens
     return last

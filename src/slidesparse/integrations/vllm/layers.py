@@ -134,7 +134,7 @@ def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Led
         if scale is not None:
             del layer.weight_scale
         layer.add_module(SUBMODULE, slide)
-        ledger.measured(slide)
+        ledger.keep_times(slide)
         on_gpu = weight.is_cuda
         del weight, scale  # the dense weight's memory is free again
         if ledger.rehearsal is not None and on_gpu:

@@ -51,7 +51,7 @@ class Ledger:
     rehearsal: Rehearsal | None = None
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
 
-    def measured(self, layer: SlideLinear) -> None:
+    def keep_times(self, layer: SlideLinear) -> None:
         """Keep the times that decided a layer's routes, if times did."""
         if layer.choice.measured is not None:
             self.speeds[layer.switch] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
