@@ -19,7 +19,8 @@ HOST_US = 75.0
 """What a chain may take the GPU, a link: less than the host needs for a decoder layer, a quarter of it.
 
 Llama-3.2-1B in vLLM 0.22 takes 7.9 ms for 1024 tokens where one link of four runs dense, about 2 of them before and
-behind its 16 layers: 370 us a layer, of which the GPU needs some 60 for attention and what else is no linear."""
+behind its 16 layers: 370 us a layer. The GPU has some 50 of them to do that are no linear, so 80 are left for each of
+four; a quicker host needs less (results/h200/vllm/one-backend.txt)."""
 
 
 def unite(links: Sequence[Link], speeds: Mapping[str, LayerSpeed], graphed: int) -> tuple[list[Link], int]:
