@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from call_listener import listen
 from chain_links import Weight, chained, one_by_one
 from torch import nn
 
@@ -36,22 +37,7 @@ def _can_run() -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call of a chain, whether it ran, on memory full of poison, or left it to its links."""
-    given: list[bool] = []
-    run, empty = HopperChain.__call__, hopper_chain.empty_here
-
-    def listen(self: HopperChain, *arguments: Any) -> Any:
-        answer = run(self, *arguments)
-        given.append(answer is not None)
-        return answer
-
-    def poisoned(*sizes: Any) -> torch.Tensor:
-        tensor = empty(*sizes)
-        tensor.view(torch.uint8).fill_(0x7F)
-        return tensor
-
-    monkeypatch.setattr(HopperChain, "__call__", listen)
-    monkeypatch.setattr(hopper_chain, "empty_here", poisoned)
-    return given
+    return listen(monkeypatch, HopperChain, hopper_chain)
 
 
 def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weight]:

@@ -10,6 +10,7 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from call_listener import listen
 from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -297,22 +298,7 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call of a whole linear, whether it ran, on memory full of poison, or left it to its parts."""
-    given: list[bool] = []
-    run, empty = HopperLinear.__call__, hopper_linear.empty_here
-
-    def listen(self: HopperLinear, *arguments: Any) -> Any:
-        answer = run(self, *arguments)
-        given.append(answer is not None)
-        return answer
-
-    def poisoned(*sizes: Any) -> torch.Tensor:
-        tensor = empty(*sizes)
-        tensor.view(torch.uint8).fill_(0x7F)  # NaN in FP8, huge in the others
-        return tensor
-
-    monkeypatch.setattr(HopperLinear, "__call__", listen)
-    monkeypatch.setattr(hopper_linear, "empty_here", poisoned)
-    return given
+    return listen(monkeypatch, HopperLinear, hopper_linear)
 
 
 @pytest.fixture(params=[COLUMNS, ALIGNED])

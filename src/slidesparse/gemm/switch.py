@@ -63,7 +63,7 @@ class Switch:
 
     def to_text(self) -> str:
         """What :func:`parse_switch` reads."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return self._text
 
     def pick(self, tokens: int) -> tuple[Form, int]:
         """The form that multiplies M tokens, and where its tensors begin."""
@@ -76,6 +76,10 @@ class Switch:
         routes = [*before, Route(first, backend), after, *behind]
         changes = [r for i, r in enumerate(routes) if not i or r.backend != routes[i - 1].backend]
         return replace(self, routes=tuple(changes))
+
+    @cached_property
+    def _text(self) -> str:  # takes longer than two launches, and is asked for with every new number of tokens
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     @cached_property
     def weight_dtype(self) -> torch.dtype:
