@@ -11,7 +11,9 @@ from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
 from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
+from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.dense import Dense, _has_kernels
+from slidesparse.gemm.hopper import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback
 from slidesparse.gemm.speed import LayerSpeed, Table
@@ -158,6 +160,27 @@ def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.M
     ]
     assert choice.describe() == "dense up to 255 tokens, fast up to 4095, slow beyond"
     assert choice.reason == "measured at 8x64"
+
+
+def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(0.5, 0.5, 0.5))
+    monkeypatch.setattr(Dense, "library", lambda _: "vLLM 0.99, torch 2.99")
+    choice = choose(ABLE)
+    assert choice.backends == ("fast",)
+    assert choice.reason == f"measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
+    assert choice.measured is not None
+
+
+@pytest.mark.parametrize("here", ["vLLM 0.26, torch 2.11", "vLLM 0.33, torch 2.14", "torch 2.14"])
+def test_the_table_that_ships_serves_other_releases_of_vllm(monkeypatch: pytest.MonkeyPatch, here: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: "not here")
+    monkeypatch.setattr(Dense, "library", lambda _: here)
+    choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
+    assert "hopper" in choice.backends
+    assert choice.reason == f"measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
 
 
 def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

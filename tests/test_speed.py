@@ -27,6 +27,7 @@ from slidesparse.gemm.switch import Form, Route, Switch, describe_routes, parse_
 
 TOKENS = (64, 1024, 16384)
 LIBRARIES = {"dense": "torch 2.11", "quick": "Quick 1.0"}
+QUICK: dict[str, tuple[float | None, ...]] = {"quick 6:8": (0.5,) * 3}
 
 
 def _layer(out: int = 4096, columns: int = 4096, dtype: str = "int8", **us: tuple[float | None, ...]) -> LayerSpeed:
@@ -87,8 +88,8 @@ def test_the_nearest_layer_speaks() -> None:
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
     found = nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
     assert found is not None
-    assert (found.out, found.columns) == (4096, 8192)
-    assert found.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
+    assert (found.layer.out, found.layer.columns) == (4096, 8192)
+    assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
     assert nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
     assert nearest([_table(far, near)], LIBRARIES, "fp8", "6:8", 4096, 8192) is None
     assert nearest([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
@@ -99,7 +100,7 @@ def test_the_users_table_counts_before_the_packages() -> None:
     packages = _layer(dense=(2.0,) * 3, **{"quick 6:8": (9.9,) * 3})
     found = nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
-    assert found.us["quick"] == (0.5,) * 3
+    assert found.layer.us["quick"] == (0.5,) * 3
 
 
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
@@ -107,8 +108,8 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
     found = nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
-    assert found.tokens == (64, 256, 512, 1024, 16384)
-    assert found.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
+    assert found.layer.tokens == (64, 256, 512, 1024, 16384)
+    assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
     # Within them the user's count alone, as do those of other backends and of another size.
     wide = LayerSpeed("int8", 4096, 4096, (16, 32768), {"dense": (1.0, 1.0), "quick 6:8": (0.5, 0.5)})
     more = _layer(dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3, "sparse 6:8": (1.0,) * 3})
@@ -118,17 +119,49 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
         tables = [Table("Test GPU", libraries, (layer,)) for layer in (mine, theirs)]
         found = nearest(tables, libraries, "int8", "6:8", 4096, 4096)
         assert found is not None
-        assert found.tokens == mine.tokens
+        assert found.layer.tokens == mine.tokens
 
 
-def test_times_of_another_library_do_not_hold() -> None:
+def test_times_of_another_library_are_used_where_there_are_no_better_ones_and_named() -> None:
     table = _table(_layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3, "sparse 6:8": (0.4,) * 3}))
-    assert nearest([table], {"dense": "torch 2.12", "quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096) is None
-    assert nearest([table], {"dense": "torch 2.11", "quick": "Quick 1.1"}, "int8", "6:8", 4096, 4096) is None
+    here = {"dense": "torch 2.12", "quick": "Quick 1.1"}
+    for now, told in (
+        (LIBRARIES, "measured at 4096x4096"),
+        (LIBRARIES | {"dense": "torch 2.12"}, "measured at 4096x4096 with torch 2.11; this is torch 2.12"),
+        (here, "measured at 4096x4096 with torch 2.11 and Quick 1.0; this is torch 2.12 and Quick 1.1"),
+    ):
+        found = nearest([table], now, "int8", "6:8", 4096, 4096)
+        assert found is not None
+        assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
+        assert found.describe() == told
     # Dense is not asked for: the packed forms compare among themselves.
     found = nearest([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
     assert found is not None
-    assert set(found.us) == {"quick"}
+    assert set(found.layer.us) == {"quick"}
+    assert found.others == ()
+
+
+def test_times_of_the_same_libraries_go_before_nearer_ones_of_others() -> None:
+    old = Table("Test GPU", {"dense": "torch 2.10", "quick": "Quick 0.9"}, (_layer(dense=(9.0,) * 3, **QUICK),))
+    older_kernel = Table("Test GPU", {**LIBRARIES, "quick": "Quick 0.9"}, (_layer(dense=(8.0,) * 3, **QUICK),))
+    same = _table(_layer(4096, 8000, dense=(7.0,) * 3, **QUICK))
+
+    def dense_time(*tables: Table) -> float | None:
+        found = nearest(tables, LIBRARIES, "int8", "6:8", 4096, 4096)
+        return None if found is None else found.layer.us["dense"][0]
+
+    assert dense_time(old, older_kernel, same) == 7.0
+    assert dense_time(old, older_kernel) == 8.0
+    assert dense_time(old, _table(_layer(4096, 9000, dense=(7.0,) * 3, **QUICK))) == 9.0  # beyond the reach
+
+
+def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named() -> None:
+    users = LayerSpeed("int8", 4096, 4096, (256,), {"dense": (1.0,), "quick 6:8": (0.5,)})
+    packaged = Table("Test GPU", {**LIBRARIES, "dense": "torch 2.10"}, (_layer(dense=(2.0,) * 3, **QUICK),))
+    found = nearest([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
+    assert found is not None
+    assert found.layer.tokens == (64, 256, 1024, 16384)
+    assert found.describe() == "measured at 4096x4096 with torch 2.10; this is torch 2.11"
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
@@ -239,4 +272,4 @@ def test_one_route_is_described_without_a_limit() -> None:
 def test_packaged_times_are_of_the_kernel_in_the_package(path: Path) -> None:
     table = load_table(path)
     assert table is not None
-    assert dict(table.libraries)["hopper"] == Hopper().library()  # else auto would not go by them
+    assert dict(table.libraries)["hopper"] == Hopper().library()  # else every log would name an older kernel

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.integrations.vllm import parse_version
 from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, members, renamed, shard_start
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.integrations.vllm.rehearsal import Rehearsal, batches
@@ -124,6 +125,43 @@ def test_the_ledger_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytes
     del thrown
     ledger.settle("a", SPARSE, LOG)
     assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
+
+
+def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def settled(*outcomes: Outcome) -> list[str]:
+        caplog.clear()
+        ledger, layers = Ledger(), [_Layer() for _ in outcomes]
+        for i, layer in enumerate(layers):
+            ledger.expect(str(i), layer)
+        for i, outcome in enumerate(outcomes):
+            ledger.settle(str(i), outcome, LOG)
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    left = Outcome(False, True, "6:8; not measured", eligible=True)
+    told = "none of the 2 layers that could run sparse does (6:8; not measured)"
+    (warning,) = settled(left, left, NO_PATTERN)
+    assert told in warning
+    assert "slidesparse tune" in warning
+    assert """--additional-config '{"slidesparse": {"backend": "hopper"}}'""" in warning
+    assert settled(left, Outcome(True, True, "6:8 by hopper", eligible=True)) == []
+    assert settled(Outcome(False, True, "as the checkpoint says")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("0.22.1", (0, 22)),
+        ("0.33rc1", (0, 33)),
+        ("0.26.0rc2.dev13+g0a1b2c3.cu130", (0, 26)),
+        ("0.19.1", (0, 19)),
+        ("1.0", (1, 0)),
+        ("0.1.dev123+g0a1b2c3", None),
+        ("0.1.dev1", None),
+        ("dev", None),
+    ],
+)
+def test_versions_of_vllm(text: str, version: tuple[int, int] | None) -> None:
+    assert parse_version(text) == version
 
 
 def test_a_checkpoint_without_any_pattern_is_refused() -> None:

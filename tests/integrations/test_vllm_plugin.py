@@ -124,6 +124,18 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
+@pytest.mark.parametrize("version", ["0.33rc1", "0.1.dev123+g0a1b2c3"])
+def test_a_version_that_was_not_tried_is_a_line_in_the_log(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    from slidesparse.integrations.vllm import config
+
+    monkeypatch.setattr(config.metadata, "version", lambda name: version)
+    config._say_once.cache_clear()
+    assert configured(checkpoints("6:8")).quantization == "slidesparse"
+    assert f"slidesparse was tried with vLLM 0.20 to 0.22; this is {version}" in caplog.messages
+
+
 def test_registering_again_changes_nothing() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
@@ -150,6 +162,10 @@ def loaded(model: Any, additional: dict[str, Any]) -> Any:
             parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
             parallel_state.initialize_model_parallel(1, 1)
         return get_model(vllm_config=config, model_config=model)
+
+
+def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "slidesparse:" in r.getMessage()]
 
 
 @pytest.fixture
@@ -208,6 +224,18 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
     assert not hasattr(layer.mlp.down_proj, "slide")
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
     assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
+    (warning,) = warnings_of_ours(caplog)
+    assert "none of the 4 layers that could run sparse does (6:8; hopper: it needs a CUDA device" in warning
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_who_asks_for_dense_is_not_warned(checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoints("6:8")
+    loaded(configured(path, enforce_eager=True), {"slidesparse": {"backend": "dense"}})
+    marker = {"version": 1, "pattern": "dense", "ignore": ["lm_head"], "layers": {}}
+    loaded(configured(edited(path, tmp_path / "dense", **{KEY: marker}), enforce_eager=True), {})
+    assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 2
+    assert warnings_of_ours(caplog) == []
 
 
 def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(

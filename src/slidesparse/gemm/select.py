@@ -3,7 +3,8 @@
 The rule, in full. An explicit choice is taken or refused with its reason. ``auto`` runs a weight of which no group is
 slid (a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Else it asks which
 accelerated backends can run the problem, then looks for a layer near in type and size that was measured on this GPU
-(gemm/speed.py):
+(gemm/speed.py). Times that other versions of the libraries made count where there are no better ones, and the reason
+names both versions:
 
 * ``fallback="dense"``: the dense weight runs, but for the token counts at which a packed form was measured faster; both
   are kept then. What was not measured is not claimed: without such a layer the dense weight runs alone.
@@ -28,7 +29,7 @@ from slidesparse.gemm.cusparselt import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper import Hopper
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.speed import LayerSpeed, fastest, nearest, switching, tables_for
+from slidesparse.gemm.speed import LayerSpeed, Measured, fastest, nearest, switching, tables_for
 from slidesparse.gemm.switch import Route, describe_routes
 from slidesparse.quant import dtype_name
 
@@ -116,18 +117,19 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         return _only("dense" if fallback == "dense" else "reference", refusals or "no accelerated backend is known")
     names = ["dense", *able] if fallback == "dense" else able
     measured = _measured(problem, names)
-    where = "" if measured is None else f"measured at {measured.out}x{measured.columns}"
+    if measured is None:
+        return _only("dense" if fallback == "dense" else able[0], NOT_MEASURED)
     if fallback == "dense":
-        return _only("dense", NOT_MEASURED) if measured is None else Choice(switching(measured), where, measured)
-    name = None if measured is None else fastest(measured)
-    return _only(able[0], NOT_MEASURED) if name is None else _only(name, where)
+        return Choice(switching(measured.layer), measured.describe(), measured.layer)
+    name = fastest(measured.layer)
+    return _only(able[0], NOT_MEASURED) if name is None else _only(name, measured.describe())
 
 
 def _only(backend: str, reason: str) -> Choice:
     return Choice((Route(0, backend),), reason)
 
 
-def _measured(problem: Problem, names: Sequence[str]) -> LayerSpeed | None:
+def _measured(problem: Problem, names: Sequence[str]) -> Measured | None:
     """The measured layer that speaks for a problem on a GPU."""
     if problem.device.type != "cuda":
         return None

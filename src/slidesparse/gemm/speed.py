@@ -6,8 +6,8 @@
 
 One file a GPU: those of the package, in ``speed_tables``, and what ``slidesparse tune`` measured here, in the user's
 cache folder, which counts before. What counts is their share of the dense time beside them, which one comparison
-measured, quantisation and scales included. A backend's times hold for the library that ran them; with another one they
-are passed over.
+measured, quantisation and scales included. Times that the installed libraries made are preferred; where there are none,
+those of other versions are used, and the choice names both versions.
 """
 
 from __future__ import annotations
@@ -103,6 +103,27 @@ class Table:
     version: int = VERSION
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A measured layer, and how old its times are.
+
+    Attributes:
+        layer: With times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
+        others: Libraries that made some of these times and are of another version here: (there, here), each pair once.
+    """
+
+    layer: LayerSpeed
+    others: tuple[tuple[str, str], ...] = ()
+
+    def describe(self) -> str:
+        """``measured at 64x64 with torch 2.11; this is torch 2.14``; without the libraries where they are the same."""
+        where = f"measured at {self.layer.out}x{self.layer.columns}"
+        if not self.others:
+            return where
+        there, here = (" and ".join(dict.fromkeys(names)) for names in zip(*self.others, strict=True))
+        return f"{where} with {there}; this is {here}"
+
+
 def key(backend: str, pattern: str) -> str:
     """What a layer's times are filed under."""
     return DENSE if backend == DENSE else f"{backend} {pattern}"
@@ -110,8 +131,11 @@ def key(backend: str, pattern: str) -> str:
 
 def nearest(
     tables: Sequence[Table], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
-) -> LayerSpeed | None:
-    """The measured layer of this type and pattern that is nearest in size, within :data:`REACH`.
+) -> Measured | None:
+    """Find the measured layer of this type and pattern that is nearest in size, within :data:`REACH`.
+
+    A layer whose times the libraries of this machine made goes before all others; after that the fewer of its backends
+    have another version here, the better.
 
     Args:
         tables: Of this GPU; the first one counts on a tie.
@@ -123,37 +147,61 @@ def nearest(
         columns: Its columns.
 
     Returns:
-        With times by backend alone, of those whose library is the same here; None when no layer has a packed one. Where
-        another table has times of the same backends at this very size, they count below the fewest tokens of this one
-        and above the most: whoever has measured a few numbers of tokens keeps what is known of the others.
+        None when no layer has a packed time. Where another table has times of the same backends at this very size,
+        they count below the fewest tokens of this one and above the most: whoever has measured a few numbers of tokens
+        keeps what is known of the others.
     """
-    found = []
-    for table in tables:
-        names = [name for name, library in libraries.items() if table.libraries.get(name) == library]
-        for layer in table.layers:
-            times = {name: layer.us[key(name, pattern)] for name in names if key(name, pattern) in layer.us}
-            telling = times.keys() - {DENSE} and (DENSE in times or DENSE not in libraries)
-            if layer.dtype == dtype and telling and layer.distance(out, columns) <= math.log2(REACH):
-                found.append(replace(layer, us=times))
+    found = [
+        Measured(replace(layer, us=times), _other_versions(table, libraries, times))
+        for table in tables
+        for layer in table.layers
+        if layer.dtype == dtype
+        and layer.distance(out, columns) <= math.log2(REACH)
+        and _is_telling(
+            times := _times(layer, pattern, (name for name in libraries if name in table.libraries)), libraries
+        )
+    ]
     if not found:
         return None
-    speaking = min(found, key=lambda layer: layer.distance(out, columns))
-    for other in found:
-        if (other.out, other.columns) == (speaking.out, speaking.columns) and other.us.keys() == speaking.us.keys():
-            speaking = _continued(speaking, other)
+    found.sort(key=lambda measured: (len(measured.others), measured.layer.distance(out, columns)))
+    speaking = found[0]
+    for other in found[1:]:
+        speaking = _continued(speaking, other)
     return speaking
 
 
-def _continued(layer: LayerSpeed, other: LayerSpeed) -> LayerSpeed:
-    """A layer with the times of another one, of the same backends, where its own numbers of tokens end."""
+def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
+    """A layer's times at one pattern, by backend, as far as it has them."""
+    keys = {name: key(name, pattern) for name in backends}
+    return {name: layer.us[filed] for name, filed in keys.items() if filed in layer.us}
+
+
+def _is_telling(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
+    """There is a packed time, and a dense one where dense is to be compared."""
+    return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
+
+
+def _other_versions(table: Table, libraries: Mapping[str, str], backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The libraries of these backends that differ between a table and this machine: (there, here)."""
+    pairs = ((table.libraries[name], libraries[name]) for name in backends)
+    return tuple((there, here) for there, here in pairs if there != here)
+
+
+def _continued(measured: Measured, more: Measured) -> Measured:
+    """A layer with the times of another one, of the same size and backends, where its own numbers of tokens end."""
+    layer, other = measured.layer, more.layer
     below = [i for i, m in enumerate(other.tokens) if m < layer.tokens[0]]
     above = [i for i, m in enumerate(other.tokens) if m > layer.tokens[-1]]
+    alike = (layer.out, layer.columns, layer.us.keys()) == (other.out, other.columns, other.us.keys())
+    if not alike or not (below or above):
+        return measured
 
     def joined(own: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
         return *(others[i] for i in below), *own, *(others[i] for i in above)
 
     us = {name: joined(times, other.us[name]) for name, times in layer.us.items()}
-    return replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
+    longer = replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
+    return Measured(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:

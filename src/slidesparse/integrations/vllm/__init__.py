@@ -18,6 +18,7 @@ and must not touch CUDA, since workers may fork afterwards. What follows is in e
 from __future__ import annotations
 
 import logging
+import re
 from importlib import metadata
 
 NAME = "slidesparse"
@@ -49,6 +50,21 @@ def register() -> None:
         )
         return
     register_quantization_config(NAME)(SlideSparseConfig)
+
+
+def parse_version(text: str) -> tuple[int, int] | None:
+    """Read release and feature number; None for a build whose version does not tell them.
+
+    >>> parse_version("0.33rc1"), parse_version("0.22.1+cu130")
+    ((0, 33), (0, 22))
+
+    A build from a source tree without tags is ``0.1.dev`` and the number of a commit, whatever its age:
+
+    >>> parse_version("0.1.dev123+g0a1b2c3") is None
+    True
+    """
+    found = re.match(r"(\d+)\.(\d+)(?!\d|\.dev)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def version_text(version: tuple[int, int]) -> str:

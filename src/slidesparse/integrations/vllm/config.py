@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, version_text
+from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
 from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, renamed, require_marker
 from slidesparse.integrations.vllm.fusion import install
 from slidesparse.integrations.vllm.layers import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
@@ -156,11 +156,11 @@ def require_platform() -> None:
         UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
     """
     text = metadata.version("vllm")
-    version = tuple(int(part) for part in text.split(".")[:2])
+    version = parse_version(text)
     tried = f"{version_text(OLDEST)} to {version_text(NEWEST)}"
-    if version < OLDEST:
+    if version is not None and version < OLDEST:
         raise UnsupportedError("slidesparse with this vLLM", got=text, needed=tried, remedy='pip install -U "vllm"')
-    if version > NEWEST:
+    if version is None or version > NEWEST:
         _say_once(f"slidesparse was tried with vLLM {tried}; this is {text}")
     capability = current_platform.get_device_capability()
     if capability is None:

@@ -172,14 +172,15 @@ def pack_shard(
         return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
     choice = choose(Problem(pattern, weight.dtype, out, columns, weight.device), options.backend, options.fallback)
-    dense = choice.backends == ("dense",)
+    dense, eligible = choice.backends == ("dense",), options.backend != "dense"
     if dense and not (options.fuse and weight.dtype in QUANTISED):
-        return None, Outcome(False, True, f"{pattern}; {choice.reason}")
+        return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=claim.name)
     if dense:
-        return packed, Outcome(False, True, f"{pattern}, joined with what stands before it; {choice.reason}")
+        text = f"{pattern}, joined with what stands before it; {choice.reason}"
+        return packed, Outcome(False, True, text, eligible)
     offset = f", from position {k_offset} of a group" if k_offset else ""
-    return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}")
+    return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
 
 
 def detect(weight: torch.Tensor, start: int) -> Pattern | None:

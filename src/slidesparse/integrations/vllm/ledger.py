@@ -20,6 +20,13 @@ from slidesparse.linear import SlideLinear
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
+NONE_SPARSE = (
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed."
+    ' slidesparse tune measures this GPU; --additional-config \'{"slidesparse": {"backend": "hopper"}}\' runs them'
+    " sparse without a measurement"
+)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a layer.
@@ -28,11 +35,13 @@ class Outcome:
         sparse: It runs on packed weights.
         qualified: Its weight satisfies a pattern.
         text: Pattern and backend, or why it stays dense.
+        eligible: It has groups that could run sparse, and nobody asked for dense.
     """
 
     sparse: bool
     qualified: bool
     text: str
+    eligible: bool = False
 
 
 @dataclass
@@ -79,6 +88,10 @@ class Ledger:
             )
         for line in self.lines():
             log.info(line)
+        eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
+        if eligible and not any(outcome.sparse for outcome in eligible):
+            ((why, _),) = Counter(outcome.text for outcome in eligible).most_common(1)
+            log.warning(NONE_SPARSE, len(eligible), why)
 
     def lines(self) -> list[str]:
         """One line for every kind of layer and outcome."""
