@@ -143,6 +143,13 @@ def test_names_decide_nothing() -> None:
     assert list(find_targets(model).linears) == ["lm_head", "embed"]
 
 
+def test_what_latent_attention_reads_as_a_matrix_stays_dense() -> None:
+    model = nn.ModuleDict({"kv_b_proj": nn.Linear(64, 64), "o_proj": nn.Linear(64, 64)})
+    targets = find_targets(nn.ModuleDict({"self_attn": model}))
+    assert list(targets.linears) == ["self_attn.o_proj"]
+    assert targets.dense == {"self_attn.kv_b_proj": "latent attention reads its weight without calling it"}
+
+
 def test_ignore() -> None:
     targets = find_targets(_llama(), ignore=["model.layers.0.mlp.up_proj", r"re:.*\.o_proj", "lm_head"])
     assert [name for name, why in targets.dense.items() if why == "on the ignore list"] == [

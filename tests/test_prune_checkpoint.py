@@ -593,3 +593,22 @@ def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None
 def test_errors_are_ours(tmp_path: Path) -> None:
     assert issubclass(CheckpointError, SlideSparseError)
     assert issubclass(InputError, ValueError)
+
+
+def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> None:
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4},
+        first_k_dense_replace=2,  # no experts
+        **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    )
+    transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    name = "model.layers.0.self_attn.kv_b_proj"
+    assert summary.dense[name] == "latent attention reads its weight without calling it"
+    written = Checkpoint(tmp_path / "s").config
+    assert name in written[KEY]["ignore"]
+    assert name in written["quantization_config"]["ignore"]
+    stored = load_file(tmp_path / "s/model.safetensors")
+    assert torch.equal(stored[f"{name}.weight"], load_file(tmp_path / "m/model.safetensors")[f"{name}.weight"])
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == torch.int8
+    slidesparse.load(tmp_path / "s", backend="reference")(tokens())

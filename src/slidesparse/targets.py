@@ -1,6 +1,7 @@
 """Which layers of a model are treated, and which of them read the same input.
 
-A layer is found by what it is (``nn.Linear``, large enough, not the output embedding), never by what its name contains.
+A layer is found by what it is (``nn.Linear``, large enough, not the output embedding), not by what its name contains;
+the one exception is :data:`READ_AS_MATRIX`, which nothing but its name tells apart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from slidesparse.errors import InputError
 
 MIN_FEATURES = 32
 """Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
+
+READ_AS_MATRIX = "kv_b_proj"
+"""The linear of multi-head latent attention (DeepSeek-V2 and after) that servers split and multiply into others when
+they have loaded it, by its weight and not by a call: it must stay dense."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ def find_targets(
             return "on the ignore list"
         if isinstance(module, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention reads its weight without calling it"
+        if read_as_matrix(name):
+            return "latent attention reads its weight without calling it"
         if type(module).forward is not nn.Linear.forward:
             return f"{type(module).__name__} has a forward of its own"
         if id(module.weight) in embeddings or (tied and module is output):
@@ -83,6 +90,11 @@ def find_targets(
     if not linears:
         raise InputError("the model has no linear layer to treat", got=f"{len(named)} linears, all left dense")
     return Targets(linears, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def read_as_matrix(name: str) -> bool:
+    """Say whether a layer of this name is :data:`READ_AS_MATRIX`."""
+    return name.rpartition(".")[2] == READ_AS_MATRIX
 
 
 def describe_dense(dense: Mapping[str, str]) -> list[str]:

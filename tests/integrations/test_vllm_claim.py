@@ -10,7 +10,16 @@ import torch
 
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.integrations.vllm import parse_version
-from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, members, renamed, shard_start
+from slidesparse.integrations.vllm.claim import (
+    Claim,
+    Options,
+    claim,
+    claims,
+    left_to_vllm,
+    members,
+    renamed,
+    shard_start,
+)
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.integrations.vllm.rehearsal import Rehearsal, batches
 from slidesparse.linear import SlideLinear
@@ -66,6 +75,12 @@ def test_parts_of_a_fused_layer_must_agree(marker: Marker) -> None:
 def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decides() -> None:
     assert claim(Marker(Pattern(6, 8), ignore=("a.gate_proj", "a.up_proj")), "a.gate_up_proj", FUSED) is None
     assert claim(None, "a.gate_up_proj", FUSED) == Claim("a.gate_up_proj", None)
+
+
+def test_what_latent_attention_reads_as_a_matrix_is_left_to_vllm() -> None:
+    assert "reads its weight as a matrix" in str(left_to_vllm("model.layers.0.self_attn.kv_b_proj"))
+    for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa", "model.layers.0.self_attn.q_b_proj", "a.kv_b_proj.b"):
+        assert left_to_vllm(name) is None
 
 
 def test_names_follow_vllm() -> None:

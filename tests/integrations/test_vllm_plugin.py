@@ -20,6 +20,7 @@ from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedErr
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm import room
+from slidesparse.integrations.vllm.ledger import Outcome
 from slidesparse.marker import KEY, quantization_config
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -258,6 +259,79 @@ def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path:
 def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         loaded(configured(checkpoints("dense"), quantization="slidesparse"), REFERENCE)
+
+
+# -- weights that are loaded again ---------------------------------------------------------------------------------
+
+
+def test_weights_are_not_loaded_again_and_nothing_is_lost(checkpoints: Any) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    model = loaded(configured(checkpoints("6:8")), REFERENCE)
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = model.model.layers[0].mlp.down_proj(x)[0]
+    with pytest.raises(
+        UnsupportedError, match=r"loaded again.*model\.layers\.0\.\S+_proj, whose dense.*start vLLM again"
+    ):
+        initialize_layerwise_reload(model)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(model.model.layers[0].mlp.down_proj(x)[0], before)
+
+
+def test_a_layer_that_is_processed_again_says_so(checkpoints: Any) -> None:
+    layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
+    kept, layer.weight = layer.slide, torch.nn.Parameter(torch.zeros(256, 512))
+    with pytest.raises(UnsupportedError, match=r"loaded again.*model\.layers\.0\.mlp\.down_proj") as error:
+        layer.quant_method.process_weights_after_loading(layer)
+    assert "\n" not in str(error.value)
+    assert layer.slide is kept
+
+
+def test_a_layer_that_was_left_to_vllm_is_left_to_it_again(vllm_config: Any) -> None:
+    """Graphs of vLLM's own kernel may have been captured, whatever pattern the new weight has."""
+    vllm_config.additional_config = REFERENCE
+    config = registered()()
+    layer = replicated(config, "o_proj", torch.ones(32, 64))
+    sparse = torch.ones(32, 64) * ss.prune_mask(torch.ones(32, 64), "6:8")
+    config.ledger.outcomes["other"] = config.ledger.outcomes.pop("o_proj")
+    layer.weight.data.copy_(sparse)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "slide")
+    assert layer.quant_method.converted is False
+
+
+# -- what latent attention reads -----------------------------------------------------------------------------------
+
+
+def replicated(config: Any, name: str, weight: torch.Tensor) -> Any:
+    """An unquantised layer of vLLM's, loaded; one with a pattern was loaded before it."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    out, columns = weight.shape
+    settings = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16}
+    config.ledger.outcomes["before"] = Outcome(True, True, "6:8")
+    layer = ReplicatedLinear(columns, out, prefix=name, **settings)
+    layer.weight.weight_loader(layer.weight, weight.bfloat16())
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> None:
+    """Also of a checkpoint that an older release pruned, whose marker claims the layer."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+    vllm_config.additional_config = REFERENCE
+    marker = {"version": 1, "pattern": "6:8", "ignore": [], "layers": {}} if marked else None
+    config = registered()()
+    config.maybe_update_config("", hf_config=type("Config", (), {KEY: marker}))
+    weight = torch.rand(64, 32) + 1
+    weight *= ss.prune_mask(weight, "6:8")
+    name = "model.layers.0.self_attn.kv_b_proj"
+    layer = replicated(config, name, weight)
+    assert torch.equal(get_and_maybe_dequant_weights(layer), weight.bfloat16())
+    assert "latent attention" in config.ledger.outcomes[name].text
+    assert hasattr(replicated(config, "model.layers.0.self_attn.o_proj", weight), "slide")
 
 
 # -- shards --------------------------------------------------------------------------------------------------------

@@ -35,10 +35,11 @@ class Launcher:
         options: ``num_warps`` and other options of the compiler.
     """
 
-    __slots__ = ("_constants", "_function", "_kernel", "_options", "_packed", "_run")
+    __slots__ = ("_compiled", "_constants", "_function", "_kernel", "_options", "_packed", "_run")
 
     def __init__(self, kernel: Any, constants: tuple[object, ...], **options: object) -> None:
         self._kernel, self._constants, self._options = kernel, constants, options
+        self._compiled: Any = None  # Triton unloads a kernel's code, and _function with it, when this object dies
         self._run: Any = None
         self._function: Any = None
         self._packed: Any = None
@@ -102,6 +103,7 @@ class Launcher:
         with without_hooks():
             compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
         if aligned and compiled is not None:  # the interpreter compiles nothing
+            self._compiled = compiled
             self._function, self._packed = compiled.function, compiled.packed_metadata
             self._run = compiled.run
 

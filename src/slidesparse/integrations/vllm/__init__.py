@@ -1,7 +1,7 @@
 """The vLLM plugin: slidesparse installed beside vLLM, then ``vllm serve DIR``.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. What follows is in eight files:
+and must not touch CUDA, since workers may fork afterwards. What follows is in nine files:
 
 ================ ================================================================================================
 ``chains.py``    in the compiled graph, linears in a row are joined into one operator
@@ -11,6 +11,7 @@ and must not touch CUDA, since workers may fork afterwards. What follows is in e
 ``ledger.py``    what became of every layer, told once
 ``layers.py``    a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
 ``rehearsal.py`` such a layer runs batches of many sizes before anyone waits for it
+``reload.py``    weights that are loaded again are refused
 ``room.py``      an engine's loop gets room on Python's stack
 ================ ================================================================================================
 """

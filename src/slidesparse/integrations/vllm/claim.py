@@ -14,6 +14,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.marker import KEY, Marker
 from slidesparse.pattern import Pattern
+from slidesparse.targets import read_as_matrix
 
 OPTIONS = "slidesparse"
 """The key of ``--additional-config`` that holds our options."""
@@ -94,6 +95,15 @@ def members(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
     """
     parent, _, leaf = name.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
+
+
+def left_to_vllm(name: str) -> str | None:
+    """Why a layer of vLLM keeps its dense weight, whatever the marker says of it; None: nothing stands against ours.
+
+    >>> left_to_vllm("model.layers.0.self_attn.kv_b_proj")
+    'left to vLLM, whose latent attention reads its weight as a matrix'
+    """
+    return "left to vLLM, whose latent attention reads its weight as a matrix" if read_as_matrix(name) else None
 
 
 def claim(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> Claim | None:

@@ -24,11 +24,12 @@ from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
-from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, renamed, require_marker
+from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, left_to_vllm, renamed, require_marker
 from slidesparse.integrations.vllm.fusion import install
 from slidesparse.integrations.vllm.layers import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
 from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.integrations.vllm.reload import refuse_reloading
 from slidesparse.integrations.vllm.room import give_room
 from slidesparse.marker import KEY, Marker
 
@@ -124,15 +125,17 @@ class SlideSparseConfig(CompressedTensorsConfig):
             options = replace(options, fuse=False)  # nothing is compiled, so nothing can be joined
         install(config.compilation_config, self.ledger, options.fuse)
         give_room()
+        refuse_reloading()
         if self.ledger.rehearsal is None and config.model_config is not None:
             most = config.scheduler_config.max_num_batched_tokens
             self.ledger.rehearsal = Rehearsal(most, config.model_config.dtype)
         return options, self.ledger
 
     def _claim(self, layer: torch.nn.Module, name: str) -> Claim | None:
-        ours = claim(self.marker, name, self.packed_modules_mapping)
+        why_left = left_to_vllm(name)
+        ours = None if why_left else claim(self.marker, name, self.packed_modules_mapping)
         if ours is None:
-            self.ledger.outcomes[name] = Outcome(False, False, "left alone when the checkpoint was pruned")
+            self.ledger.outcomes[name] = Outcome(False, False, why_left or "left alone when the checkpoint was pruned")
         else:
             self.ledger.expect(name, layer)
         return ours

@@ -17,6 +17,7 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.claim import Claim, Options, shard_start
 from slidesparse.integrations.vllm.ledger import Ledger, Outcome
+from slidesparse.integrations.vllm.reload import refusal
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
@@ -46,7 +47,7 @@ class SlideScheme(CompressedTensorsScheme):
     def __init__(self, inner: CompressedTensorsScheme, claim: Claim, options: Options, ledger: Ledger) -> None:
         self.inner, self.claim, self.options, self.ledger = inner, claim, options, ledger
         self.columns = 0
-        self.converted = False
+        self.converted: bool | None = None  # not loaded yet
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -59,8 +60,9 @@ class SlideScheme(CompressedTensorsScheme):
         self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight, or let vLLM go on with it."""
-        self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
+        if self.converted is not False:
+            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
         if not self.converted:
             self.inner.process_weights_after_loading(layer)
 
@@ -78,7 +80,7 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         super().__init__()
         self.claim, self.options, self.ledger = claim, options, ledger
         self.columns = 0
-        self.converted = False
+        self.converted: bool | None = None  # not loaded yet
 
     def create_weights(
         self,
@@ -96,8 +98,9 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         super().create_weights(layer, *sizes, params_dtype, **attributes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Pack the weight, or let vLLM go on with it."""
-        self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
+        if self.converted is not False:
+            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
         if not self.converted:
             super().process_weights_after_loading(layer)
 
@@ -122,8 +125,10 @@ def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Led
 
     Raises:
         PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
-        UnsupportedError: The backend that the user named cannot run it.
+        UnsupportedError: The backend that the user named cannot run it, or it is a SlideLinear already.
     """
+    if SUBMODULE in layer._modules:
+        raise refusal(claim.name)
     weight = layer.weight.data
     start = shard_start(weight.shape[1], columns, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
