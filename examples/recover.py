@@ -30,9 +30,10 @@ if options.recovered.exists():
     parser.error(f"{options.recovered} exists")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-tokenizer = AutoTokenizer.from_pretrained(options.pruned, local_files_only=True)
+local = {"local_files_only": True, "trust_remote_code": False}
+tokenizer = AutoTokenizer.from_pretrained(options.pruned, **local)
 # Float32 weights take the optimiser's small steps; autocast multiplies them in BF16.
-model = AutoModelForCausalLM.from_pretrained(options.pruned, local_files_only=True, dtype=torch.float32).to(device)
+model = AutoModelForCausalLM.from_pretrained(options.pruned, **local, dtype=torch.float32).to(device)
 tokens = encode(tokenizer, read_text(options.text)).to(device)
 if len(tokens) <= options.length:
     parser.error(f"{options.text} has {len(tokens)} tokens, fewer than --length")

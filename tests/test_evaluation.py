@@ -164,3 +164,4 @@ def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.tasks == {"counting": {"acc,none": 0.25}}
     assert found.describe() == "counting: acc,none 0.2500"
     assert (asked["tasks"], asked["limit"], asked["model"].batch_size) == (["counting"], 3, 2)
+    assert asked["model"].trust_remote_code is False

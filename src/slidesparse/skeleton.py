@@ -15,6 +15,9 @@ from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.marker import Marker
 
+BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
+"""What a config may ask for. By any other name transformers may fetch a kernel from a hub and run it."""
+
 
 @dataclass(frozen=True)
 class Skeleton:
@@ -108,7 +111,32 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             remedy="upgrade transformers; custom code is not run",
         )
     with _explained(f"cannot read {checkpoint.path}/config.json"):
-        return known, transformers.AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
+        if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
+            raise UnsupportedError(
+                f"{checkpoint.path}/config.json needs code of its own",
+                got=f"model_type {checkpoint.config.get('model_type')!r} and an auto_map",
+                needed=f"a model type that transformers {transformers.__version__} has",
+                remedy="upgrade transformers; custom code is not run",
+            )
+        local = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
+        if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
+            config._attn_implementation = None  # in all of its parts: transformers chooses
+        return known, config
+
+
+def _is_known(config: Mapping[str, Any]) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
+def _attention_of(config: Any) -> Iterator[str | None]:
+    """Which attention a config and the configs in it ask for."""
+    yield getattr(config, "_attn_implementation", None)
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _attention_of(part)
 
 
 @contextmanager
