@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,41 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_tensor_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not written"), TensorWriter(tmp_path / "x", stored(some_tensors())):
+    with pytest.raises(ValueError, match="not written"), TensorWriter(tmp_path / "x", stored(some_tensors())) as w:
         pass
-    assert not (tmp_path / "x").exists()
+    assert list(tmp_path.iterdir()) == []
+    assert w.file.closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_nothing_is_left_when_the_disk_is_full(tmp_path: Path) -> None:
+    def write_to_a_full_disk() -> None:
+        with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), writer.file.fileno())
+            writer.write("a", torch.zeros(8, dtype=torch.int8))
+            raise RuntimeError("stop")  # the buffer is written when the file is closed
+
+    with pytest.raises((OSError, RuntimeError)):
+        write_to_a_full_disk()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+        writer.write("a", torch.zeros(8, dtype=torch.int8))
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    for name in ("x", "x.tmp"):
+        (tmp_path / name).symlink_to("victim")
+    with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+        writer.write("a", torch.zeros(8, dtype=torch.int8))
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert load_file(tmp_path / "x")["a"].tolist() == [0] * 8
+    assert not (tmp_path / "x").is_symlink()
 
 
 def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:

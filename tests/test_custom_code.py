@@ -126,7 +126,8 @@ def test_nor_for_a_part_of_a_model(tmp_path: Path) -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.CLIPConfig(text_config=small, vision_config=small | {"image_size": 32, "patch_size": 16})
     transformers.CLIPModel(config).save_pretrained(tmp_path)
-    vision = json.loads((tmp_path / "config.json").read_text())["vision_config"]
-    edit(tmp_path / "config.json", vision_config=vision | {"_attn_implementation": KERNEL})
+    edit(tmp_path / "config.json", _attn_implementation={"vision_config": KERNEL})
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert read.vision_config._attn_implementation == KERNEL
     _, read = model_class(Checkpoint(tmp_path))
     assert read.vision_config._attn_implementation is None

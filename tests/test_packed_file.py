@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import slidesparse
-from slidesparse.checkpoint import Checkpoint
+from slidesparse import packed_file
+from slidesparse.checkpoint import Checkpoint, TensorWriter
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError
-from slidesparse.packed import pack
+from slidesparse.packed import PackedWeight, pack
 from slidesparse.packed_file import FILE_NAME, VERSION, PackedFile, _parts, write_packed
 from slidesparse.pattern import Pattern
 from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
@@ -60,6 +63,74 @@ def test_other_weights_and_other_versions_are_refused(tmp_path: Path) -> None:
     save_file(load_file(file), file, {"slidesparse_packed_version": "9"})
     with pytest.raises(CheckpointError, match="version"):
         PackedFile(Checkpoint(tmp_path / "s"))
+
+
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    return tmp_path / "s"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_second_of_two_packs_is_refused_and_harms_nothing(
+    pruned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, tried = names(pruned), []
+
+    def second(*arguments: Any, **named: Any) -> PackedWeight:
+        if not tried:
+            tried.append(main(["pack", str(pruned)]))
+        return pack(*arguments, **named)
+
+    monkeypatch.setattr(packed_file, "pack", second)
+    write_packed(pruned)
+    assert tried == [1]
+    assert f"another run is packing {pruned}; wait for it" in capsys.readouterr().err
+    assert names(pruned) == before | {FILE_NAME}
+    slidesparse.load(pruned)
+
+
+def test_pack_writes_through_no_link(pruned: Path) -> None:
+    victim = pruned.parent / "victim"
+    victim.write_text("precious")
+    for name in (FILE_NAME, f"{FILE_NAME}.tmp"):
+        (pruned / name).symlink_to(victim)
+    write_packed(pruned)
+    assert victim.read_text() == "precious"
+    assert not (pruned / FILE_NAME).is_symlink()
+    assert not (pruned / f"{FILE_NAME}.tmp").is_symlink()
+    slidesparse.load(pruned)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_pack_that_stops_leaves_nothing(
+    pruned: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    before, seen = names(pruned), []
+
+    def stop(*arguments: Any) -> None:
+        seen.extend(names(pruned) - before)
+        raise error
+
+    monkeypatch.setattr(TensorWriter, "write", stop)
+    with pytest.raises(error):
+        write_packed(pruned)
+    assert len(seen) == 1
+    assert re.fullmatch(rf"{FILE_NAME}\.[0-9a-f]{{16}}\.tmp", seen[0])
+    assert names(pruned) == before
+
+
+def test_the_next_pack_removes_what_a_killed_one_left(pruned: Path) -> None:
+    before = names(pruned)
+    for name in (f"{FILE_NAME}.tmp", f"{FILE_NAME}.0123456789abcdef.tmp"):
+        (pruned / name).write_bytes(b"half")
+    (pruned / "notes.tmp").write_text("not ours")
+    write_packed(pruned)
+    assert names(pruned) == before | {FILE_NAME, "notes.tmp"}
 
 
 def test_golden_bytes() -> None:

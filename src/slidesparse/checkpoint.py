@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Any
 
@@ -175,7 +176,8 @@ class _opened:
 class TensorWriter:
     """Writes one safetensors file, tensor by tensor, in any order.
 
-    The file appears under its name only when it is complete and on disk; until then it is ``NAME.tmp``.
+    The file appears under its name only when it is complete and on disk; until then it is ``NAME.<random>.tmp``, a new
+    file that no link leads away from. A link under the file's own name is replaced, not followed.
 
     Args:
         path: The file.
@@ -200,10 +202,8 @@ class TensorWriter:
             }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self.data_start = 8 + len(text)
-        self.temporary = path.with_name(path.name + ".tmp")
-        self.file = open(self.temporary, "wb")  # noqa: SIM115 - closed by __exit__
-        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.temporary = path.with_name(f"{path.name}.{token_hex(8)}.tmp")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor, which must have the type and shape announced."""
@@ -212,26 +212,35 @@ class TensorWriter:
         same_type = STORED_NAMES.get(tensor.dtype, stored.dtype) == stored.dtype
         if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape or not same_type:
             raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
-        self.file.seek(self.data_start + self.offsets[name])
+        self.file.seek(len(self.header) + self.offsets[name])
         if n_bytes:
             self.file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         self.missing.discard(name)
 
     def __enter__(self) -> TensorWriter:
+        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.file = os.fdopen(os.open(self.temporary, new, 0o666), "wb")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.file.close()
-            self.temporary.unlink(missing_ok=True)
-            return
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            try:
+                self.file.close()  # writes what is left, which may fail
+            finally:
+                self.temporary.unlink(missing_ok=True)  # gone already when it has its name
+
+    def _finish(self) -> None:
         if self.missing:
             raise ValueError(f"not written to {self.path}: {sorted(self.missing)}")
+        self.file.seek(0)
+        self.file.write(self.header)
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()
         self.temporary.rename(self.path)
 
 

@@ -15,6 +15,7 @@ files that have changed since, is an error, never a silent detour.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.progress import progress_bar
 from slidesparse.skeleton import skeleton
+from slidesparse.staging import locked
 from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
@@ -57,14 +59,28 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
         The file.
 
     Raises:
-        CheckpointError: The folder is no such checkpoint, or holds a packed form already.
+        CheckpointError: The folder is no such checkpoint, holds a packed form already, or another run is packing it.
         PatternViolation: A weight does not satisfy its mark.
     """
     checkpoint = Checkpoint(path)
     marker = Marker.require(checkpoint.config, path)
     file = checkpoint.path / FILE_NAME
-    if file.exists():
-        raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
+    with locked(checkpoint.path, "packing"):
+        if os.path.lexists(file) and not file.is_symlink():  # a link gives way to a file
+            raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
+        _remove_leftovers(checkpoint.path)
+        _write(checkpoint, marker, file, progress)
+    return file
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs left; the folder must be locked."""
+    for leftover in folder.glob(f"{FILE_NAME}*.tmp"):
+        if leftover.is_symlink() or not leftover.is_dir():
+            leftover.unlink(missing_ok=True)
+
+
+def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
     bones = skeleton(checkpoint)
     prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
     groups: dict[str, torch.Tensor] = {}
@@ -85,7 +101,6 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
             for part, tensor in _parts(name, packed).items():
                 writer.write(part, tensor)
             advance(1)
-    return file
 
 
 class PackedFile:

@@ -50,7 +50,7 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot make {partial}", got=error.strerror) from error
-    with _locked(partial), _no_space_is_ours(partial):
+    with locked(partial, "writing"), _no_space_is_ours(partial):
         plan_path = partial / PLAN_FILE
         untouched = not any(partial.iterdir())
         if not untouched and (not plan_path.exists() or read_json(plan_path) != json.loads(json.dumps(plan))):
@@ -78,13 +78,18 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Hold a folder's lock for a block, or refuse: ``another run is packing FOLDER``.
+
+    Raises:
+        CheckpointError: Another process, or another block of this one, holds it.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise CheckpointError(f"another run is writing {folder}", remedy="wait for it") from error
+        raise CheckpointError(f"another run is {doing} {folder}", remedy="wait for it") from error
     finally:
         os.close(handle)
 
