@@ -29,6 +29,7 @@ from slidesparse.marker import KEY
 from slidesparse.pattern import Pattern
 from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 from slidesparse.quant import dequantize
+from slidesparse.staging import staged
 from slidesparse.support import check_pattern, following_groups
 
 INT8 = PruneOptions("6:8", "int8")
@@ -471,8 +472,6 @@ def test_killed_while_it_flushes_then_resumed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_two_runs_at_once(tmp_path: Path) -> None:
-    from slidesparse.staging import staged
-
     make_checkpoint(tmp_path / "m")
     with staged(tmp_path / "s", tmp_path / "m", {}, 0), pytest.raises(CheckpointError, match="another run is writing"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
@@ -612,3 +611,14 @@ def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> 
     assert torch.equal(stored[f"{name}.weight"], load_file(tmp_path / "m/model.safetensors")[f"{name}.weight"])
     assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == torch.int8
     slidesparse.load(tmp_path / "s", backend="reference")(tokens())
+
+
+def test_half_written_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    partial = tmp_path / "s.partial"
+    (partial / "calibrated").mkdir(parents=True)
+    (partial / "slidesparse-plan.json").write_text("{}")
+    for name in ("model.safetensors.0123456789abcdef.tmp", "calibrated/layer.safetensors.0123456789abcdef.tmp"):
+        (partial / name).write_bytes(b"half")
+    with staged(tmp_path / "s", tmp_path / "m", {}, 0) as (folder, finished):
+        assert list(folder.rglob("*.tmp")) == []
+        assert finished == set()

@@ -65,8 +65,9 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
             raise CheckpointError(
                 f"not enough space for {destination}", got=f"{free / 1e9:.1f} GB free", needed=f"{needed / 1e9:.1f} GB"
             )
-        for leftover in partial.glob("*.tmp"):
-            leftover.unlink()
+        for leftover in partial.rglob("*.tmp"):
+            if not leftover.is_dir():
+                leftover.unlink()
         write_json(plan_path, plan)
         yield partial, finished
         for path in (path for path in partial.rglob("*") if path.is_file()):
