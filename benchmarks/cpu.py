@@ -22,7 +22,7 @@ from statistics import median
 import torch
 from transformers import LlamaConfig
 
-from slidesparse.checkpoint import Stored, TensorWriter, write_json
+from slidesparse.files.checkpoint import Stored, TensorWriter, write_json
 from slidesparse.packed import pack
 from slidesparse.prune import prune_mask
 

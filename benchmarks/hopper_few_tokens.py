@@ -25,11 +25,12 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.bench.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
-from slidesparse.gemm import get_backend, hopper_run
-from slidesparse.gemm.hopper_compile import Tile
-from slidesparse.gemm.hopper_layout import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
-from slidesparse.gemm.hopper_tiles import MULTIPROCESSORS, TILES
-from slidesparse.kernels.columns import SLAB_BYTES
+from slidesparse.gemm import get_backend
+from slidesparse.gemm.hopper import run as hopper_run
+from slidesparse.gemm.hopper.compile import Tile
+from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES
+from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
+from slidesparse.layout import SLAB_BYTES
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
 from slidesparse.records import LAYERS

@@ -1,4 +1,4 @@
-"""Time tiles of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper_tiles.py``.
+"""Time tiles of the Hopper kernel at the linears of a model, and fit the costs of ``gemm/hopper/tiles.py``.
 
     python benchmarks/hopper_tiles.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtype int8]
 
@@ -26,9 +26,10 @@ from scipy.optimize import nnls
 from slidesparse.bench import environment, operands
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.timing import CudaStopwatch, interleave
-from slidesparse.gemm import get_backend, hopper_run
-from slidesparse.gemm.hopper_compile import Tile
-from slidesparse.gemm.hopper_tiles import TILES, choose_tile, work
+from slidesparse.gemm import get_backend
+from slidesparse.gemm.hopper import run as hopper_run
+from slidesparse.gemm.hopper.compile import Tile
+from slidesparse.gemm.hopper.tiles import TILES, choose_tile, work
 from slidesparse.quant import parse_dtype, quantize_rows
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}

@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
-from slidesparse.gemm.base import slab_view
+from slidesparse.gemm.backend import slab_view
+from slidesparse.kernels import lift as kernels
 from slidesparse.kernels import pack as packing
-from slidesparse.kernels import quantize_lift as kernels
-from slidesparse.kernels.columns import Columns, Slabs
-from slidesparse.kernels.launch import HELD_COLUMNS, WARPS, Launch, configure, device_arch
-from slidesparse.kernels.plan import CHUNKS
+from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure, device_arch
+from slidesparse.kernels.lift_variant import CHUNKS
+from slidesparse.layout import Columns, Slabs
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
+from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import compress, gather

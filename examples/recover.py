@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slidesparse.calibration import encode, read_text
+from slidesparse.files.calibration import encode, read_text
 from slidesparse.recovery import HeldZeros
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

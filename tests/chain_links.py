@@ -6,7 +6,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.gemm.chain import Link, links_to_text
-from slidesparse.gemm.switch import parse_switch
+from slidesparse.gemm.spec import parse_switch
 
 EPS = 1e-6
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem, choose
 from slidesparse.pattern import Pattern
 

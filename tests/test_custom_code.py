@@ -12,13 +12,13 @@ import transformers
 from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
 
 import slidesparse
-from slidesparse.calibration import load_tokenizer
-from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
+from slidesparse.commands.evaluate import evaluate, load_any
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError
-from slidesparse.evaluation import evaluate, load_any
-from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
-from slidesparse.skeleton import model_class, skeleton
+from slidesparse.files.calibration import load_tokenizer
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.skeleton import model_class, skeleton
 
 KERNEL = "kernels-community/flash-attn2"
 

@@ -14,7 +14,7 @@ from torch import nn
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, ops, pack, prune_mask
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.select import Choice
-from slidesparse.gemm.switch import Route, Switch
+from slidesparse.gemm.spec import Route, Switch
 from slidesparse.linear import WeightForm, _log_once, pack_weight
 from slidesparse.quant import quantize_weight
 from slidesparse.slide import gather

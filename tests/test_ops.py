@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
-from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.gemm import select
-from slidesparse.gemm.base import Layout, slab_view
+from slidesparse.gemm.backend import Layout, slab_view
 from slidesparse.gemm.reference import Reference
-from slidesparse.kernels.columns import Slabs
+from slidesparse.layout import Slabs
 from slidesparse.packed import PackedWeight
+from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import as_bits

@@ -14,13 +14,13 @@ import torch
 import transformers
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, tokens, write_text
 
-from slidesparse.checkpoint import Checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.targets import find_targets
 from slidesparse.prune import prune_mask
 from slidesparse.recovery import HeldZeros
 from slidesparse.support import check_pattern
-from slidesparse.targets import find_targets
 
 EXAMPLE = Path(__file__).parent.parent / "examples/recover.py"
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from run import METHODS, Log, commit, machine
 
-from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.demo import IGNORE, embed, load_encoder, pair_similarities, read_sentences, spearman
-from slidesparse.layerwise import find_stack, prune_layers, record
+from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, read_sentences, spearman
+from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
 from slidesparse.support import is_nonzero
-from slidesparse.targets import find_targets
 
 PATTERNS = ("14:16", "10:12", "8:10", "6:8", "4:6@50%", "2:4@50%", "4:6", "2:4")
 SEEDS = (0, 1, 2)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from run import Log, commit, machine
 
-from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.layerwise import find_stack, prune_layers, record
+from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.targets import find_targets
 
 SHAPES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
 TINY = {"hidden_size": 64, "intermediate_size": 172, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -19,7 +19,7 @@ from corpus import END, VOCABULARY
 from task import KINDS, problems
 from torch import nn
 
-from slidesparse.perplexity import measure_perplexity
+from slidesparse.models.perplexity import measure_perplexity
 
 CONTEXT = 512
 TASK_SHARE = 0.25

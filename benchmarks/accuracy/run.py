@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, judge
 
-from slidesparse.convert import run_once, sets_to_prune
-from slidesparse.layerwise import SetLoss, find_stack, prune_layers, record
+from slidesparse.models.layerwise import SetLoss, find_stack, prune_layers, record
+from slidesparse.models.plan import Choice, PlanSet, Target, choose, modelled_cost
+from slidesparse.models.sensitivity import measure_sensitivities
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.plan import Choice, PlanSet, Target, choose, modelled_cost
 from slidesparse.prune import get_pruner
 from slidesparse.recovery import HeldZeros
-from slidesparse.sensitivity import measure_sensitivities
 from slidesparse.support import is_nonzero
-from slidesparse.targets import find_targets
 
 PATTERNS = ("14:16", "8:10", "6:8", "4:6@50%", "4:6", "2:4")
 MORE = ("10:12", "4:6@25%", "4:6@75%", "2:4@25%", "2:4@50%")  # for the frontier, SparseGPT and no recovery only

@@ -7,9 +7,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slidesparse.convert import sparsify_
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.linear import SlideLinear
+from slidesparse.models.sparsify import sparsify_
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
@@ -18,7 +18,7 @@ from slidesparse.slide import lift
 from slidesparse.support import tightest_pattern
 
 if TYPE_CHECKING:
-    from slidesparse.loading import load
+    from slidesparse.files.load import load
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Reading files needs safetensors and transformers; computing with weights needs torch alone.
     if name == "load":
-        from slidesparse.loading import load
+        from slidesparse.files.load import load
 
         return load
     raise AttributeError(f"module 'slidesparse' has no attribute {name!r}")

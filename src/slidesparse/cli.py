@@ -184,7 +184,7 @@ def _add_calibration(parser: argparse.ArgumentParser, text: str, required: bool 
 
 
 def _info(options: argparse.Namespace) -> int:
-    from slidesparse import info
+    from slidesparse.commands import info
 
     found = info.collect()
     print(json.dumps(found, indent=2) if options.json else info.describe(found))
@@ -198,7 +198,7 @@ def _device(options: argparse.Namespace) -> str:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from slidesparse.demo import run_demo
+    from slidesparse.demo.run import run_demo
 
     report = run_demo(options.plot, device=_device(options))
     print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
@@ -206,9 +206,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from slidesparse.calibration import Calibration
-    from slidesparse.plan_checkpoint import as_options, read_plan
-    from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
+    from slidesparse.commands.plan import as_options, read_plan
+    from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+    from slidesparse.files.calibration import Calibration
 
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
@@ -258,9 +258,9 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from slidesparse import plan_checkpoint as planning
-    from slidesparse.calibration import Calibration
-    from slidesparse.plan import Target
+    from slidesparse.commands import plan as planning
+    from slidesparse.files.calibration import Calibration
+    from slidesparse.models.plan import Target
 
     wanted = planning.PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
@@ -278,7 +278,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from slidesparse.evaluation import evaluate
+    from slidesparse.commands.evaluate import evaluate
 
     evaluation = evaluate(
         options.path,
@@ -295,7 +295,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from slidesparse.packed_file import write_packed
+    from slidesparse.files.packed_file import write_packed
 
     file = write_packed(options.path)
     size = file.stat().st_size
@@ -304,7 +304,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from slidesparse.inspection import inspect_checkpoint
+    from slidesparse.commands.inspect import inspect_checkpoint
 
     inspection = inspect_checkpoint(options.path)
     print(json.dumps(inspection.to_json(), indent=2) if options.json else inspection.table())

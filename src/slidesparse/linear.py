@@ -14,7 +14,7 @@ from slidesparse import ops
 from slidesparse.errors import InputError
 from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
-from slidesparse.gemm.switch import Form, Switch
+from slidesparse.gemm.spec import Form, Switch
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
@@ -95,7 +95,7 @@ class SlideLinear(nn.Module):
     Attributes:
         choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
         forms: The weight in the form of each of these backends.
-        switch: What the operators are told of it (:class:`slidesparse.gemm.switch.Switch`), as text.
+        switch: What the operators are told of it (:class:`slidesparse.gemm.spec.Switch`), as text.
     """
 
     weight_scale: torch.Tensor | None

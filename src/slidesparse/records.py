@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from slidesparse.decode import decode
+from slidesparse.base.typed_json import decode
 from slidesparse.errors import InputError
 
 DENSE = "dense"

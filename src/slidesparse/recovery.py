@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.models.targets import find_targets
 from slidesparse.support import is_nonzero
-from slidesparse.targets import find_targets
 
 
 class HeldZeros:
@@ -22,7 +22,7 @@ class HeldZeros:
 
     Args:
         model: Pruned, its weights in a float type.
-        names: Linears whose zeros are held; None: all that :func:`slidesparse.targets.find_targets` treats.
+        names: Linears whose zeros are held; None: all that :func:`slidesparse.models.targets.find_targets` treats.
 
     Raises:
         InputError: When no weight of these linears is zero, so that nothing was pruned.

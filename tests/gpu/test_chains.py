@@ -12,11 +12,11 @@ from chain_links import Weight, chained, one_by_one
 from torch import nn
 
 from slidesparse import InputError, ops
-from slidesparse.gemm import hopper_chain
 from slidesparse.gemm.chain import parse_links
-from slidesparse.gemm.hopper_chain import HopperChain
-from slidesparse.integrations.vllm.rehearsal import Rehearsal
-from slidesparse.kernels import quantize_lift
+from slidesparse.gemm.hopper import chain as hopper_chain
+from slidesparse.gemm.hopper.chain import HopperChain
+from slidesparse.integrations.vllm.warmup import Rehearsal
+from slidesparse.kernels import lift as quantize_lift
 from slidesparse.linear import SlideLinear
 from slidesparse.support import as_bits
 

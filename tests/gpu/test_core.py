@@ -11,11 +11,11 @@ from torch import nn
 
 import slidesparse
 from slidesparse import ops
-from slidesparse.kernels.columns import Columns
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.layout import Columns
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import pack
 from slidesparse.prune import prune_mask
-from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import as_bits

@@ -12,12 +12,13 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
 from slidesparse import UnsupportedError
-from slidesparse.gemm import Problem, cusparselt, get_backend
-from slidesparse.gemm import cusparselt_api as api
-from slidesparse.gemm.base import with_rows
-from slidesparse.gemm.cusparselt import Plan, Shape, compress, plan_for, token_bucket
-from slidesparse.gemm.cusparselt_table import load_table, table_path
-from slidesparse.gemm.cusparselt_tune import tune_shapes
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.backend import with_rows
+from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt import backend as cusparselt
+from slidesparse.gemm.cusparselt.backend import Plan, Shape, compress, plan_for, token_bucket
+from slidesparse.gemm.cusparselt.table import load_table, table_path
+from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack

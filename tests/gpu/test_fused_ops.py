@@ -11,11 +11,11 @@ import triton.language as tl
 from triton import knobs
 
 from slidesparse import Pattern, ops, pack
-from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
 from slidesparse.gemm import select
-from slidesparse.gemm.base import Layout
+from slidesparse.gemm.backend import Layout
 from slidesparse.gemm.reference import Reference
-from slidesparse.kernels.columns import Slabs
+from slidesparse.layout import Slabs
+from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import as_bits

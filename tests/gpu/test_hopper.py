@@ -15,15 +15,18 @@ from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
 from slidesparse import InputError, UnsupportedError, ops
-from slidesparse.gemm import Problem, get_backend, hopper_launch, hopper_linear, hopper_run
-from slidesparse.gemm.base import slab_view
-from slidesparse.gemm.hopper import Hopper
-from slidesparse.gemm.hopper_compile import Tile
-from slidesparse.gemm.hopper_layout import SLABS
-from slidesparse.gemm.hopper_linear import HopperLinear
-from slidesparse.gemm.hopper_tiles import TILES
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.backend import slab_view
+from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.gemm.hopper import linear as hopper_linear
+from slidesparse.gemm.hopper import run as hopper_run
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.compile import Tile
+from slidesparse.gemm.hopper.linear import HopperLinear
+from slidesparse.gemm.hopper.tiles import TILES
+from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.integrations.vllm.warmup import Rehearsal
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern

@@ -8,12 +8,12 @@ import pytest
 import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 
-from slidesparse.calibration import Calibration
-from slidesparse.checkpoint import Checkpoint
-from slidesparse.evaluation import evaluate
-from slidesparse.plan import Target
-from slidesparse.plan_checkpoint import PlanOptions, plan_checkpoint
-from slidesparse.prune_checkpoint import PruneOptions, prune_checkpoint
+from slidesparse.commands.evaluate import evaluate
+from slidesparse.commands.plan import PlanOptions, plan_checkpoint
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.plan import Target
 from slidesparse.support import check_pattern
 
 pytestmark = pytest.mark.gpu

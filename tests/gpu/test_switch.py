@@ -10,8 +10,8 @@ from torch import nn
 
 from slidesparse.bench import speed
 from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed, add_layers, load_table, tuned_path
-from slidesparse.gemm.switch import Route
 from slidesparse.linear import SlideLinear
 from slidesparse.pattern import Pattern
 

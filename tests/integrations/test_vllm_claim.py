@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import parse_version
-from slidesparse.integrations.vllm.claim import (
+from slidesparse.integrations.vllm.names import (
     Claim,
     Options,
     claim,
@@ -20,10 +21,9 @@ from slidesparse.integrations.vllm.claim import (
     renamed,
     shard_start,
 )
-from slidesparse.integrations.vllm.ledger import Ledger, Outcome
-from slidesparse.integrations.vllm.rehearsal import Rehearsal, batches
+from slidesparse.integrations.vllm.status import Ledger, Outcome
+from slidesparse.integrations.vllm.warmup import Rehearsal, batches
 from slidesparse.linear import SlideLinear
-from slidesparse.marker import Marker
 from slidesparse.packed import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask

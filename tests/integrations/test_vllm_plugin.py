@@ -15,13 +15,13 @@ import torch
 
 import slidesparse as ss
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
-from slidesparse.checkpoint import Checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.integrations.vllm import room
-from slidesparse.integrations.vllm.ledger import Outcome
-from slidesparse.marker import KEY, quantization_config
+from slidesparse.integrations.vllm import stack_room as room
+from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
 
@@ -407,8 +407,8 @@ def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twic
     import vllm.ir.ops  # noqa: F401
     from torch._inductor import config as inductor
 
-    from slidesparse.integrations.vllm.chains import join
-    from slidesparse.integrations.vllm.fusion import fuse
+    from slidesparse.integrations.vllm.fuse_chains import join
+    from slidesparse.integrations.vllm.fuse_norms import fuse
 
     block, found = Block(reads_twice).eval(), []
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -438,8 +438,8 @@ def test_vllm_has_the_loops_that_get_room(module: str, name: str, loop: str) -> 
 
 
 def test_the_compile_cache_key_holds_what_was_chosen() -> None:
-    from slidesparse.integrations.vllm.fusion import FusionPass
-    from slidesparse.integrations.vllm.ledger import Ledger, Outcome
+    from slidesparse.integrations.vllm.fuse_norms import FusionPass
+    from slidesparse.integrations.vllm.status import Ledger, Outcome
 
     def key(text: str = "6:8 by hopper", fuse: bool = True, graphed: int = 512, us: float = 1.0) -> str:
         speeds = {"switch": LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})}
@@ -452,8 +452,8 @@ def test_the_compile_cache_key_holds_what_was_chosen() -> None:
 def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slidesparse.integrations.vllm import fusion
-    from slidesparse.integrations.vllm.ledger import Ledger
+    from slidesparse.integrations.vllm import fuse_norms as fusion
+    from slidesparse.integrations.vllm.status import Ledger
 
     sources = {"fusion.py", "chains.py", "host_bound.py", "ops.py", "chain.py", "speed.py", "switch.py", "columns.py"}
     assert {path.name for path in fusion.SOURCES} == sources

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from slidesparse.integrations.vllm.room import LOOPS, give_room
+from slidesparse.integrations.vllm.stack_room import LOOPS, give_room
 
 
 @pytest.fixture(autouse=True)

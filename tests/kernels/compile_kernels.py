@@ -24,12 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.columns import Columns, Slabs
-from slidesparse.kernels.held_kernel import held_kernel
-from slidesparse.kernels.launch import EARLY_ARCH, FP8_ARCH, configure
+from slidesparse.kernels.lift import make_plan
+from slidesparse.kernels.lift_held import held_kernel
+from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure
+from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
-from slidesparse.kernels.quantize_lift import make_plan
-from slidesparse.kernels.walking_kernel import walking_kernel
+from slidesparse.layout import Columns, Slabs
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import QUANTISED

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.kernels import launcher
+from slidesparse.kernels import triton_launcher as launcher
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

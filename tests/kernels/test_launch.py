@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels import launch
-from slidesparse.kernels.columns import Columns
-from slidesparse.kernels.launch import Entry, Launch, configure, load_table
-from slidesparse.kernels.plan import Plan
-from slidesparse.kernels.quantize_lift import make_plan
+from slidesparse.kernels import lift_launch as launch
+from slidesparse.kernels.lift import make_plan
+from slidesparse.kernels.lift_launch import Entry, Launch, configure, load_table
+from slidesparse.kernels.lift_variant import Plan
+from slidesparse.layout import Columns
 
 ENTRY = {"first": "none", "columns": 8192, "group": 4, "min_tokens": 64, "read": 1024, "write": 2048, "num_warps": 4}
 ENTRY["registers"] = 0

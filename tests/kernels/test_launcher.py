@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from triton import knobs
 
-from slidesparse.kernels.launcher import Launcher
+from slidesparse.kernels.triton_launcher import Launcher
 
 
 class Kernel:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import slab_view
-from slidesparse.kernels import quantize_lift as kernels
-from slidesparse.kernels.columns import Columns, Slabs
-from slidesparse.kernels.launch import Launch
-from slidesparse.kernels.quantize_lift import quantize_lift
+from slidesparse.gemm.backend import slab_view
+from slidesparse.kernels import lift as kernels
+from slidesparse.kernels.lift import quantize_lift
+from slidesparse.kernels.lift_launch import Launch
+from slidesparse.layout import Columns, Slabs
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows

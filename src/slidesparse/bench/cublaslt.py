@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.cusparselt_api import CUDA_TYPES
-from slidesparse.gemm.race import copies_to_rotate, race
+from slidesparse.gemm.autotune import copies_to_rotate, race
+from slidesparse.gemm.cusparselt.api import CUDA_TYPES
 from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from slidesparse import info
-from slidesparse.device import why_no_cuda
+from slidesparse.base.device import why_no_cuda
+from slidesparse.commands import info
 from slidesparse.errors import UnsupportedError
 from slidesparse.records import Clocks, Machine
 

@@ -16,11 +16,11 @@ from slidesparse.bench.comparison import Session, Subject, compare, ends, relati
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import activations, gaussian
 from slidesparse.bench.problems import HEADLINE
-from slidesparse.elementwise import add_rms_norm, rms_norm, silu_mul
-from slidesparse.kernels.columns import Columns
+from slidesparse.layout import Columns
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
+from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
 from slidesparse.slide import gather

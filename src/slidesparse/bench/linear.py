@@ -18,7 +18,7 @@ from slidesparse.bench.operands import activations, float_type, packed_weight, p
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
-from slidesparse.kernels.columns import Columns
+from slidesparse.layout import Columns
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED

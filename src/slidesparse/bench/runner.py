@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slidesparse.base.progress import progress_bar
 from slidesparse.bench import environment, gemm, kernels, linear, pack, problems
 from slidesparse.bench.comparison import WRONG, Session, now
 from slidesparse.bench.problems import Profile
@@ -17,7 +18,6 @@ from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.progress import progress_bar
 from slidesparse.records import ALL, SQUARE, Case, Record, open_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {

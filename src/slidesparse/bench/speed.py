@@ -9,7 +9,7 @@ from slidesparse.bench.comparison import Session, Subject, compare_laps
 from slidesparse.bench.linear import layer_subject
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS, get_backend
-from slidesparse.gemm.base import release
+from slidesparse.gemm.backend import release
 from slidesparse.gemm.speed import LayerSpeed, key
 from slidesparse.pattern import Pattern
 from slidesparse.records import DENSE, Case, Machine, Record

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
 from slidesparse.bench.problems import DTYPES, MODELS, select
 from slidesparse.errors import InputError
-from slidesparse.gemm.cusparselt_table import Record, table_path
-from slidesparse.gemm.cusparselt_tune import tune_shapes
+from slidesparse.gemm.cusparselt.table import Record, table_path
+from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.progress import progress_bar, table
 from slidesparse.quant import parse_dtype
 from slidesparse.records import LAYERS, Case, read_records
 

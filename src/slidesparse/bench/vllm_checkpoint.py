@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError
-from slidesparse.marker import KEY, Marker, quantization_config
+from slidesparse.files.marker import KEY, Marker, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_weight

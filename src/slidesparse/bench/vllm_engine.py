@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from slidesparse.base.python_stack import with_room
 from slidesparse.errors import UnsupportedError, first_line
-from slidesparse.stack import with_room
 
 PROMPT = 1024
 """Tokens of a prompt in prefill."""

@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from slidesparse.decode import decode
+from slidesparse.base.typed_json import decode
 from slidesparse.errors import InputError
-from slidesparse.gemm.switch import Switch
-from slidesparse.kernels.plan import NORMS
+from slidesparse.gemm.spec import Switch
+from slidesparse.kernels.lift_variant import NORMS
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from slidesparse.gemm.base import Layout, LinearCall, Operand, release, with_rows
+from slidesparse.gemm.backend import Layout, LinearCall, Operand, release, with_rows
 from slidesparse.gemm.dense_linear import DenseLinear, Multiply
 from slidesparse.gemm.reference import Reference, apply_scales, product
 from slidesparse.packed import PackedWeight
@@ -33,7 +33,7 @@ from slidesparse.quant import QUANTISED
 from slidesparse.support import as_bits
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.quantize_lift import Call  # needs Triton
+    from slidesparse.kernels.lift import Call  # needs Triton
 
 MULTIPLE = 16
 """8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
@@ -75,7 +75,7 @@ class Dense(Reference):
 
     @property
     def linear_call(self) -> Callable[[Call, int], LinearCall | None]:
-        """See :class:`slidesparse.gemm.base.Backend`."""
+        """See :class:`slidesparse.gemm.backend.Backend`."""
         return _linear_call
 
     def matmul(
@@ -88,7 +88,7 @@ class Dense(Reference):
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.base.Backend`."""
+        """See :class:`slidesparse.gemm.backend.Backend`."""
         weight = operand[0]
         if x.device.type == "cuda" and x.shape[0]:
             if x.dtype in QUANTISED and _has_kernels(x.dtype, x.get_device()):

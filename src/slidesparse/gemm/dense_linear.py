@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slidesparse.kernels.launcher import empty_here
+from slidesparse.kernels.triton_launcher import empty_here
 from slidesparse.support import is_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.quantize_lift import Call  # needs Triton
+    from slidesparse.kernels.lift import Call  # needs Triton
 
 Multiply = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor
@@ -23,7 +23,7 @@ Multiply = Callable[
 
 
 class DenseLinear:
-    """One number of tokens times weights of one size and type; see :class:`slidesparse.gemm.base.LinearCall`.
+    """One number of tokens times weights of one size and type; see :class:`slidesparse.gemm.backend.LinearCall`.
 
     Args:
         lift: Quantises them, row-major and without padding.
@@ -47,7 +47,7 @@ class DenseLinear:
         residual: torch.Tensor | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """See :class:`slidesparse.gemm.base.LinearCall`."""
+        """See :class:`slidesparse.gemm.backend.LinearCall`."""
         lift, (_, pairs, weight, *_) = self._lift, form
         read = lift.read(x, pairs, gain, residual)
         if read is None or scale_w is None or weight.shape != self._weight or weight.device != lift.device:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slidesparse.gemm.base import Layout, LinearCall, Operand, Problem, release
+from slidesparse.gemm.backend import Layout, LinearCall, Operand, Problem, release
 from slidesparse.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.quantize_lift import Call  # needs Triton
+    from slidesparse.kernels.lift import Call  # needs Triton
 
 EXACT_BLOCK = 1024
 
@@ -81,7 +81,7 @@ class Reference:
         return None
 
     def library(self) -> str:
-        """See :class:`slidesparse.gemm.base.Backend`."""
+        """See :class:`slidesparse.gemm.backend.Backend`."""
         return release("torch", torch.__version__)
 
     def prepare(self, packed: PackedWeight) -> Operand:
@@ -98,5 +98,5 @@ class Reference:
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.base.Backend`."""
+        """See :class:`slidesparse.gemm.backend.Backend`."""
         return apply_scales(product(x, operand[0]), scale_x, scale_w, bias, out_dtype)

@@ -24,13 +24,13 @@ from typing import Literal
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.base import Backend, Problem
-from slidesparse.gemm.cusparselt import CuSparseLt
+from slidesparse.gemm.backend import Backend, Problem
+from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
-from slidesparse.gemm.hopper import Hopper
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
+from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import LayerSpeed, Measured, fastest, nearest, switching, tables_for
-from slidesparse.gemm.switch import Route, describe_routes
 from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]

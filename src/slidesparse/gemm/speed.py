@@ -21,10 +21,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from slidesparse.cache import cache_folder, replace_file
-from slidesparse.decode import decode
+from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.typed_json import decode
 from slidesparse.errors import InputError
-from slidesparse.gemm.switch import Route
+from slidesparse.gemm.spec import Route
 
 VERSION = 1
 
@@ -92,7 +92,7 @@ class Table:
 
     Attributes:
         gpu: Name of the device.
-        libraries: Backend -> what :meth:`slidesparse.gemm.base.Backend.library` said there.
+        libraries: Backend -> what :meth:`slidesparse.gemm.backend.Backend.library` said there.
         layers: The times.
         version: Of the format.
     """

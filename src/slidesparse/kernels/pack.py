@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.launcher import Launcher, empty
+from slidesparse.kernels.triton_launcher import Launcher, empty
 from slidesparse.pattern import Pattern
 from slidesparse.support import as_bits, check_form, check_groups, check_k_offset, check_weight
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.launcher import Launcher, empty, is_current
+from slidesparse.kernels.triton_launcher import Launcher, empty, is_current
 from slidesparse.support import check_vector
 
 ROWS = 4

@@ -1,7 +1,7 @@
 """Pruning to a pattern: what each removal costs, and the mask that removes the least."""
 
 from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register
-from slidesparse.prune.calibrated import output_error
+from slidesparse.prune.gram import output_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
 from slidesparse.prune.sparsegpt import SparseGPT

@@ -16,7 +16,7 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register
-from slidesparse.prune.calibrated import checked_gram
+from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
 from slidesparse.support import grouped, is_nonzero
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from slidesparse.prune.base import Linears, register
-from slidesparse.prune.calibrated import checked_gram
+from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import positive_where, prune_masks
 from slidesparse.support import is_nonzero
 

@@ -23,15 +23,15 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.files.marker import KEY, Marker
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
-from slidesparse.integrations.vllm.claim import Claim, Options, claim, claims, left_to_vllm, renamed, require_marker
-from slidesparse.integrations.vllm.fusion import install
-from slidesparse.integrations.vllm.layers import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
-from slidesparse.integrations.vllm.ledger import Ledger, Outcome
-from slidesparse.integrations.vllm.rehearsal import Rehearsal
+from slidesparse.integrations.vllm.fuse_norms import install
+from slidesparse.integrations.vllm.names import Claim, Options, claim, claims, left_to_vllm, renamed, require_marker
 from slidesparse.integrations.vllm.reload import refuse_reloading
-from slidesparse.integrations.vllm.room import give_room
-from slidesparse.marker import KEY, Marker
+from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
+from slidesparse.integrations.vllm.stack_room import give_room
+from slidesparse.integrations.vllm.status import Ledger, Outcome
+from slidesparse.integrations.vllm.warmup import Rehearsal
 
 log = logging.getLogger(LOGGER)
 

@@ -1,0 +1,166 @@
+"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its marks in tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.calibration import encode, load_tokenizer, positions, read_text
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.load import load
+from slidesparse.files.marker import KEY
+from slidesparse.files.skeleton import model_class
+from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a checkpoint is.
+
+    Attributes:
+        model: The folder.
+        text: The text that it read, or None.
+        perplexity: On that text, or None.
+        tasks: Task -> metric -> value, of lm-evaluation-harness.
+    """
+
+    model: str
+    text: str | None
+    perplexity: Perplexity | None
+    tasks: dict[str, dict[str, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and what follows from them."""
+        measured = self.perplexity
+        derived: dict[str, Any] = {}
+        if measured is not None:
+            derived = {
+                **asdict(measured),
+                "loss": measured.loss,
+                "perplexity": measured.perplexity if math.isfinite(measured.perplexity) else None,  # JSON has no Inf
+                "bits_per_byte": measured.bits_per_byte,
+            }
+        return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
+
+    def describe(self) -> str:
+        """For people."""
+        lines = []
+        if (p := self.perplexity) is not None:
+            lines.append(
+                f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
+                f" ({p.tokens} tokens of {self.text}, windows of {p.window} every {p.stride})"
+            )
+        lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
+        return "\n".join(lines)
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    text: str | Path | None = None,
+    window: int | None = None,
+    stride: int | None = None,
+    batch: int = 1,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> Evaluation:
+    """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
+
+    Args:
+        path: The folder.
+        text: UTF-8 text or ``.jsonl`` for perplexity.
+        window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
+        stride: Tokens between windows; None: half a window.
+        batch: Windows at a time.
+        tasks: Names that lm-evaluation-harness knows.
+        limit: Examples of each task; None: all.
+        device: Where to run.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: Nothing to do, unusable text or windows, or a model that answers with NaN.
+        CheckpointError: The checkpoint or its tokenizer cannot be loaded.
+        UnsupportedError: lm-evaluation-harness is not installed.
+    """
+    if text is None and not tasks:
+        raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
+    for name, value in (("batch", batch), ("limit", limit)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name}", got=value, needed="1 or more")
+    content = None if text is None else read_text(text)
+    harness = _harness() if tasks else None
+    tokenizer = load_tokenizer(Path(path))
+    model = load_any(path, device)
+    measured = None
+    if content is not None:
+        tokens = encode(tokenizer, content).to(device)
+        most = positions(model.config)
+        window = min(most, len(tokens)) if window is None else window
+        if window > positions(model.config, at_most=window):
+            raise InputError(
+                "window", got=window, needed=f"at most {positions(model.config, window)}, the model's positions"
+            )
+        with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
+            measured = measure_perplexity(
+                logits_of(model),
+                tokens,
+                window,
+                max(window // 2, 1) if stride is None else stride,
+                n_bytes=len(content.encode()),
+                batch=batch,
+                advance=advance,
+            )
+    found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
+    return Evaluation(str(path), None if text is None else str(text), measured, found)
+
+
+def load_any(path: str | Path, device: str | torch.device) -> Any:
+    """A model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
+    checkpoint = Checkpoint(path)
+    if checkpoint.config.get(KEY) is not None:
+        return load(path, device)
+    known, config = model_class(checkpoint)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return known.from_pretrained(str(path), config=config, dtype="auto", **local).to(device).eval()
+    except Exception as error:  # whatever transformers does with a broken checkpoint
+        raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
+
+
+def _harness() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.models.huggingface
+    except ImportError as error:
+        raise UnsupportedError(
+            "lm-evaluation-harness is not installed", remedy='pip install "slidesparse[eval]"'
+        ) from error
+    return lm_eval
+
+
+def _run_tasks(
+    harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
+) -> dict[str, dict[str, float]]:
+    """Metrics by task; those that are no numbers (names, "N/A" errors) are left out."""
+    wrapped = harness.models.huggingface.HFLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
+    )
+    try:
+        results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)["results"]
+    except (KeyError, ValueError, OSError) as error:
+        raise InputError(
+            f"cannot run {', '.join(tasks)}", got=first_line(error), needed="tasks whose data is here"
+        ) from error
+    return {
+        task: {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+        for task, found in results.items()
+    }

@@ -1,0 +1,63 @@
+"""``slidesparse info``: what is installed here, and which backends can run."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from slidesparse.base.device import why_no_cuda
+from slidesparse.gemm import BACKENDS, Problem, get_backend
+from slidesparse.pattern import Pattern
+
+LIBRARIES = (
+    "slidesparse",
+    "torch",
+    "triton",
+    "nvidia-cusparselt-cu13",
+    "transformers",
+    "compressed-tensors",
+    "vllm",
+)
+
+
+def collect() -> dict[str, Any]:
+    """Versions, GPUs and, for each backend, why it cannot run a typical INT8 6:8 layer here (None when it can)."""
+    why = why_no_cuda()
+    device = torch.device("cuda" if why is None else "cpu")
+    problem = Problem(Pattern(6, 8), torch.int8, out_features=4096, in_features=4096, device=device)
+    return {
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if why is None else [],
+        "why_no_gpu": why,
+        "backends": {name: get_backend(name).why_not(problem) for name in BACKENDS},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+    }
+
+
+def describe(info: dict[str, Any]) -> str:
+    """:func:`collect`'s result for people."""
+    lines = [f"python      {info['python']}"]
+    lines += [f"{name:<24}{version or 'not installed'}" for name, version in info["libraries"].items()]
+    lines += [f"GPU         {gpu['name']}, sm {gpu['capability']}, {gpu['memory_gb']} GB" for gpu in info["gpus"]]
+    lines += [] if info["gpus"] else [f"GPU         none: {info['why_no_gpu']}"]
+    lines += [f"backend     {name}: {why or 'can run here'}" for name, why in info["backends"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,221 @@
+"""``slidesparse inspect``: what the weights of a checkpoint really satisfy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.progress import progress_bar, table
+from slidesparse.errors import SlideSparseError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.files.skeleton import skeleton
+from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.models.targets import Targets, describe_dense, find_targets
+from slidesparse.packing import pack
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.support import check_pattern, check_weight, following_groups, is_nonzero, tightest_pattern
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear layer.
+
+    Attributes:
+        name: Module name.
+        shape: [out, in].
+        dtype: Storage type.
+        sparsity: Share of zeros.
+        marked: Pattern that the checkpoint claims, or None.
+        tightest: Tightest uniform pattern that holds, or ``dense``.
+        following: Share of the column groups that follow the marked pattern, or None without a mark.
+        dense_bytes: Bytes of the weight as stored.
+        packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
+        ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
+        backends: What ``backend="auto"`` would run here, for how many tokens.
+        reason: Why.
+        kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
+        problem: Why the weight cannot be used as marked, or None.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    sparsity: float
+    marked: str | None
+    tightest: str
+    following: float | None
+    dense_bytes: int
+    packed_bytes: int
+    ideal_speedup: float
+    backends: str
+    reason: str
+    kept_bytes: dict[str, int]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint, layer by layer.
+
+    Attributes:
+        path: The checkpoint.
+        layers: Linears, but for those left dense.
+        dense: Linear left dense -> why.
+    """
+
+    path: str
+    layers: list[Layer]
+    dense: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """True when every layer satisfies its mark."""
+        return all(layer.problem is None for layer in self.layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {**asdict(self), "ok": self.ok}
+
+    def table(self) -> str:
+        """For people: layers that differ only by number share a line; problems follow."""
+        kinds: dict[tuple[str, ...], list[Layer]] = {}
+        for layer in self.layers:
+            kinds.setdefault(_kind(layer), []).append(layer)
+        rows = [
+            (
+                re.sub(r"\d+", "*", group[0].name) if len(group) > 1 else group[0].name,
+                len(group),
+                f"{group[0].shape[0]}x{group[0].shape[1]}",
+                group[0].dtype,
+                group[0].marked or "-",
+                " ".join(dict.fromkeys(layer.tightest for layer in group)),
+                _range([layer.sparsity for layer in group], 3),
+                f"{sum(layer.dense_bytes for layer in group) / 1e6:.2f}",
+                f"{sum(layer.packed_bytes for layer in group) / 1e6:.2f}",
+                _range([layer.ideal_speedup for layer in group], 2) + "x",
+            )
+            for group in kinds.values()
+        ]
+        columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
+        lines = [table(columns, rows), *_describe_choices(self.layers)]
+        lines += describe_dense(self.dense)
+        lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
+        return "\n".join(lines)
+
+
+def _describe_choices(layers: list[Layer]) -> list[str]:
+    """What would run, each choice once, with the memory that it takes."""
+    groups: dict[tuple[str, str], list[Layer]] = {}
+    for layer in layers:
+        groups.setdefault((layer.backends, layer.reason), []).append(layer)
+    lines = []
+    for (backends, reason), group in groups.items():
+        kept: dict[str, int] = {}
+        for layer in group:
+            for name, size in layer.kept_bytes.items():
+                kept[name] = kept.get(name, 0) + size
+        sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
+        lines.append(f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}")
+    return lines
+
+
+def _kind(layer: Layer) -> tuple[str, ...]:
+    """What layers that share a line have in common."""
+    return (
+        re.sub(r"\d+", "*", layer.name),
+        str(layer.shape),
+        layer.dtype,
+        str(layer.marked),
+        str(layer.problem is None),
+    )
+
+
+def _range(values: list[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low}-{high}"
+
+
+def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Inspection:
+    """Read every linear of a local checkpoint and say which patterns it satisfies.
+
+    Args:
+        path: Any Hugging Face checkpoint in safetensors, marked or not.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        CheckpointError: When the checkpoint is damaged or of an unknown architecture.
+    """
+    checkpoint = Checkpoint(path)
+    marker = Marker.from_config(checkpoint.config)
+    bones = skeleton(checkpoint)
+    if marker is None:
+        targets = find_targets(bones.model)
+    else:
+        targets = Targets(bones.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+    prefixes = {name: bones.prefix(name) for name in targets.linears}
+    layers = []
+    with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
+        for name, prefix in prefixes.items():
+            weight = checkpoint.tensor(f"{prefix}.weight")
+            layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
+            advance(1)
+    return Inspection(str(path), layers, targets.dense)
+
+
+def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:
+    problem = None
+    try:
+        check_weight(weight, name)
+        if marked is not None:
+            check_pattern(weight, marked, name=name)
+    except SlideSparseError as error:
+        problem = str(error)
+    tightest = tightest_pattern(weight) or DENSE
+    pattern = marked if marked is not None else tightest
+    bits = 8 * weight.element_size()
+    following = None
+    choice, kept = _what_runs(marked or tightest, weight) if problem is None else (None, {})
+    if marked is not None and marked != DENSE:
+        following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
+        pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
+    return Layer(
+        name=name,
+        shape=(weight.shape[0], weight.shape[1]),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        sparsity=1 - is_nonzero(weight).sum().item() / max(weight.numel(), 1),
+        marked=None if marked is None else str(marked),
+        tightest=str(tightest),
+        following=following,
+        dense_bytes=weight.numel() * weight.element_size(),
+        packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", bits)),
+        ideal_speedup=float(pattern.ideal_speedup),
+        backends="-" if choice is None else choice.describe(),
+        reason="-" if choice is None else choice.reason,
+        kept_bytes=kept,
+        problem=problem,
+    )
+
+
+def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
+    """The choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device)
+    groups = pattern.groups(weight.shape[1])
+    slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
+    choice = choose(problem)
+    return choice, {name: _form_bytes(name, problem, slid) for name in choice.backends}
+
+
+@lru_cache(maxsize=1024)
+def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
+    """Bytes of a backend's operand: sizes alone decide, so a weight of zeros tells."""
+    zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
+    packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
+    return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))

@@ -1,0 +1,270 @@
+"""``slidesparse plan``: measure what each pattern costs each part of a checkpoint, and choose.
+
+Measuring is the long part and does not depend on the target, so it goes to a file of its own, line by line: a run that
+is killed goes on there, and another target costs no measuring.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.commands.evaluate import load_any
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.calibration import Calibration, calibration_windows, digest
+from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
+from slidesparse.files.marker import KEY, quantisation_dtype
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.models.plan import Choice, Plan, PlanSet, Target, choose
+from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import get_pruner
+
+CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
+
+JUDGED = 4
+"""Windows on which predictions are compared; the method does not see them."""
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan is for.
+
+    Attributes:
+        target: What to reach.
+        calibration: Text that the method sees, and ``JUDGED`` windows more on which damage is measured.
+        method: Pruning method that will be used.
+        patterns: What linears may get, beside staying dense.
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper.
+        ignore: Linears to leave alone.
+        backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
+    """
+
+    target: Target
+    calibration: Calibration
+    method: str = "sparsegpt"
+    patterns: tuple[str, ...] = CANDIDATES
+    mma_gain: Fraction = Fraction(2)
+    ignore: tuple[str, ...] = ()
+    backend: str | None = None
+
+
+def plan_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    options: PlanOptions,
+    *,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> Plan:
+    """Choose a pattern for every linear of a checkpoint, and write the choice for ``prune --plan``.
+
+    The whole model is held on the device, unlike in ``prune``: damage is measured at its end.
+
+    Args:
+        source: A local Hugging Face checkpoint in a float type.
+        out: JSON file to make. What was measured goes beside it, into :func:`sensitivity_file`.
+        options: What for.
+        device: Where to run.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: An option, the text or the target cannot be used, or ``out`` exists.
+        CheckpointError: The source cannot be used, or what was measured belongs to another one.
+    """
+    out, device = Path(out), torch.device(device)
+    if out.exists():
+        raise InputError(
+            f"{out} exists", remedy="remove it, then what was measured serves again; or choose another name"
+        )
+    if not out.absolute().parent.is_dir():
+        raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
+    checkpoint = Checkpoint(source)
+    if checkpoint.config.get(KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
+        raise CheckpointError(f"{source} is pruned or quantised already", needed="the dense model in a float type")
+    patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
+    pruner = get_pruner(options.method)
+    model = load_any(source, device)
+    windows = calibration_windows(checkpoint.path, model.config, _with_judged(options.calibration)).to(device)
+    linears = find_targets(model, options.ignore).linears
+    shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    if options.backend is not None:
+        _require_backend(options.backend, patterns, shapes, device)
+    # As a calibrated method sees them, whichever method it is: fused layers share a pattern in any case.
+    coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
+    sets = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
+    about = _about(checkpoint, options, windows)
+    file = _Sensitivities(sensitivity_file(out), about)
+    batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
+    total = len(sets) * len(patterns)
+    with progress_bar("plan", total, unit="measurements", show=progress) as advance:
+        for found in measure_sensitivities(
+            model, sets, patterns, pruner, batches[JUDGED:], batches[:JUDGED], file.damages
+        ):
+            file.add(found)
+            advance(1, f"{found.pattern} {found.damage:.1e}")
+    options_of = {
+        tuple(names): (Choice(DENSE, 0.0), *(Choice(p, file.damages[names[0], str(p)]) for p in patterns))
+        for names in sets
+    }
+    candidates = [PlanSet(names, tuple(shapes[n] for n in names), found) for names, found in options_of.items()]
+    plan = choose(candidates, options.target, options.mma_gain)
+    write_json(out, {"version": VERSION, **about, **_described(plan, options)})
+    return plan
+
+
+def sensitivity_file(out: Path) -> Path:
+    """Where the measurements behind a plan are: ``plan.json`` -> ``plan.sensitivities.jsonl``."""
+    return out.with_suffix(".sensitivities.jsonl")
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan as ``prune`` follows it.
+
+    Attributes:
+        method: The pruning method with which damage was measured.
+        layers: Linear -> pattern.
+    """
+
+    method: str
+    layers: dict[str, str]
+
+
+def read_plan(path: str | Path) -> StoredPlan:
+    """Read a file that ``plan`` wrote.
+
+    Raises:
+        InputError: When it is no such file.
+    """
+    try:
+        plan = read_json(Path(path))
+    except CheckpointError as error:
+        raise InputError("plan", got=str(error)) from error
+    method, layers = plan.get("method"), plan.get("layers")
+    if plan.get("version") != VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
+        raise InputError(f"{path} is no plan", needed=f"a file of version {VERSION} that slidesparse plan wrote")
+    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
+
+
+def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A plan as ``prune`` takes it: common pattern and exceptions; linears that the plan does not name stay dense."""
+    ((common, _),) = Counter(layers.values()).most_common(1)
+    return common, {**layers, "re:.*": "dense"}
+
+
+def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
+    """For people."""
+    counts = Counter(map(str, plan.patterns.values()))
+    text = f" --calibration {options.calibration.file}" if get_pruner(options.method).needs_calibration else ""
+    return "\n".join(
+        [
+            f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
+            f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
+            f" predicted damage {plan.damage:.4f} nats a token",
+            f"use it with: slidesparse prune SRC DST --plan {out} --method {options.method}{text} --dtype int8",
+        ]
+    )
+
+
+def _with_judged(calibration: Calibration) -> Calibration:
+    return Calibration(calibration.file, calibration.samples + JUDGED, calibration.length, calibration.seed)
+
+
+def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
+    """What measurements depend on."""
+    paths = [checkpoint.path / name for name in ("config.json", *checkpoint.shards)]
+    return {
+        "model": str(checkpoint.path),
+        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths},
+        "method": options.method,
+        "calibration": asdict(options.calibration),
+        "windows": digest(windows),
+        "ignore": list(options.ignore),
+    }
+
+
+def _described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
+    return {
+        "target": {name: value for name, value in asdict(options.target).items() if value is not None},
+        "mma_gain": float(options.mma_gain),
+        "modelled": {
+            "speedup": plan.speedup,
+            "sparsity": plan.sparsity,
+            "gigabytes": plan.gigabytes,
+            "damage": plan.damage,
+        },
+        "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
+    }
+
+
+def _require_backend(
+    name: str, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
+) -> None:
+    backend = get_backend(name)
+    for pattern in patterns:
+        for layer, shape in shapes.items():
+            reason = backend.why_not(Problem(pattern, torch.int8, *shape, device))
+            if reason is not None:
+                raise InputError(
+                    f"{name} cannot run {pattern} at {layer}",
+                    got=reason,
+                    remedy="leave the pattern out with --patterns, or the layer with --ignore",
+                )
+
+
+class _Sensitivities:
+    """What was measured, in a file that grows line by line; its first line says of what."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self.damages: dict[tuple[str, str], float] = {}
+        if not path.exists():
+            path.write_text(json.dumps(about) + "\n", encoding="utf-8")
+            return
+        lines = path.read_text(encoding="utf-8").split("\n")
+        try:
+            # A killed run may leave half a line, the only one without its end.
+            found, *measured = [json.loads(line) for line in lines[:-1]]
+            self.damages = {(m["names"][0], m["pattern"]): float(m["damage"]) for m in measured}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged", got=str(error), remedy="remove it") from error
+        if found != json.loads(json.dumps(about)):
+            raise CheckpointError(
+                f"{path} was measured on another model, text or method", remedy="remove it, or choose another --out"
+            )
+        path.write_text("\n".join([*lines[:-1], ""]), encoding="utf-8")
+
+    def add(self, found: Sensitivity) -> None:
+        key = (found.names[0], found.pattern)
+        if key not in self.damages:
+            self.damages[key] = found.damage
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
+
+
+def parse_gain(text: str) -> Fraction:
+    """A gain of a 2:4 multiply over a dense one, above 0 and at most 2.
+
+    Raises:
+        InputError: For anything else.
+    """
+    try:
+        gain = Fraction(text)
+    except (ValueError, ZeroDivisionError) as error:
+        raise InputError("--mma-gain", got=repr(text), needed="a number such as 2 or 1.6") from error
+    if not 0 < gain <= 2:
+        raise InputError("--mma-gain", got=text, needed="more than 0, at most 2")
+    return gain

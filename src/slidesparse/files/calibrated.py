@@ -1,0 +1,185 @@
+"""Calibrated pruning of a checkpoint: its layers come from disk one by one, and go back to disk pruned.
+
+What a layer became is written as soon as it is known, so a run that is killed goes on after its last finished layer;
+the layers before it only run once more, to give the next one its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import InputError, first_line
+from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.skeleton import Skeleton, skeleton
+from slidesparse.models.layerwise import SetLoss, Stack, Weights, find_stack, prune_layers, record
+from slidesparse.pattern import Pattern
+from slidesparse.prune import Pruner
+from slidesparse.quant import dequantize
+
+BATCH_TOKENS = 8192
+"""Tokens that go through a layer at a time."""
+
+LOSSES = "losses"
+
+
+class CheckpointWeights(Weights):
+    """Layers of a checkpoint, read when their turn comes and forgotten afterwards.
+
+    Args:
+        checkpoint: The source.
+        bones: Its empty model, with real buffers.
+        folder: Where finished layers are.
+        device: Where layers run.
+        compute: The float type in which they run.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, bones: Skeleton, folder: Path, device: torch.device, compute: torch.dtype
+    ) -> None:
+        self.checkpoint, self.bones, self.folder, self.device, self.compute = checkpoint, bones, folder, device, compute
+
+    def fill(self, names: Sequence[str]) -> None:
+        """Read these tensors of the model's state."""
+        state = {name: self._read(self.bones.tensors[name]) for name in names if name in self.bones.tensors}
+        wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
+        self.bones.model.load_state_dict(wide, strict=False, assign=True)
+
+    def load(self, name: str, layer: nn.Module) -> None:
+        """See :class:`slidesparse.models.layerwise.Weights`."""
+        self.fill([f"{name}.{tensor}" for tensor in layer.state_dict(keep_vars=True)])
+
+    def release(self, name: str, layer: nn.Module) -> None:
+        """See :class:`slidesparse.models.layerwise.Weights`."""
+        empty = {tensor: torch.empty_like(value, device="meta") for tensor, value in layer.state_dict().items()}
+        layer.load_state_dict(empty, assign=True)
+
+    def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
+        """See :class:`slidesparse.models.layerwise.Weights`: as it is stored, or in float32 when that is in 8 bits."""
+        return self._read(f"{self.bones.prefix(name)}.weight")
+
+    def finished(self, name: str) -> dict[str, torch.Tensor] | None:
+        """See :class:`slidesparse.models.layerwise.Weights`."""
+        path = self._file(name)
+        if not path.exists():
+            return None
+        reader = TensorReader(path)
+        return {tensor: reader.tensor(tensor, self.device) for tensor in reader.stored}
+
+    def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
+        """See :class:`slidesparse.models.layerwise.Weights`."""
+        stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
+        with TensorWriter(self._file(name), stored, {LOSSES: json.dumps([asdict(loss) for loss in losses])}) as writer:
+            for tensor, weight in weights.items():
+                writer.write(tensor, weight.cpu())
+
+    def losses(self, name: str) -> list[SetLoss]:
+        """What pruning cost a finished layer."""
+        values = json.loads(TensorReader(self._file(name)).metadata[LOSSES])
+        return [SetLoss(tuple(value["names"]), value["pattern"], value["loss"]) for value in values]
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def _read(self, tensor: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(tensor, self.device)
+        scale = f"{tensor}_scale"
+        return (
+            dequantize(value, self.checkpoint.tensor(scale, self.device)) if scale in self.checkpoint.files else value
+        )
+
+
+class CalibratedWeights:
+    """Pruned weights of all layers, on disk.
+
+    Attributes:
+        losses: What pruning cost every set of linears.
+    """
+
+    def __init__(self, folder: Path, losses: list[SetLoss]) -> None:
+        self.losses = losses
+        readers = [TensorReader(path) for path in sorted(folder.glob("*.safetensors"))]
+        self.reader_of = {name: reader for reader in readers for name in reader.stored}
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Pruned weight of a linear."""
+        return self.reader_of[name].tensor(name)
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    sets: Sequence[Sequence[str]],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    windows: torch.Tensor,
+    folder: Path,
+    device: torch.device,
+    *,
+    progress: bool | None = None,
+) -> CalibratedWeights:
+    """Prune all layers of a causal language model with calibration.
+
+    Args:
+        checkpoint: The source.
+        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
+        patterns: Linear -> pattern, of all that are treated.
+        pruner: The method.
+        windows: Calibration text, int64 [samples, length].
+        folder: Where pruned layers go, and where those of an interrupted run with the same options are.
+        device: Where layers run, one at a time.
+        progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
+
+    Raises:
+        InputError: The model or its activations cannot be used.
+        CheckpointError: The checkpoint is damaged.
+    """
+    bones = skeleton(checkpoint, real_buffers=True)
+    model: Any = bones.model
+    stack = find_stack(model, patterns)
+    folder.mkdir(exist_ok=True)
+    weights = CheckpointWeights(checkpoint, bones, folder, device, _compute_dtype(model.config.dtype, device))
+    _prepare(model, stack, weights, device)
+    per_batch = max(BATCH_TOKENS // windows.shape[1], 1)
+    batches = [{"input_ids": ids.to(device), "use_cache": False} for ids in windows.split(per_batch)]
+    losses = []
+    with _explained(model), progress_bar(pruner.name, len(stack.layers), unit="layers", show=progress) as advance:
+        samples = record(model, stack, batches)
+        steps = prune_layers(model, stack, sets, patterns, pruner, samples, weights)
+        for (name, _), _ in zip(stack.items(), steps, strict=True):
+            here = weights.losses(name)
+            losses += here
+            advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
+    return CalibratedWeights(folder, losses)
+
+
+def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The type that layers run in: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
+    return torch.float32 if device.type == "cpu" or stored is None else stored
+
+
+def _prepare(model: nn.Module, stack: Stack, weights: CheckpointWeights, device: torch.device) -> None:
+    """Fill what runs before the layers, and move the buffers to where layers run."""
+    weights.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{stack.name}.")])
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise InputError(
+            f"{type(model).__name__} does not fit on the GPU layer by layer",
+            got=first_line(error),
+            remedy="use fewer or shorter calibration windows (--samples, --length)",
+        ) from error

@@ -1,0 +1,102 @@
+"""``slidesparse.load``: a transformers model with SlideLinear layers, from a checkpoint that ``prune`` wrote."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.base.device import usable_device
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker, quantisation_dtype
+from slidesparse.files.packed_file import FILE_NAME, PackedFile
+from slidesparse.files.skeleton import Skeleton, skeleton
+from slidesparse.gemm.select import Fallback
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
+from slidesparse.pattern import Pattern
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def load(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    *,
+    backend: str = "auto",
+    fallback: Fallback = "dense",
+) -> nn.Module:
+    """Load a pruned checkpoint for inference.
+
+    Args:
+        path: A folder that ``slidesparse prune`` wrote.
+        device: Where to.
+        backend: ``auto`` or a backend's name, for every sparse layer.
+        fallback: What ``auto`` does where no accelerated backend can run.
+
+    Returns:
+        The transformers model of the checkpoint's architecture, in evaluation mode.
+
+    Raises:
+        CheckpointError: The folder is not such a checkpoint, or is damaged.
+        PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
+        UnsupportedError: There is no such device here.
+    """
+    device = usable_device(device)
+    checkpoint = Checkpoint(path)
+    marker = Marker.require(checkpoint.config, path)
+    packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
+    quantised = quantisation_dtype(checkpoint.config) is not None
+    bones = skeleton(checkpoint, real_buffers=True)
+    bones.require_complete()
+    filled = set()
+    for name, linear in bones.linears(marker).items():
+        prefix = bones.prefix(name)
+        scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
+        if packed_file is not None:
+            shape = (linear.out_features, linear.in_features)
+            packed = packed_file.read(name, marker.pattern_of(name), shape, scale, device)
+        else:
+            packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
+        bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
+        bones.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        filled |= {f"{name}.weight", f"{name}.bias"}
+    _load_rest(bones, checkpoint, filled, device)
+    return bones.model.to(device).eval()
+
+
+def _read_and_pack(
+    checkpoint: Checkpoint, prefix: str, pattern: Pattern, scale: torch.Tensor | None, device: str | torch.device
+) -> PackedWeight:
+    weight = checkpoint.tensor(f"{prefix}.weight", device)
+    return pack(weight, pattern, scale=scale, name=f"{prefix}.weight")
+
+
+def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
+    """Load what is not in a SlideLinear: embeddings, norms, dense linears, the generation settings."""
+    model: Any = bones.model
+    # Parts stored in several float types are brought to the model's one, as transformers does.
+    dtype = model.config.dtype
+
+    def read(tensor: str) -> torch.Tensor:
+        value = checkpoint.tensor(tensor, device)
+        return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
+
+    rest = {name: read(tensor) for name, tensor in bones.tensors.items() if name not in filled}
+    model.load_state_dict(rest, strict=False, assign=True)
+    if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
+        model.tie_weights()
+    if bones.homeless:
+        warnings.warn(
+            f"{len(bones.homeless)} tensors of {checkpoint.path} have no place in {type(model).__name__} and were not"
+            f" loaded: {', '.join(bones.homeless[:3])}",
+            stacklevel=3,
+        )
+    if (checkpoint.path / "generation_config.json").exists() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)

@@ -1,0 +1,166 @@
+"""``slidesparse pack``: the canonical packed form on disk, beside the weights it was made from.
+
+Packing at load takes seconds; where even that is too long, or many processes load one model, the packed form is written
+once into the checkpoint's folder as one safetensors file and mapped into memory by :func:`slidesparse.load`. For a
+layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
+
+- ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
+- ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
+
+It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
+this layout and a fingerprint of the weight files (name, size, time of change, header): a file of another version, or of
+files that have changed since, is an error, never a silent detour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+
+from slidesparse.base.progress import progress_bar
+from slidesparse.errors import CheckpointError
+from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.marker import KEY, Marker
+from slidesparse.files.skeleton import skeleton
+from slidesparse.files.staging import locked
+from slidesparse.packed import PackedWeight, Segment
+from slidesparse.packing import pack
+from slidesparse.pattern import Pattern
+from slidesparse.support import check_pattern
+
+FILE_NAME = "slidesparse.packed"
+VERSION = "1"
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 of the marker, and of each shard's name, size, time of change and header, as hexadecimal text."""
+    digest = hashlib.sha256(repr(checkpoint.config.get(KEY)).encode())
+    for name in checkpoint.shards:
+        path = checkpoint.path / name
+        stat = path.stat()
+        with open(path, "rb") as file:
+            header_length = file.read(8)
+            header = file.read(int.from_bytes(header_length, "little"))
+        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode() + header)
+    return digest.hexdigest()
+
+
+def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
+    """Pack every treated layer of a pruned checkpoint into ``slidesparse.packed`` in its folder.
+
+    Args:
+        path: A folder that ``slidesparse prune`` wrote.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: The folder is no such checkpoint, holds a packed form already, or another run is packing it.
+        PatternViolation: A weight does not satisfy its mark.
+    """
+    checkpoint = Checkpoint(path)
+    marker = Marker.require(checkpoint.config, path)
+    file = checkpoint.path / FILE_NAME
+    with locked(checkpoint.path, "packing"):
+        if os.path.lexists(file) and not file.is_symlink():  # a link gives way to a file
+            raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
+        _remove_leftovers(checkpoint.path)
+        _write(checkpoint, marker, file, progress)
+    return file
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs left; the folder must be locked."""
+    for leftover in folder.glob(f"{FILE_NAME}*.tmp"):
+        if leftover.is_symlink() or not leftover.is_dir():
+            leftover.unlink(missing_ok=True)
+
+
+def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
+    bones = skeleton(checkpoint)
+    prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
+    groups: dict[str, torch.Tensor] = {}
+    layouts: dict[str, Stored] = {}
+    for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
+        weight = checkpoint.tensor(f"{prefix}.weight")
+        groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
+        no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
+        layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
+    metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint)}
+    with (
+        TensorWriter(file, layouts, metadata) as writer,
+        progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
+    ):
+        for name, prefix in prefixes.items():
+            weight = checkpoint.tensor(f"{prefix}.weight")
+            packed = pack(weight, marker.pattern_of(name), groups=groups[name], name=name)
+            for part, tensor in _parts(name, packed).items():
+                writer.write(part, tensor)
+            advance(1)
+
+
+class PackedFile:
+    """Reads packed weights from a checkpoint's packed file.
+
+    Raises:
+        CheckpointError: The file is damaged, of another version, or was made from other weights.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        path = checkpoint.path / FILE_NAME
+        self.reader = TensorReader(path)
+        found = self.reader.metadata.get("slidesparse_packed_version")
+        if found != VERSION:
+            raise CheckpointError(
+                f"version of {path}", got=found, needed=VERSION, remedy="remove the file and pack again"
+            )
+        if self.reader.metadata.get("fingerprint") != fingerprint(checkpoint):
+            raise CheckpointError(f"{path} is not of these weight files", remedy="remove the file and pack again")
+
+    def read(
+        self,
+        name: str,
+        pattern: Pattern,
+        shape: tuple[int, int],
+        scale: torch.Tensor | None,
+        device: str | torch.device,
+    ) -> PackedWeight:
+        """The packed weight of layer ``name``, whose dense shape is [out, in]."""
+
+        def part(kind: str) -> torch.Tensor | None:
+            return self.reader.tensor(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
+
+        values, code, dense, groups = part("values"), part("code"), part("dense"), part("groups")
+        everything = torch.arange(pattern.groups(shape[1]), device=device)
+        slid = groups.long() if groups is not None else everything if values is not None else everything[:0]
+        segments = []
+        if dense is not None:
+            segments.append(Segment("dense", everything[~torch.isin(everything, slid)], dense))
+        if values is not None:
+            segments.append(Segment("2:4", slid, values, code))
+        if not segments:
+            raise CheckpointError(f"{self.reader.path} holds no {name}")
+        scale = None if scale is None else scale.flatten().to(torch.float32)
+        return PackedWeight(pattern, shape, 0, tuple(segments), scale)
+
+
+def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
+    parts: dict[str, torch.Tensor] = {}
+    for segment in packed.segments:
+        if segment.code is None:
+            parts[f"{name}.dense"] = segment.values
+            continue
+        parts[f"{name}.values"], parts[f"{name}.code"] = segment.values, segment.code
+    if len(packed.segments) == 2:
+        parts[f"{name}.groups"] = packed.segments[1].groups.to(torch.int32)
+    return parts
+
+
+def _stored(tensor: torch.Tensor, rows: int) -> Stored:
+    """How a part without rows is stored when it has them; the list of groups has none to begin with."""
+    shape = (rows, *tensor.shape[1:]) if tensor.dim() == 2 else tuple(tensor.shape)
+    return Stored(STORED_NAMES[tensor.dtype], shape)

@@ -1,0 +1,188 @@
+"""Search for the fastest cuSPARSELt algorithm of a shape.
+
+Every algorithm number is tried with every way to split K that the GPU's kernels accept. A candidate must first give the
+product of the library's default, on the very weight that all of them will share; then it races the others, on Gaussian
+operands, since zeros raise the clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.autotune import copies_to_rotate, race
+from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt.backend import (
+    ACCUMULATORS,
+    MULTIPLE,
+    Plan,
+    Shape,
+    compress,
+    plan_for,
+    token_bucket,
+)
+from slidesparse.gemm.cusparselt.table import Algorithm, Record, Trial, add_records, table_path
+
+SEGMENT_K_ROWS = 512
+"""Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
+DEVIATION = 2.0**-8
+"""Allowed difference of float products, relative to the largest: FP8 MMA keeps 13 bits, and K may be cut anywhere."""
+
+
+def tune(
+    out: int,
+    columns: int,
+    tokens: int,
+    dtype: torch.dtype,
+    accumulator: torch.dtype | None = None,
+    *,
+    device: torch.device | str = "cuda",
+) -> Record:
+    """Search for one shape.
+
+    Args:
+        out: Rows of the weight.
+        columns: Columns K' of its 2:4 segment.
+        tokens: M; its bucket is what is searched for.
+        dtype: Type of the operands.
+        accumulator: Type of the product; None for the exact one.
+        device: A CUDA device.
+
+    Raises:
+        InputError: For a size below 1.
+        UnsupportedError: When not even the default runs, or memory does not suffice.
+    """
+    if min(out, columns, tokens) < 1:
+        raise InputError("a shape to tune", got=(out, columns, tokens), needed="sizes of at least 1")
+    with torch.cuda.device(device):
+        out, columns, rows = out + -out % MULTIPLE, columns + -columns % MULTIPLE, token_bucket(tokens)
+        product = accumulator or ACCUMULATORS.get(dtype, dtype)
+        shape = Shape(torch.cuda.current_device(), out, columns, columns, rows, dtype, product)
+        try:
+            return _search(shape)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"not enough GPU memory to tune {out} x {columns} at {rows} tokens",
+                remedy="tune fewer tokens, or free the GPU",
+            ) from error
+        finally:
+            torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
+
+
+def tune_shapes(
+    shapes: Iterable[tuple[int, int]],
+    tokens: Iterable[int],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cuda",
+    progress: Callable[[Record], None] | None = None,
+) -> list[Record]:
+    """Search for several shapes, and store each result as soon as it is there.
+
+    Args:
+        shapes: (out, K') of the weights.
+        tokens: M's.
+        dtype: Type of the operands.
+        device: A CUDA device.
+        progress: Told of every record.
+
+    Returns:
+        The records, which :func:`slidesparse.gemm.cusparselt.backend.plan_for` uses from now on.
+    """
+    records, sizes = [], list(dict.fromkeys(token_bucket(count) for count in tokens))
+    for out, columns in dict.fromkeys(shapes):
+        for rows in sizes:
+            record = tune(out, columns, rows, dtype, device=device)
+            add_records(table_path(), [record])
+            plan_for.cache_clear()
+            records.append(record)
+            if progress is not None:
+                progress(record)
+    return records
+
+
+def candidates(algorithms: int, capability: tuple[int, int], out: int) -> Iterator[Algorithm]:
+    """What may be tried: every algorithm number with every way to split K.
+
+    Args:
+        algorithms: How many numbers there are.
+        capability: The GPU's. From 9.0 on split_k is 1 or -1 and has no modes ("On SM90 the splitK value must be either
+            1 or -1", says the library); before, 1 to K, in one kernel or two.
+        out: Rows of the weight.
+    """
+    splits = [(1, 0)]
+    if capability >= (9, 0):
+        splits += [(-1, 0)] if out >= SEGMENT_K_ROWS else []
+    else:
+        splits += [(count, mode) for count in (2, 4, 8) for mode in (api.ONE_KERNEL, api.TWO_KERNELS)]
+    for number in range(algorithms):
+        for split_k, mode in splits:
+            yield Algorithm(number, split_k, mode)
+
+
+class _Bench:
+    """Operands of a shape, several times, and graphs of GEMMs over them."""
+
+    def __init__(self, shape: Shape) -> None:
+        compressed = compress(_random(shape.out, shape.columns, shape.dtype, sparse=True))
+        x = _random(shape.rows, shape.columns, shape.dtype)
+        copies = copies_to_rotate(compressed.numel() + x.numel() * x.element_size(), shape.device)
+        self.operands = [(compressed, x)] + [(compressed.clone(), x.clone()) for _ in range(copies - 1)]
+        self.y = torch.empty(shape.rows, shape.out, dtype=shape.accumulator, device=x.device)
+
+    def run(self, plan: Plan, copy: int) -> None:
+        """One GEMM on one copy of the operands."""
+        weight, x = self.operands[copy]
+        plan.run(weight, x.data_ptr(), self.y)
+
+    def product(self, plan: Plan) -> torch.Tensor:
+        """The product, once."""
+        self.y.fill_(1)
+        self.run(plan, 0)
+        return self.y
+
+
+def _search(shape: Shape) -> Record:
+    bench, default = _Bench(shape), Plan(shape, None)
+    reference = bench.product(default).clone()
+    plans, faults = [default], {}
+
+    def ways() -> Iterator[tuple[Algorithm | None, Callable[[int], None]]]:
+        yield None, partial(bench.run, default)
+        for algorithm in candidates(default.algorithms, torch.cuda.get_device_capability(shape.device), shape.out):
+            try:
+                plan = Plan(shape, algorithm)
+                same = _same(bench.product(plan), reference)
+            except UnsupportedError as error:
+                faults[algorithm] = str(error.got)
+                continue
+            if not same:
+                faults[algorithm] = "wrong product"
+                continue
+            plans.append(plan)  # its kernels are in graphs
+            yield algorithm, partial(bench.run, plan)
+
+    times = race(ways(), len(bench.operands))
+    best = min(times, key=lambda algorithm: times[algorithm])
+    trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items() if algorithm is not None]
+    trials += [Trial(algorithm, None, fault) for algorithm, fault in faults.items()]
+    return Record(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
+
+
+def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:
+    if product.dtype == torch.int32:
+        return torch.equal(product, reference)
+    largest = float(reference.abs().max())
+    return float(product.sub(reference).abs().max()) <= DEVIATION * largest
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype, *, sparse: bool = False) -> torch.Tensor:
+    values = torch.randn(rows, columns, device="cuda")
+    if sparse:
+        # One of every two neighbours: 2:4, whichever it is.
+        first = torch.rand(rows, columns // 2, 1, device="cuda") < 0.5
+        values *= torch.cat([first, ~first], -1).flatten(1)
+    return (values * 32).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)

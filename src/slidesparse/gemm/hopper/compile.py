@@ -1,0 +1,224 @@
+"""Compile ``gemm/hopper/sparse_gemm.cu`` for one tile and one pair of types: NVRTC, with a cache on disk.
+
+The cache key is a hash of the source, the options and NVRTC's version, so nothing ever needs to be cleared. A file
+starts with the digest of its contents: a damaged one is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.hopper.weights import step_bytes
+from slidesparse.layout import SLAB_BYTES
+
+SOURCE = Path(__file__).with_name("sparse_gemm.cu")
+ARCH = "sm_90a"
+
+OPERANDS = {
+    torch.int8: "S8",
+    torch.float8_e4m3fn: "E4M3",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+SHARED_BYTES = 232448
+"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
+
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
+
+
+PIECE_TOKENS = 32
+"""Tokens whose results a warpgroup turns into rows at a time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The geometry of a variant of the kernel.
+
+    Attributes:
+        tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
+        warpgroups: Consumer warpgroups, one below the other in the tile.
+        row_blocks: Blocks of 64 channels of a warpgroup.
+        stages: Steps of the ring.
+        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
+        blocks: Thread blocks of a multiprocessor.
+    """
+
+    tokens: int
+    warpgroups: int
+    row_blocks: int
+    stages: int
+    split: int = 1
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
+        split = f"/{self.split}" if self.split > 1 else ""
+        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return self.warpgroups * self.row_blocks * 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and a warpgroup in which one thread produces."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def share(self) -> int:
+        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
+        shares = range(16, self.tokens + 1, 16)
+        return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
+
+    def count(self, tokens: int, channels: int) -> int:
+        """Tiles of a product [tokens, channels]."""
+        return -(-tokens // self.tokens) * -(-channels // self.channels)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, as the source lays it out."""
+        blocks = self.warpgroups * self.row_blocks
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
+        channels = self.row_blocks * 64
+        piece = PIECE_TOKENS * channels * 2
+        factors = (self.share + 2 * channels) * 4
+        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
+
+
+def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
+    """What NVRTC is told: see the top of the source."""
+    registers = tile.tokens // 2
+    constraint = "r" if dtype == torch.int8 else "f"
+    names = ", ".join(f"%{i}" for i in range(registers))
+    operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
+    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(5)]
+    geometry = {
+        "TOKENS": tile.tokens,
+        "WARPGROUPS": tile.warpgroups,
+        "ROW_BLOCKS": tile.row_blocks,
+        "STAGES": tile.stages,
+        "SPLIT": tile.split,
+        "BLOCKS": tile.blocks,
+    }
+    return [
+        f"--gpu-architecture={ARCH}",
+        "--std=c++17",
+        f"-DOPERAND_{OPERANDS[dtype]}",
+        f"-DOUT_{OUTPUTS[out_dtype]}",
+        *(f"-D{name}={value}" for name, value in geometry.items()),
+        f'-DACC_NAMES="{names}"',
+        f"-DACC(d)={operands}",
+        *after,
+    ]
+
+
+def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
+    """The machine code of a variant, from the cache or the compiler.
+
+    Raises:
+        UnsupportedError: When there is no NVRTC, or it refuses the source.
+    """
+    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype)
+    major, minor = nvrtc_version()
+    key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
+    path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
+    known = _read(path)
+    if known is None:
+        known, _ = compile_source(source, opts)
+        _write(path, known)
+    return known
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """A cache that cannot be written makes the next start slower, nothing else."""
+    with contextlib.suppress(OSError):
+        replace_file(path, hashlib.sha256(code).digest() + code)
+
+
+# -- NVRTC -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise UnsupportedError("cuda-bindings is not installed", remedy="pip install 'slidesparse[cuda]'") from None
+    return nvrtc
+
+
+@lru_cache(maxsize=1)
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises:
+        UnsupportedError: When it cannot be loaded, or is older than CUDA 12.0, the first to know ``sm_90a``.
+    """
+    nvrtc = _nvrtc()
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError):
+        raise UnsupportedError("NVRTC cannot be loaded", remedy="pip install nvidia-cuda-nvrtc") from None
+    _check(int(status), "nvrtcVersion")
+    if major < 12:
+        raise UnsupportedError("NVRTC is too old for Hopper", got=f"{major}.{minor}", needed="12.0 or newer")
+    return major, minor
+
+
+def compile_source(source: bytes, opts: list[str]) -> tuple[bytes, str]:
+    """Machine code and the compiler's log.
+
+    Raises:
+        UnsupportedError: With the first line of the log when the compiler refuses.
+    """
+    nvrtc = _nvrtc()
+    status, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
+    _check(int(status), "nvrtcCreateProgram")
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(opts), [option.encode() for option in opts])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        _check(int(status), "nvrtcCompileProgram", log)
+        return _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check(status: int, call: str, log: str = "") -> None:
+    if status:
+        lines = [line for line in log.splitlines() if "error" in line] or log.splitlines() or [""]
+        raise UnsupportedError(f"{call} failed with status {status}", got=lines[0] or None)
+
+
+def _bytes(size: Any, get: Any, program: Any) -> bytes:
+    status, length = size(program)
+    _check(int(status), size.__name__)
+    data = bytes(length)
+    (status,) = get(program, data)
+    _check(int(status), get.__name__)
+    return data
+
+
+def _text(size: Any, get: Any, program: Any) -> str:
+    return _bytes(size, get, program).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,730 @@
+// Y[token, channel] = scale_x[token] * (scale_w[channel] * (W X^T)[channel, token]) + bias[channel]   on Hopper (sm_90a)
+//
+// W has a dense segment and a 2:4 segment along K (either may be empty), X is lifted to match; one launch, one accumulator.
+// wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows an instruction) and the tokens are B.
+//
+// A block is one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
+// WARPGROUPS * ROW_BLOCKS * 64 channels by TOKENS tokens. Along K a tile is a sequence of *steps* of 128 bytes of an X row
+// (a *slab*), or of half a slab where the weight is dense, since a dense weight has twice the bytes:
+//
+//     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
+//     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
+//
+// Every operand lies in memory as shared memory wants it (gemm/hopper/weights.py), so a step is two 1-D bulk copies and
+// there are no tensor maps. A ring of STAGES steps joins producer and consumers: `full` is completed by the copies, `empty`
+// by one lane of each consumer warp. One wgmma group is always in flight: the step before the last one issued is complete.
+//
+// With few tokens there are fewer tiles than multiprocessors. Then SPLIT blocks, a cluster, share the steps of a tile and add
+// up their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
+//
+// The compiler is told (gemm/hopper/compile.py): OPERAND_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
+// ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor); and, since a preprocessor cannot count, the accumulator operands
+// of the wgmma: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
+// OPERAND(n) the string of the n-th operand after them (OPERAND_0 ... OPERAND_4 are given).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// ---- types -----------------------------------------------------------------------------------------------------------
+
+#if defined(OPERAND_S8)
+typedef int acc_t;
+#define MMA_TYPES "s32.s8.s8"
+#define MMA_TAIL ""
+#elif defined(OPERAND_E4M3)
+typedef float acc_t;
+#define MMA_TYPES "f32.e4m3.e4m3"
+#define MMA_TAIL ", 1, 1"
+#elif defined(OPERAND_BF16)
+typedef float acc_t;
+#define MMA_TYPES "f32.bf16.bf16"
+#define MMA_TAIL ", 1, 1, 0, 0"
+#elif defined(OPERAND_F16)
+typedef float acc_t;
+#define MMA_TYPES "f32.f16.f16"
+#define MMA_TAIL ", 1, 1, 0, 0"
+#endif
+
+#if defined(OPERAND_S8) || defined(OPERAND_E4M3)
+#define K_SPARSE "k64"
+#define K_DENSE "k32"
+constexpr int META_WORDS = 2;  // metadata registers of a thread a step: one for each of its two instructions
+#else
+#define K_SPARSE "k32"
+#define K_DENSE "k16"
+constexpr int META_WORDS = 1;  // the two instructions of a step share one and select their half of the lanes
+#endif
+
+#define OPERAND(n) OPERAND_##n
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+
+#if defined(OUT_F32)
+typedef float out_t;
+#else
+typedef u16 out_t;
+#endif
+
+// ---- geometry --------------------------------------------------------------------------------------------------------
+
+constexpr int ROWS = 64;                    // channels of a row block: the M of wgmma
+constexpr int SLAB = 128;                   // bytes of an X row in a slab
+constexpr int HALF = 64;                    // bytes of a weight row in a step
+constexpr int W_TILE = 4;                   // row blocks that are contiguous in memory, step by step
+constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
+constexpr int X_BYTES = TOKENS * SLAB;
+constexpr int VALUE_BYTES = ROWS * HALF;
+constexpr int META_BYTES = META_WORDS * 512;
+constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
+constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
+
+// Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
+__host__ __device__ constexpr int share_of(int tokens, int split) {
+    int share = 16;
+    while (tokens % share != 0 || tokens / share > split) share += 16;
+    return share;
+}
+
+constexpr int SHARE = share_of(TOKENS, SPLIT);
+constexpr int CHANNELS = ROW_BLOCKS * ROWS;               // channels of a warpgroup
+constexpr int PIECE = 32;                                 // of them, what a warpgroup transposes at a time
+constexpr int ROW_BYTES = CHANNELS * 2;
+constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
+constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
+constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
+constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
+constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 24;
+constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
+constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
+constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
+
+static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixteens, and the weights of a tile are contiguous");
+static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
+static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
+
+struct Problem {
+    const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
+    const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
+    const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
+    const float* scale_x; // [tokens] or null
+    const float* scale_w; // [channels] or null
+    const void* bias;     // [channels] of bias_type
+    out_t* y;             // [tokens, channels]
+    int tokens;
+    int channels;
+    int dense_slabs;
+    int sparse_slabs;
+    int bias_type;        // 0 none, 1 float32, 2 bfloat16, 3 float16
+    int group;            // row tiles that neighbouring tiles cycle through, so that they meet in L2
+};
+
+// ---- barriers and copies ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
+}
+
+// As barrier_wait, for what other blocks of the cluster have written.
+__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// A place in the ring: which stage, and the parity of its current use.
+struct Place {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
+    }
+};
+
+struct Ring {
+    u32 stages, full, empty;  // shared addresses
+    __device__ __forceinline__ u32 stage(const Place& p) const { return stages + p.stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 full_of(const Place& p) const { return full + p.stage * 8; }
+    __device__ __forceinline__ u32 empty_of(const Place& p) const { return empty + p.stage * 8; }
+};
+
+// ---- tiles -----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+struct Tiles {
+    int row_tiles, token_tiles, group;
+    __device__ __forceinline__ explicit Tiles(const Problem& p)
+        : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)), token_tiles(ceil_div(p.tokens, TOKENS)), group(p.group) {}
+    __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
+    // Groups of `group` row tiles; within one, all row tiles of a token tile before the next token tile.
+    __device__ __forceinline__ void locate(int tile, int& row_tile, int& token_tile) const {
+        int first = tile / (group * token_tiles) * group;
+        int height = min(group, row_tiles - first);
+        int within = tile - first * token_tiles;
+        row_tile = first + within % height;
+        token_tile = within / height;
+    }
+};
+
+// What a block multiplies of a tile: slabs [dense, dense_end) and [sparse, sparse_end).
+struct Range {
+    int dense, dense_end, sparse, sparse_end;
+    __device__ __forceinline__ bool empty() const { return dense == dense_end && sparse == sparse_end; }
+};
+
+// The steps in SPLIT equal parts, except that none ends within a dense slab, whose X serves two steps.
+__device__ __forceinline__ Range range_of(const Problem& p, int rank) {
+    if (SPLIT == 1) return {0, p.dense_slabs, 0, p.sparse_slabs};
+    const int dense = 2 * p.dense_slabs, steps = dense + p.sparse_slabs;
+    auto bound = [&](int part) {
+        const int step = steps * part / SPLIT;
+        return step < dense ? step / 2 * 2 : step;
+    };
+    const int first = bound(rank), end = bound(rank + 1);
+    return {min(first, dense) / 2, min(end, dense) / 2, max(first - dense, 0), max(end - dense, 0)};
+}
+
+// ---- producer --------------------------------------------------------------------------------------------------------
+
+// Row block `block` of a step, where the steps of a W_TILE of row blocks follow each other.
+__device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
+    return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
+}
+
+// The activations come from the kernel before this one, which need not have ended when this one starts (programmatic
+// dependent launch, PTX ISA "griddepcontrol"). Waits until it has; returns at once after an ordinary launch.
+__device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
+
+struct Producer {
+    const Problem& p;
+    const Ring& ring;
+    const Range range;
+    const Tiles tiles;
+
+    __device__ __forceinline__ Producer(const Problem& p, const Ring& ring, int rank)
+        : p(p), ring(ring), range(range_of(p, rank)), tiles(p) {}
+
+    __device__ __forceinline__ int dense_steps() const { return 2 * (range.dense_end - range.dense); }
+    __device__ __forceinline__ int steps() const { return dense_steps() + range.sparse_end - range.sparse; }
+    __device__ __forceinline__ int first_tile() const { return blockIdx.x / SPLIT; }
+    __device__ __forceinline__ int early_steps() const { return min(STAGES, steps()); }
+
+    // The weights of the first steps, as many as there are stages.
+    __device__ __forceinline__ void load_early() const {
+        Place place;
+        load<WEIGHTS>(place, first_tile(), 0, early_steps());
+    }
+
+    // Everything else.
+    __device__ __forceinline__ void load_rest() const {
+        Place place;
+        load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
+        int from = early_steps();
+        for (int tile = first_tile(); tile < tiles.count(); tile += gridDim.x / SPLIT, from = 0)
+            load<WEIGHTS | ACTIVATIONS>(place, tile, from, steps());
+    }
+
+    // Steps [from, to) of a tile. With the weights goes the number of bytes that the step awaits.
+    template <int OPERANDS>
+    __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
+        int row_tile, token_tile;
+        tiles.locate(tile, row_tile, token_tile);
+        const int rows = ceil_div(p.tokens, 8) * 8, block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const int x_bytes = min(TOKENS, rows - token) * SLAB;  // what stands in the stage past them is not stored
+        auto copy_x = [&](int slab) {
+            copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
+        };
+        const int dense_end = min(2 * range.dense + to, 2 * range.dense_end);
+#pragma unroll 1
+        for (int step = 2 * range.dense + from; step < dense_end; step++, place.next()) {
+            const bool first_half = step % 2 == 0;
+            if (OPERANDS & WEIGHTS) {
+                barrier_wait(ring.empty_of(place), place.phase ^ 1);
+                barrier_expect(ring.full_of(place), (first_half ? x_bytes : 0) + TILE_BLOCKS * VALUE_BYTES);
+            }
+            if (OPERANDS & ACTIVATIONS && first_half) copy_x(step / 2);
+            if (OPERANDS & WEIGHTS)
+                copy(ring.stage(place) + X_BYTES, weights_at(p.dense, block, 2 * p.dense_slabs, step, VALUE_BYTES),
+                     TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+        }
+        const int sparse_end = range.sparse + to - dense_steps();
+#pragma unroll 1
+        for (int step = range.sparse + max(from - dense_steps(), 0); step < sparse_end; step++, place.next()) {
+            if (OPERANDS & WEIGHTS) {
+                barrier_wait(ring.empty_of(place), place.phase ^ 1);
+                barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * SPARSE_BYTES);
+            }
+            if (OPERANDS & ACTIVATIONS) copy_x(p.dense_slabs + step);
+            if (OPERANDS & WEIGHTS)
+                copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
+                     TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
+        }
+    }
+};
+
+// ---- matrix instructions ---------------------------------------------------------------------------------------------
+
+// Matrix descriptors (PTX ISA, "Matrix Descriptor Format"): rows of 128 or 64 bytes, swizzled over their whole length,
+// groups of 8 rows one after another.
+__device__ __forceinline__ u64 describe(u32 address, u32 row_bytes) {
+    const u64 swizzle = row_bytes == 128 ? 1 : 2;
+    return (u64)((address >> 4) & 0x3FFF) | 1ull << 16 | (u64)(8 * row_bytes >> 4) << 32 | swizzle << 62;
+}
+
+// Selector: which half of the lanes holds the metadata (16-bit types; 0 for 8-bit ones, where all lanes do).
+template <int SELECTOR>
+__device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(3) ", 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) K_SPARSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", " OPERAND(2) ", " OPERAND(4) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(SELECTOR));
+}
+
+__device__ __forceinline__ void mma_dense(acc_t* d, u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(2) ", 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) K_DENSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- consumer --------------------------------------------------------------------------------------------------------
+
+struct Consumer {
+    const Ring& ring;
+    const int warpgroup, lane_zero;
+    Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
+
+    __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
+        return stage + X_BYTES + warpgroup * ROW_BLOCKS * block_bytes;
+    }
+
+    __device__ __forceinline__ void release() {
+        if (lane_zero) barrier_arrive(ring.empty_of(oldest));
+        oldest.next();
+    }
+
+    // One 2:4 step. `meta` must not be written again before the group after this one has been waited for.
+    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
+        barrier_wait(ring.full_of(place), place.phase);
+        const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int i = 0; i < META_WORDS; i++)
+                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][i])
+                             : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
+        mma_fence();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_sparse<0>(d[j], describe(w + j * SPARSE_BYTES, HALF), describe(x, SLAB), meta[j][0], accumulate);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_sparse<META_WORDS == 1>(d[j], describe(w + j * SPARSE_BYTES + 32, HALF), describe(x + 64, SLAB),
+                                        meta[j][META_WORDS - 1], 1);
+        mma_commit();
+        place.next();
+        mma_wait<1>();
+    }
+
+    // Half a slab of dense weights against the bytes at `x` of every X row.
+    __device__ __forceinline__ void dense_step(acc_t (*d)[TOKENS / 2], u32 x, int accumulate) {
+        barrier_wait(ring.full_of(place), place.phase);
+        const u32 w = weights(ring.stage(place), VALUE_BYTES);
+        mma_fence();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_dense(d[j], describe(w + j * VALUE_BYTES, HALF), describe(x, SLAB), accumulate);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+            mma_dense(d[j], describe(w + j * VALUE_BYTES + 32, HALF), describe(x + 32, SLAB), 1);
+        mma_commit();
+        place.next();
+        mma_wait<1>();
+    }
+
+    // A 2:4 step that may be the first of the range, or follow a dense slab.
+    __device__ __forceinline__ void first_sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int dense, int slab) {
+        sparse_step(d, meta, dense + slab > 0);
+        if (dense + slab > 0) release();
+        if (dense > 0 && slab == 0) release();
+    }
+
+    // W X^T of one tile over a range of slabs into d. A stage goes back when the group after its own is in flight, except
+    // that the X of a dense slab serves two steps and goes back with the second.
+    __device__ __forceinline__ void multiply(const Range& range, acc_t (*d)[TOKENS / 2]) {
+        const int dense = range.dense_end - range.dense, sparse = range.sparse_end - range.sparse;
+        for (int slab = 0; slab < dense; slab++) {
+            const u32 x = ring.stage(place);
+            dense_step(d, x, slab > 0);
+            if (slab > 0) release(), release();
+            dense_step(d, x + HALF, 1);
+        }
+        // Two sets of metadata registers: a group in flight still reads its own.
+        u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
+        int slab = 0;
+        for (; slab + 1 < sparse; slab += 2) {
+            first_sparse_step(d, even, dense, slab);
+            sparse_step(d, odd, 1);
+            release();
+        }
+        if (slab < sparse) first_sparse_step(d, even, dense, slab);
+        mma_wait<0>();
+        release();
+        if (sparse == 0) release();
+    }
+};
+
+// ---- exchange --------------------------------------------------------------------------------------------------------
+
+#if SPLIT > 1
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All blocks of the cluster have started and made their barriers, when each thread of each has arrived. The fence behind
+// the barriers has released them; a release here would be a fence of the whole GPU.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Four sums into another block's memory; its barrier counts the bytes. Registers of wgmma go in as they are: a conversion of
+// their type would be an instruction that the compiler moves before the wait for them.
+#if defined(OPERAND_S8)
+#define SUM "r"
+#else
+#define SUM "f"
+#endif
+__device__ __forceinline__ void send_four(u32 to, const acc_t* d, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 SUM(d[0]), SUM(d[1]), SUM(d[2]), SUM(d[3]), "r"(bar) : "memory");
+}
+
+// The sums of a cluster's blocks, each over its own steps, added up. Every block sends every share of the tile's tokens to the
+// block that completes it, itself included, which adds them in the order of the ranks: the same bits every time.
+// A block does so once in its life, since nothing says when what it received has been read.
+struct Exchange {
+    static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, less than there are blocks
+    static constexpr int VECTORS = ROW_BLOCKS * SHARE / 2 / 4;  // of four sums, a thread
+    const u8* const sums;  // [SPLIT][VECTORS][consumer threads][4], in shared memory
+    const u32 received;    // barrier, completed by SPLIT shares
+
+    __device__ __forceinline__ static int place(int rank, int vector) {
+        return ((rank * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
+    }
+
+    __device__ __forceinline__ void send(const acc_t (*d)[TOKENS / 2], int rank) const {
+        cluster_wait();
+#pragma unroll
+        for (int share = 0; share < SHARES; share++) {
+            const u32 to = in_block(share, shared_address(sums) + place(rank, 0)), bar = in_block(share, received);
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++)
+                send_four(to + v * (128 * WARPGROUPS * 16), d[v / (SHARE / 8)] + share * (SHARE / 2) + v % (SHARE / 8) * 4, bar);
+        }
+    }
+
+    __device__ __forceinline__ void receive(acc_t (*d)[SHARE / 2]) const {
+        struct alignas(16) Vector { acc_t of[4]; };
+        barrier_wait_cluster(received, 0);
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) {
+            acc_t* own = d[v / (SHARE / 8)] + v % (SHARE / 8) * 4;
+#pragma unroll
+            for (int rank = 0; rank < SPLIT; rank++) {
+                const Vector sum = *(const Vector*)(sums + place(rank, v));
+#pragma unroll
+                for (int i = 0; i < 4; i++) own[i] = rank == 0 ? sum.of[i] : own[i] + sum.of[i];
+            }
+        }
+    }
+};
+#endif
+
+// ---- epilogue --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float bias_of(const Problem& p, int channel) {
+    float value = 0;
+    if (p.bias_type == 1) value = ((const float*)p.bias)[channel];
+    if (p.bias_type == 2) value = __int_as_float((u32)((const u16*)p.bias)[channel] << 16);
+    if (p.bias_type == 3) asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(((const u16*)p.bias)[channel]));
+    return value;
+}
+
+__device__ __forceinline__ u32 round_pair(float low, float high) {
+    u32 both;
+#if defined(OUT_F16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
+struct Epilogue {
+    const Problem& p;
+    float* const factors;  // [SHARE] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
+    u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
+    const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    int first_channel, first_token;
+    float token_scale[(SHARE + 127) / 128], channel_scale, channel_bias;
+
+    __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
+        : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
+
+    // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
+    __device__ __forceinline__ void fetch(int row_tile, int token) {
+        first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
+        first_token = token;
+        const int channel = min(first_channel + thread, p.channels - 1);
+        channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
+        channel_bias = bias_of(p, channel);
+#pragma unroll
+        for (int i = 0; i < (SHARE + 127) / 128; i++)
+            token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
+    }
+
+    // Give it to the other threads of the warpgroup.
+    __device__ __forceinline__ void share() const {
+#pragma unroll
+        for (int i = 0; i < (SHARE + 127) / 128; i++)
+            if (thread + i * 128 < SHARE) factors[thread + i * 128] = token_scale[i];
+        if (thread < CHANNELS) {
+            factors[SHARE + thread] = channel_scale;
+            factors[SHARE + CHANNELS + thread] = channel_bias;
+        }
+        warpgroup_sync(warpgroup);
+    }
+
+    struct Channel { float scale, bias; };
+    __device__ __forceinline__ Channel channel(int j, int h) const {
+        const float* own = factors + SHARE + j * ROWS + warp * 16 + h * 8 + lane / 4;
+        return {own[0], own[CHANNELS]};
+    }
+
+    // The roundings of vLLM's epilogue: of the channel's scale, then of token scale and bias together.
+    __device__ __forceinline__ static float finish(acc_t value, float token_scale, const Channel& c) {
+        return fmaf(token_scale, __fmul_rn(c.scale, (float)value), c.bias);
+    }
+
+#if defined(OUT_F32)
+    __device__ __forceinline__ void store(const acc_t (*d)[SHARE / 2]) const {
+        share();
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const Channel c = channel(j, h);
+                const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4, column = lane % 4 * 2;
+                const int left = row < p.channels ? p.tokens - first_token - column : 0;
+                out_t* to = p.y + (i64)(first_token + column) * p.channels + row;
+#pragma unroll
+                for (int q = 0; q < SHARE / 8; q++, to += (i64)8 * p.channels) {
+                    const float2 scale = *(const float2*)(factors + q * 8 + column);
+                    if (q * 8 < left) to[0] = finish(d[j][q * 4 + h * 2], scale.x, c);
+                    if (q * 8 + 1 < left) to[p.channels] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
+                    asm volatile("" : "+l"(to));  // hidden, lest all addresses be computed ahead, into registers
+                }
+            }
+        warpgroup_sync(warpgroup);  // all have read the factors
+    }
+#else
+    // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
+    // Rows are chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
+    __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
+        return row * ROW_BYTES + (chunk ^ row % 8) * 16;
+    }
+
+    __device__ __forceinline__ void store(const acc_t (*d)[SHARE / 2]) const {
+        share();
+        Channel c[ROW_BLOCKS][2];
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) c[j][h] = channel(j, h);
+        store_from<0>(d, c);
+    }
+
+    template <int START>
+    __device__ __forceinline__ void store_from(const acc_t (*d)[SHARE / 2], const Channel (*c)[2]) const {
+        constexpr int LENGTH = SHARE - START < PIECE ? SHARE - START : PIECE;
+        if (START > 0) warpgroup_sync(warpgroup);  // the piece before has been read
+#pragma unroll
+        for (int row = 0; row < LENGTH; row += 16) {
+            const float* own = factors + START + row + lane % 4 * 2;
+            const float2 s[2] = {*(const float2*)own, *(const float2*)(own + 8)};
+#pragma unroll
+            for (int j = 0; j < ROW_BLOCKS; j++) transpose(d[j] + (START + row) / 2, c[j], s, j, row);
+        }
+        warpgroup_sync(warpgroup);
+        store_rows<START, LENGTH>();
+        if constexpr (START + PIECE < SHARE) store_from<START + PIECE>(d, c);
+    }
+
+    // Four 8 x 8 matrices into the piece: channels +0 and +8 of 8 tokens, then of the 8 tokens after them.
+    __device__ __forceinline__ void transpose(const acc_t* d, const Channel* c, const float2* s, int j, int first_row) const {
+        u32 m[4];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const acc_t* pair = d + i * 4 + h * 2;
+                m[i * 2 + h] = round_pair(finish(pair[0], s[i].x, c[h]), finish(pair[1], s[i].y, c[h]));
+            }
+        // first_row is a multiple of 16, so the swizzle is that of the lane's own row.
+        const u32 own = shared_address(piece) + chunk_offset(lane / 16 * 8 + lane % 8, j * (ROWS / 8) + warp * 2 + lane / 8 % 2);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
+    }
+
+    // Neighbouring lanes write neighbouring chunks, a warp whole lines.
+    template <int START, int LENGTH>
+    __device__ __forceinline__ void store_rows() const {
+        constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
+        constexpr int STEP = 128 / CHUNKS;    // rows a pass: 8 or 16, so a thread's swizzle stays
+        const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
+        const int rows = min(LENGTH, p.tokens - first_token - START), channels = min(8, p.channels - channel);
+        const u8* from = piece + chunk_offset(first, chunk);
+        out_t* to = p.y + (i64)(first_token + START + first) * p.channels + channel;
+        const i64 stride = (i64)STEP * p.channels;
+        if (rows == LENGTH && channels == 8 && p.channels % 8 == 0) {
+#pragma unroll
+            for (int i = 0; i < LENGTH / STEP; i++)
+                *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
+        } else {
+#pragma unroll 1
+            for (int row = first; row < rows; row += STEP, from += STEP * ROW_BYTES, to += stride)
+#pragma unroll 1
+                for (int i = 0; i < channels; i++) to[i] = ((const u16*)from)[i];
+        }
+    }
+#endif
+};
+
+// ---- kernel ----------------------------------------------------------------------------------------------------------
+
+#if SPLIT > 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Problem p) {
+    extern __shared__ u8 raw[];
+    u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+    u8* const results = base + STAGES * STAGE_BYTES;
+    u8* const sums = results + WARPGROUPS * RESULT_BYTES;
+    const u32 barriers = shared_address(sums + EXCHANGE_BYTES);
+    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
+    const u32 received = barriers + 2 * STAGES * 8;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(ring.full + s * 8, 1);
+            barrier_init(ring.empty + s * 8, 4 * WARPGROUPS);
+        }
+        if (SPLIT > 1) barrier_init(received, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (SPLIT > 1) barrier_expect(received, EXCHANGE_BYTES);
+    }
+#if SPLIT > 1
+    cluster_arrive();
+    const int rank = cluster_rank();
+#else
+    const int rank = 0;
+#endif
+    __syncthreads();
+    const int warpgroup = threadIdx.x / 128;
+    if (warpgroup == WARPGROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        const Producer producer(p, ring, rank);
+        const bool leader = threadIdx.x % 128 == 0;
+        if (leader) producer.load_early();
+#if SPLIT > 1
+        __syncwarp();
+        cluster_wait();  // no thread may leave before every block has made its barriers
+#endif
+        if (leader) {
+            await_activations();
+            producer.load_rest();
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        const Tiles tiles(p);
+        Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
+        Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
+        acc_t d[ROW_BLOCKS][TOKENS / 2];
+        await_activations();  // and their scales
+        for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
+            int row_tile, token_tile;
+            tiles.locate(tile, row_tile, token_tile);
+            epilogue.fetch(row_tile, token_tile * TOKENS + rank * SHARE);
+            const Range range = range_of(p, rank);
+#if SPLIT == 1
+            consumer.multiply(range, d);
+            epilogue.store(d);
+#else
+            const Exchange exchange{sums, received};
+            if (range.empty()) {
+                const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: wgmma wants no other writer of its registers
+                exchange.send(zeros, rank);
+            } else {
+                consumer.multiply(range, d);
+                exchange.send(d, rank);
+            }
+            if (rank >= Exchange::SHARES) continue;
+            acc_t sum[ROW_BLOCKS][SHARE / 2];
+            exchange.receive(sum);
+            epilogue.store(sum);
+#endif
+        }
+    }
+}

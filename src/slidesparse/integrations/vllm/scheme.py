@@ -1,0 +1,194 @@
+"""From a layer that vLLM has loaded and sharded to a SlideLinear, or back to vLLM with the reason.
+
+Parameters, their loaders, sharding and fused scales are vLLM's own: a scheme is wrapped, and only what happens after
+loading and when multiplying is ours. A layer that is left to vLLM runs exactly its code.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
+
+from slidesparse.gemm import Problem, choose
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.names import Claim, Options, shard_start
+from slidesparse.integrations.vllm.reload import refusal
+from slidesparse.integrations.vllm.status import Ledger, Outcome
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import QUANTISED
+from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
+
+LEAST_CAPABILITY = 80
+"""Ampere: the first Sparse Tensor Cores."""
+
+SUBMODULE = "slide"
+"""Where a converted layer keeps its SlideLinear."""
+
+log = logging.getLogger(LOGGER)
+
+
+class SlideScheme(CompressedTensorsScheme):
+    """vLLM's scheme of a W8A8 layer, until the layer is loaded; then ours, if the weight lets it be.
+
+    Args:
+        inner: vLLM's scheme.
+        claim: What is known of the layer.
+        options: What the user said.
+        ledger: Where the outcome is told.
+    """
+
+    def __init__(self, inner: CompressedTensorsScheme, claim: Claim, options: Options, ledger: Ledger) -> None:
+        self.inner, self.claim, self.options, self.ledger = inner, claim, options, ledger
+        self.columns = 0
+        self.converted: bool | None = None  # not loaded yet
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability, times ten."""
+        return LEAST_CAPABILITY
+
+    def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
+        """As vLLM's; ``input_size`` is that of the whole weight."""
+        self.columns = input_size
+        self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
+        if self.converted is not False:
+            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        if not self.converted:
+            self.inner.process_weights_after_loading(layer)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply: [..., in] -> [..., out]."""
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else self.inner.apply_weights(layer, x, bias)
+        return y
+
+
+@register_weight_loader_v2_supported_method
+class SlideUnquantizedMethod(UnquantizedLinearMethod):
+    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`."""
+
+    def __init__(self, claim: Claim, options: Options, ledger: Ledger) -> None:
+        super().__init__()
+        self.claim, self.options, self.ledger = claim, options, ledger
+        self.columns = 0
+        self.converted: bool | None = None  # not loaded yet
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """As vLLM's; ``input_size`` is that of the whole weight."""
+        self.columns = input_size
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        super().create_weights(layer, *sizes, params_dtype, **attributes)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
+        if self.converted is not False:
+            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+        if not self.converted:
+            super().process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply: [..., in] -> [..., out]."""
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else super().apply(layer, x, bias)
+        return y
+
+
+def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Ledger) -> bool:
+    """Turn a loaded layer into a SlideLinear where that is possible and pays, and note what was done.
+
+    Args:
+        layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
+        claim: What is known of it.
+        options: What the user said.
+        columns: ``in`` of the whole weight.
+        ledger: Where it is noted.
+
+    Returns:
+        Whether ``layer.slide`` is there now; then weight and scale are gone.
+
+    Raises:
+        PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
+        UnsupportedError: The backend that the user named cannot run it, or it is a SlideLinear already.
+    """
+    if SUBMODULE in layer._modules:
+        raise refusal(claim.name)
+    weight = layer.weight.data
+    start = shard_start(weight.shape[1], columns, getattr(layer, "tp_rank", 0))
+    scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+    packed, outcome = pack_shard(weight, scale, claim, options, start)
+    if packed is not None:
+        slide = SlideLinear(packed, backend=options.backend, fallback=options.fallback)
+        del layer.weight
+        if scale is not None:
+            del layer.weight_scale
+        layer.add_module(SUBMODULE, slide)
+        ledger.keep_times(slide)
+        on_gpu = weight.is_cuda
+        del weight, scale  # the dense weight's memory is free again
+        if ledger.rehearsal is not None and on_gpu:
+            ledger.rehearsal.run(slide)
+    ledger.settle(claim.name, outcome, log)
+    return packed is not None
+
+
+def pack_shard(
+    weight: torch.Tensor, scale: torch.Tensor | None, claim: Claim, options: Options, start: int
+) -> tuple[PackedWeight | None, Outcome]:
+    """Pack one rank's weight if it is to run sparse.
+
+    Args:
+        weight: [out, columns of this rank].
+        scale: [out, 1], or None.
+        claim: What is known of the layer.
+        options: What the user said.
+        start: Column of the whole weight at which this rank's begin.
+
+    Returns:
+        The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense by
+        choice is taken over too where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` can join it with the
+        norm or activation before it, for which vLLM has two kernels.
+    """
+    pattern = claim.pattern or detect(weight, start)
+    if pattern is None:
+        return None, Outcome(False, False, "its weight satisfies no pattern")
+    if pattern == DENSE:
+        return None, Outcome(False, True, "as the checkpoint says")
+    k_offset = start % pattern.group
+    groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
+    check_groups(weight, pattern, groups, k_offset=k_offset, name=claim.name)
+    if groups is not None and not len(groups):
+        return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
+    out, columns = weight.shape
+    choice = choose(Problem(pattern, weight.dtype, out, columns, weight.device), options.backend, options.fallback)
+    dense, eligible = choice.backends == ("dense",), options.backend != "dense"
+    if dense and not (options.fuse and weight.dtype in QUANTISED):
+        return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)
+    packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=claim.name)
+    if dense:
+        text = f"{pattern}, joined with what stands before it; {choice.reason}"
+        return packed, Outcome(False, True, text, eligible)
+    offset = f", from position {k_offset} of a group" if k_offset else ""
+    return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
+
+
+def detect(weight: torch.Tensor, start: int) -> Pattern | None:
+    """The tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
+    by_density = sorted(UNIFORM_PATTERNS, key=lambda pattern: pattern.density)
+    return next((p for p in by_density if tightest_pattern(weight, [p], start % p.group)), None)

@@ -1,0 +1,107 @@
+"""What became of every layer, told when the last one has been loaded.
+
+vLLM loads layer after layer and says nothing at the end, so the ledger counts: layers that were built, less those that
+were loaded or thrown away again (an output embedding that turns out to be tied).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.integrations.vllm.warmup import Rehearsal
+from slidesparse.linear import SlideLinear
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+NONE_SPARSE = (
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed."
+    ' slidesparse tune measures this GPU; --additional-config \'{"slidesparse": {"backend": "hopper"}}\' runs them'
+    " sparse without a measurement"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a layer.
+
+    Attributes:
+        sparse: It runs on packed weights.
+        qualified: Its weight satisfies a pattern.
+        text: Pattern and backend, or why it stays dense.
+        eligible: It has groups that could run sparse, and nobody asked for dense.
+    """
+
+    sparse: bool
+    qualified: bool
+    text: str
+    eligible: bool = False
+
+
+@dataclass
+class Ledger:
+    """The layers of one model.
+
+    Attributes:
+        waiting: Name -> the layer, until it is loaded.
+        outcomes: Name -> what became of it.
+        rehearsal: What a layer runs when it is loaded.
+        speeds: Switch of a layer's weight, as text -> the times that decided its routes.
+    """
+
+    waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    rehearsal: Rehearsal | None = None
+    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
+
+    def keep_times(self, layer: SlideLinear) -> None:
+        """Keep the times that decided a layer's routes, if times did."""
+        if layer.choice.measured is not None:
+            self.speeds[layer.switch] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
+
+    def expect(self, name: str, layer: object) -> None:
+        """A layer was built and will be loaded."""
+        self.waiting[name] = weakref.ref(layer)
+
+    def settle(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
+        """A layer was loaded; after the last one, say what became of all.
+
+        Raises:
+            UnsupportedError: After the last one, when no weight satisfies any pattern.
+        """
+        self.outcomes[name] = outcome
+        self.waiting.pop(name, None)
+        self.waiting = {other: layer for other, layer in self.waiting.items() if layer() is not None}
+        if self.waiting:
+            return
+        if not any(outcome.qualified for outcome in self.outcomes.values()):
+            raise UnsupportedError(
+                "--quantization slidesparse: no layer of this checkpoint satisfies any pattern",
+                got=f"{len(self.outcomes)} layers, none with two zeros in every group of 32 columns or less",
+                remedy="prune it with slidesparse prune, or serve it without --quantization slidesparse",
+            )
+        for line in self.lines():
+            log.info(line)
+        eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
+        if eligible and not any(outcome.sparse for outcome in eligible):
+            ((why, _),) = Counter(outcome.text for outcome in eligible).most_common(1)
+            log.warning(NONE_SPARSE, len(eligible), why)
+
+    def lines(self) -> list[str]:
+        """One line for every kind of layer and outcome."""
+        kinds: dict[tuple[str, Outcome], list[str]] = {}
+        for name, outcome in self.outcomes.items():
+            kinds.setdefault((_NUMBER.sub("*", name), outcome), []).append(name)
+        total = Counter(outcome.sparse for outcome in self.outcomes.values())
+        head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse"
+        return [head] + [
+            f"slidesparse: {kind if len(names) > 1 else names[0]}: {'sparse' if outcome.sparse else 'dense'},"
+            f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
+            for (kind, outcome), names in kinds.items()
+        ]

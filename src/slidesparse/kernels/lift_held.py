@@ -1,0 +1,245 @@
+"""The kernel that quantises and lifts a row which it holds: every input is read once, every column quantised once.
+
+A program holds one row in registers, in chunks in which a lane has 8 neighbouring columns. When the scale is known, the
+columns are rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting is a gather of such pairs::
+
+    6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
+            packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
+
+Columns that two windows share are so read, transformed and rounded once. That is what bounded the other kernel
+(:mod:`slidesparse.kernels.lift_walking`): it issued 30 instructions a column where this one needs 14, and evaluated
+the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
+
+It needs pairs that stay pairs (an even ``k_offset``) and a row that fits
+(:attr:`slidesparse.kernels.lift_variant.Plan.held`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slidesparse.kernels.lift_math import (
+    add,
+    begin,
+    normed,
+    offset_of_row,
+    place,
+    quotient,
+    row_scale,
+    rstd_of,
+    silu_times,
+)
+
+
+@triton.jit
+def _load(x, chunk, P: tl.constexpr):
+    """Columns of a chunk [READ], 0 past the end of the row."""
+    column = chunk * P.read + tl.arange(0, P.read)
+    if (chunk + 1) * P.read > P.columns:
+        value = tl.load(x + column, mask=column < P.columns, other=0.0)
+    else:
+        value = tl.load(x + column)
+    return value
+
+
+@triton.jit
+def _hold(x, residual, total, weight, eps, P: tl.constexpr):
+    """What is to be quantised: a tuple of chunks [READ] in the row's type."""
+    row = ()
+    squares = tl.full((P.read,), 0.0, tl.float32)
+    CHUNKS: tl.constexpr = P.chunks
+    for chunk in tl.static_range(0, CHUNKS):
+        value = _load(x, chunk, P)
+        if P.first == "silu_mul":
+            value = silu_times(value, _load(x + P.columns, chunk, P))
+        if P.first == "add_rms_norm":
+            value = add(value, _load(residual, chunk, P))
+            column = chunk * P.read + tl.arange(0, P.read)
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=column < P.columns)
+        if P.first == "rms_norm" or P.first == "add_rms_norm":
+            squares += value.to(tl.float32) * value.to(tl.float32)
+        row = row + (value,)
+    if P.first == "rms_norm" or P.first == "add_rms_norm":
+        rstd = rstd_of(squares, eps, P)
+        held = row
+        row = ()
+        for chunk in tl.static_range(0, CHUNKS):
+            row = row + (normed(held[chunk], _load(weight, chunk, P), rstd),)
+    return row
+
+
+@triton.jit
+def _larger(largest, value):
+    """The larger of ``largest``, which is not negative, and the magnitude of ``value``; NaN if one of them is."""
+    if value.dtype == tl.bfloat16:
+        largest = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }",
+            "=r,r,r",
+            [largest, value],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif value.dtype == tl.float16:
+        largest = tl.inline_asm_elementwise(
+            "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, m; }",
+            "=r,r,r",
+            [largest, value],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    return largest
+
+
+@triton.jit
+def _absmax(row, P: tl.constexpr):
+    """The largest magnitude of a row, NaN if there is one: a float32 scalar."""
+    largest = tl.full((P.read,), 0.0, row[0].dtype)
+    for chunk in tl.static_range(0, len(row)):
+        largest = _larger(largest, row[chunk])
+    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    return tl.max(largest.to(tl.float32).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round(wide, P: tl.constexpr):
+    """Round to 8 bits: float32 [READ] -> pairs of columns, the first one in the low byte, int16 [READ / 2]."""
+    low, high = tl.split(tl.reshape(wide, (P.read // 2, 2)))
+    if P.quant == "int8":
+        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $3; cvt.rni.s32.f32 c, $2;"
+            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
+            "=r,f,f,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        pairs = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;"
+            " mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f",
+            [low, high],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    return pairs
+
+
+@triton.jit
+def _quantise(row, scale, inverse, P: tl.constexpr):
+    """All columns of a row as pairs: a tuple of chunks, int16 [READ / 2]."""
+    pairs = ()
+    for chunk in tl.static_range(0, len(row)):
+        pairs = pairs + (_round(quotient(row[chunk], scale, inverse, P), P),)
+    return pairs
+
+
+@triton.jit
+def _in_order(pairs, P: tl.constexpr):
+    """The chunks of a row one after the other, and zeros up to a power of two: int16 [slots * READ / 2]."""
+    HALF: tl.constexpr = P.read // 2
+    EMPTY: tl.constexpr = P.slots - P.chunks
+    for _ in tl.static_range(0, EMPTY):
+        pairs = pairs + (tl.full((HALF,), 0, tl.int16),)
+    if P.slots == 1:
+        whole = pairs[0]
+    elif P.slots == 2:
+        whole = tl.join(pairs[0], pairs[1])
+    elif P.slots == 4:
+        whole = tl.join(tl.join(pairs[0], pairs[2]), tl.join(pairs[1], pairs[3]))
+    else:
+        even = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
+        whole = tl.join(even, tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7])))
+    # Joining makes the number of a chunk the fastest index; it is to be the slowest.
+    return tl.reshape(tl.trans(tl.reshape(whole, (HALF, P.slots))), (HALF * P.slots,))
+
+
+@triton.jit
+def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
+    """The input pairs behind a step's positions in a segment, int32 [WRITE / 2]; outside the row where none is."""
+    if P.gathered:
+        START: tl.constexpr = P.dense_columns if SLID else 0
+        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+        position = start // 2 + tl.arange(0, P.write // 2)
+        column = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2)
+        source = column.to(tl.int32) >> 1
+    else:
+        SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
+        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
+        span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
+        first = span // SPANS * P.half + span % SPANS - P.k_offset // 2
+        source = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
+    return source
+
+
+@triton.jit
+def _lift(whole, map_of_pairs, out, row, SLID: tl.constexpr, P: tl.constexpr):
+    """Write one segment of a row: int16 ``out``."""
+    START: tl.constexpr = P.dense_columns if SLID else 0
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    GROUP: tl.constexpr = 4 * (P.half - 1) if SLID else 2 * P.half
+    # Positions between these two stand for columns that exist.
+    BEGIN: tl.constexpr = GROUP if P.k_offset > 0 else 0
+    END: tl.constexpr = ((P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)) * GROUP
+    STEP: tl.constexpr = P.write
+    for start in tl.static_range(0, LENGTH, STEP):
+        source = _source(map_of_pairs, start, SLID, P)
+        if start < BEGIN or start + P.write > END:
+            exists = (source >= 0) & (2 * source < P.columns)
+            pairs = tl.where(exists, tl.gather(whole, tl.where(exists, source, 0), 0), 0)
+        else:
+            pairs = tl.gather(whole, source, 0)
+        step = tl.arange(0, P.write // 2)
+        at = place((START + start) // 2, step, row, 2, P)
+        tl.store(out + at, pairs, mask=start // 2 + step < LENGTH // 2)
+
+
+@triton.jit
+def _copy(pairs, out, row, P: tl.constexpr):
+    """Write a row whose columns stay where they are: int16 ``out``."""
+    WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
+    HALF: tl.constexpr = P.read // 2
+    for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
+        step = tl.arange(0, HALF)
+        value = tl.full((HALF,), 0, tl.int16)
+        if chunk < P.chunks:
+            value = pairs[chunk]
+        tl.store(out + place(chunk * HALF, step, row, 2, P), value, mask=chunk * HALF + step < WIDTH // 2)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def held_kernel(
+    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+):
+    """One row a program; see the top of this file.
+
+    Where slabs are padded, programs past the last row repeat it. ``out`` is int16, a pair of columns each.
+    """
+    begin(P)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.minimum(row, tokens - 1)
+    x += token * x_stride
+    if P.first == "add_rms_norm":
+        residual += token * residual_stride
+        total += token * P.columns
+    out += offset_of_row(row, 2, P)
+    held = _hold(x, residual, total, weight, eps, P)
+    scale, inverse = row_scale(_absmax(held, P), P)
+    tl.store(scales + token, scale)
+    pairs = _quantise(held, scale, inverse, P)
+    if P.in_place:
+        _copy(pairs, out, row, P)
+    else:
+        whole = _in_order(pairs, P)
+        if P.dense_columns > 0:
+            _lift(whole, map_of_pairs, out, row, False, P)
+        if P.slid_columns > 0:
+            _lift(whole, map_of_pairs, out, row, True, P)

@@ -1,0 +1,188 @@
+"""How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
+
+A row that is held (see :mod:`slidesparse.kernels.lift_held`) gets as few lanes as can hold it: every lane then has
+many loads on the way, and what is done once a row is spread over many columns. A row that is walked is read several
+times, and all passes but the first should find it in L1, so the rows that a multiprocessor treats at once must fit
+there. What was measured to be faster than the rule is data, in ``launch.json`` beside this file::
+
+    {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
+                              "read": 2048, "write": 4096, "num_warps": 8, "registers": 0}]}
+
+The entry of the largest ``min_tokens`` that the problem reaches counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.kernels.lift_variant import CHUNKS
+from slidesparse.layout import Columns
+
+TABLE = Path(__file__).with_name("launch.json")
+VERSION = 1
+
+LAUNCH = ("read", "write", "num_warps", "registers")
+"""Keys of an entry that are the launch, in the order of its fields."""
+
+FP8_ARCH = 89
+"""The first compute capability that converts to e4m3."""
+
+EARLY_ARCH = 90
+"""The first compute capability on which a kernel can start before the one before it has ended."""
+
+WARPS = (1, 2, 4, 8, 16)
+"""Warps that a program may have."""
+RESIDENT_WARPS = 64
+"""Warps that a multiprocessor holds at most: how many programs of so many warps run on it at once."""
+L1_BYTES = 192 * 1024
+"""What a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of the
+speed of 8."""
+FEW_TOKENS = 512
+"""Up to so many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
+LOAD_BYTES = 16
+"""What a lane loads at once while it reads a row."""
+WRITE_COLUMNS = 16
+"""Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
+THREE_PROGRAMS = 40
+"""Registers of a lane with which a multiprocessor's 65536 serve three programs of 16 warps. The compiler would take a
+few more for FP8, and the rows in flight would be two: 7 % slower on an H200 at K = 18944."""
+HELD_COLUMNS = 256
+"""Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
+FEWEST_HOLDING = 2
+"""Warps of a program that holds its row, at least. What one warp holds the compiler gathers with shuffles, one and a
+compare and a select for each register that may be meant, instead of through shared memory: at 6:8 and K = 2048 56
+instructions a column of the input in place of 15."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one launch is cut.
+
+    Attributes:
+        read: Input columns of a step while a row is read, a power of two.
+        write: Packed columns of a step while it is written, a power of two.
+        num_warps: Warps of a program, a power of two.
+        registers: Registers that a lane may have, a multiple of 8; 0 leaves it to the compiler.
+    """
+
+    read: int
+    write: int
+    num_warps: int
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.registers) is not int or not 0 <= self.registers <= 256 or self.registers % 8:
+            raise InputError("registers of a launch", got=self.registers, needed="a multiple of 8 up to 256")
+        limits = {"read": 1 << 16, "write": 1 << 16, "num_warps": 32}
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= limit or value & (value - 1):
+                raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
+
+
+@lru_cache(maxsize=4096)
+def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str, quantised: bool = True) -> Launch:
+    """The launch of a quantise-and-lift kernel.
+
+    Args:
+        arch: Compute capability, 90 for an H200.
+        tokens: Rows M.
+        columns: The packed column order.
+        itemsize: Bytes of an input value.
+        first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
+        quantised: False to lift only.
+
+    >>> configure(80, 4096, Columns.identity(8192), 2, "none")
+    Launch(read=1024, write=4096, num_warps=4, registers=0)
+    """
+    able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
+    holding = [warps for warps in able if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
+    if not quantised or columns.k_offset % 2 or not holding:
+        return _walk(tokens, columns, itemsize, first)
+    measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
+    if measured:
+        return max(measured, key=lambda entry: entry.min_tokens).launch
+    return _hold(tokens, columns, itemsize, first, holding)
+
+
+def _hold(tokens: int, columns: Columns, itemsize: int, first: str, holding: list[int]) -> Launch:
+    most = max(WARPS)
+    if tokens > FEW_TOKENS:
+        # What also writes the sum of its rows has more to wait for: four times the lanes were 10 % faster on an H200.
+        warps = min(holding[0] * (4 if first == "add_rms_norm" else 1), most)
+    else:
+        warps = max([w for w in holding if HELD_COLUMNS * w <= columns.columns], default=holding[0])
+    # With more than 6 chunks of a 16-bit type, or a function of the columns first, a lane needs more than that.
+    light = first == "none" and itemsize == 2 and columns.columns <= 6 * HELD_COLUMNS * warps
+    stores = 1 if warps == most else 2
+    registers = THREE_PROGRAMS if warps == most and light else 0
+    return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
+
+
+def _walk(tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
+    row_bytes = columns.columns * itemsize * (2 if first == "silu_mul" else 1)
+    useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
+    cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]
+    warps = min(cached) if cached and tokens > FEW_TOKENS else max(useful)
+    return Launch(32 * warps * LOAD_BYTES // itemsize, 32 * warps * WRITE_COLUMNS, warps)
+
+
+@lru_cache
+def device_arch(device: torch.device) -> int:
+    """Compute capability of a device: 90 for an H200. In Triton's interpreter, which needs no GPU, the newest."""
+    if device.type != "cuda":
+        return 120
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measured launch: for ``columns`` input columns in groups of ``group``, from ``min_tokens`` rows on."""
+
+    first: str
+    columns: int
+    group: int
+    min_tokens: int
+    launch: Launch
+
+    def matches(self, tokens: int, columns: Columns, first: str) -> bool:
+        """True when this entry speaks of such a problem."""
+        same = (self.first, self.columns, self.group) == (first, columns.columns, columns.group)
+        return same and tokens >= self.min_tokens
+
+
+@lru_cache
+def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
+    """Read a table: compute capability -> entries.
+
+    Raises:
+        InputError: For anything but the form at the top of this file.
+    """
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict) or content.pop("version", None) != VERSION:
+        raise InputError(f"launch table {path.name}", needed=f"an object of version {VERSION}")
+    table = {}
+    for arch, entries in content.items():
+        if not arch.startswith("sm_") or not arch[3:].isdecimal() or not isinstance(entries, list):
+            raise InputError(f"launch table {path.name}", got=repr(arch), needed="sm_NN: a list of entries")
+        table[int(arch[3:])] = tuple(_entry(path, entry) for entry in entries)
+    return table
+
+
+def _entry(path: Path, entry: object) -> Entry:
+    kinds = {"first": str, **dict.fromkeys(("columns", "group", "min_tokens", *LAUNCH), int)}
+    if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
+        raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
+    launch = Launch(*(entry[key] for key in LAUNCH))
+    return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)

@@ -1,0 +1,131 @@
+"""What both kernels that quantise and lift do alike: the arithmetic of a row, and where its output stands."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slidesparse.layout import CHUNK_BYTES, SLAB_BYTES
+from slidesparse.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
+
+_INT8_MAX = tl.constexpr(INT8_MAX)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
+_SLAB_BYTES = tl.constexpr(SLAB_BYTES)
+_CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
+
+
+@triton.jit
+def begin(P: tl.constexpr):
+    """Programmatic dependent launch (PTX ISA, "griddepcontrol"), the first thing that a program does.
+
+    Wait until the kernel before this one has ended, if this one was started early; then allow the kernel behind it to
+    start: a GEMM has weights to fetch before it waits for what this kernel writes. In this order whatever was written
+    before this kernel is visible to that one.
+    """
+    if P.early:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0",
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) to some 2^-22: five instructions, where Triton's exp and division take twice as many.
+
+    Below 2^-126 the result is 0.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;"  # the constant is -log2(e)
+        " add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def silu_times(gate, up):
+    """``silu(gate) * up``, rounded to the row's type at the end."""
+    wide = gate.to(tl.float32)
+    return (wide * _sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def add(x, residual):
+    """The sum in float32."""
+    return x.to(tl.float32) + residual.to(tl.float32)
+
+
+@triton.jit
+def normed(x, gain, rstd):
+    """``x * rstd * gain``, rounded to the gain's type at the end."""
+    return (x.to(tl.float32) * rstd * gain.to(tl.float32)).to(gain.dtype)
+
+
+@triton.jit
+def rstd_of(squares, eps, P: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of a row, from squares that remain to be summed."""
+    mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+
+
+@triton.jit
+def row_scale(absmax, P: tl.constexpr):
+    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
+    if P.quant == "int8":
+        scale = tl.div_rn(absmax, _INT8_MAX)
+        inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
+    else:
+        scale = tl.maximum(tl.div_rn(absmax, _FP8_MAX), _FP8_MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        inverse = tl.div_rn(1.0, scale)
+    return scale, inverse
+
+
+@triton.jit
+def quotient(value, scale, inverse, P: tl.constexpr):
+    """What is rounded to 8 bits, in float32: ``value * inverse`` for int8, ``value / scale`` for FP8."""
+    wide = value.to(tl.float32)
+    result = wide * inverse
+    if P.quant == "fp8":
+        # With the inverse at hand one correction gives the IEEE quotient. Checked for all 2^23 significands of the
+        # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
+        # minus is 0 - x, which would lose it).
+        result = tl.fma(tl.fma(result, scale, wide * -1.0), -inverse, result)
+    return result
+
+
+@triton.jit
+def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
+    """Where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
+    ROW_BYTES: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
+    return row * (ROW_BYTES // ITEM)
+
+
+@triton.jit
+def place(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
+    """Where the items of ITEM bytes ``start + step`` of a row stand, from the row's own start on.
+
+    ``start`` is where a slab begins; what depends on ``step`` alone is computed once for all of a loop's starts. A slab
+    has a row for every program.
+    """
+    if P.slab_rows == 0:
+        at = start + step
+    else:
+        SLAB: tl.constexpr = _SLAB_BYTES // ITEM
+        CHUNK: tl.constexpr = _CHUNK_BYTES // ITEM
+        chunk = step % SLAB // CHUNK
+        if P.swizzle:
+            chunk = chunk ^ (row % 8).to(tl.int32)
+        pitch = tl.num_programs(0).to(tl.int64) * SLAB
+        at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
+        at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # which the exclusive or hides
+        at += start // SLAB * pitch
+    return at

@@ -1,0 +1,83 @@
+"""What a kernel that quantises and lifts is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+First: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "silu_mul"]
+"""What happens to a row before it is quantised: a function of :mod:`slidesparse.prologue`."""
+
+NORMS = ("rms_norm", "add_rms_norm")
+"""Those that have a gain."""
+
+CHUNKS = 8
+"""Chunks of a row that a program may hold: 64 columns a lane, of the 128 registers that 16 warps leave it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is compiled for, besides the types and alignments of its arguments.
+
+    Attributes:
+        columns: Input columns K.
+        half: N, half the columns of a group.
+        k_offset: Position inside its group at which input column 0 stands.
+        dense_groups: Groups of the dense segment.
+        slid_groups: Groups of the slid segment.
+        dense_columns: Length of the dense segment, padding included.
+        slid_columns: Length of the slid segment, padding included.
+        gathered: The groups stand in an order of their own.
+        first: See :data:`First`.
+        quant: ``none``, ``int8`` or ``fp8``.
+        itemsize: Bytes of an output column.
+        slab_rows: Tokens of a slab are a multiple of it; 0 for row-major output.
+        swizzle: See :class:`slidesparse.layout.Slabs`.
+        read: Input columns of a step of the passes that read; of a chunk of a row that is held.
+        write: Output columns of a step of the pass that writes.
+        early: The kernel may be started before the one before it has ended, and lets the one behind it start as early;
+            see :func:`slidesparse.kernels.lift_math.begin`.
+    """
+
+    columns: int
+    half: int
+    k_offset: int
+    dense_groups: int
+    slid_groups: int
+    dense_columns: int
+    slid_columns: int
+    gathered: bool
+    first: First
+    quant: str
+    itemsize: int
+    slab_rows: int
+    swizzle: bool
+    read: int
+    write: int
+    early: bool
+
+    @property
+    def held(self) -> bool:
+        """The row is held in registers: it is to be quantised, it is no longer than that, and its pairs stay pairs."""
+        return self.quant != "none" and self.k_offset % 2 == 0 and self.columns <= CHUNKS * self.read
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row that is held."""
+        return -(-self.columns // self.read)
+
+    @property
+    def slots(self) -> int:
+        """Chunks that a power of two holds."""
+        return 1 << (self.chunks - 1).bit_length()
+
+    @property
+    def in_place(self) -> bool:
+        """Packed column c is input column c: nothing to lift, or windows of 2:4 alone."""
+        alone = self.dense_groups == 0 or self.slid_groups == 0
+        return alone and not self.gathered and self.k_offset == 0 and (self.half == 2 or self.slid_groups == 0)
+
+    @property
+    def cut(self) -> bool:
+        """The last group of the input is not whole."""
+        return (self.k_offset + self.columns) % (2 * self.half) > 0

@@ -1,0 +1,179 @@
+"""The kernel that quantises and lifts a row of any length, in passes over it.
+
+It lifts without quantising, and quantises what :mod:`slidesparse.kernels.lift_held` cannot hold.
+
+One pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The first
+reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.kernels.lift_launch` sees to it). The last
+pass walks along the *output*: a packed column is computed from the input column that it copies, so a column that two
+windows share is read and quantised twice, and nothing has to be moved between lanes::
+
+    6:8     in    |0 1 2 3 4 5 6 7|                 loads of 4 bytes (16-bit types): a window starts at an even column
+            out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes beside each other
+
+The code says which column goes where, element by element. How wide an access is follows from what the compiler proves
+about these indices, so that odd sizes and unaligned rows need no code of their own: they are slower, not different.
+
+Bytes moved a row: K inputs in (2K where there is a gate; a residual is another K in and K out), K' bytes and one
+float32 out. Every byte of the output, padding included, is written once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slidesparse.kernels.lift_math import (
+    add,
+    begin,
+    normed,
+    offset_of_row,
+    place,
+    quotient,
+    row_scale,
+    rstd_of,
+    silu_times,
+)
+
+
+@triton.jit
+def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
+    """Input columns of a step's positions in a segment [WRITE]; outside 0 .. K-1 where there is none."""
+    # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
+    SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
+    if P.gathered:
+        START: tl.constexpr = P.dense_columns if SLID else 0
+        LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+        position = start // 2 + tl.arange(0, P.write // 2)
+        first = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
+    else:
+        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
+        span = start // SPAN + tl.arange(0, P.write // SPAN)
+        first = (span // SPANS * P.half + span % SPANS) * 2 - P.k_offset
+    column = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
+    # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
+    PAIR: tl.constexpr = 2 - P.k_offset % 2
+    return tl.max_contiguous(tl.multiple_of(column, PAIR), PAIR)
+
+
+@triton.jit
+def _inside(column, P: tl.constexpr):
+    """Which of these columns exist."""
+    inside = column < P.columns
+    if P.gathered or P.k_offset > 0:
+        inside = inside & (column >= 0)
+    return inside
+
+
+@triton.jit
+def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
+    """What is quantised, in the row's type; 0 where there is no column."""
+    value = tl.load(x + column, mask=inside, other=0.0)
+    if P.first == "add_rms_norm":
+        value = add(value, tl.load(residual + column, mask=inside, other=0.0))
+    if P.first == "silu_mul":
+        value = silu_times(value, tl.load(x + P.columns + column, mask=inside, other=0.0))
+    if P.first == "rms_norm" or P.first == "add_rms_norm":
+        value = normed(value, tl.load(weight + column, mask=inside, other=0.0), rstd)
+    return value
+
+
+@triton.jit
+def _rstd(x, residual, total, eps, P: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of the sum of the two, which it writes."""
+    squares = tl.full((P.read,), 0.0, tl.float32)
+    for start in range(0, P.columns, P.read):
+        column = start + tl.arange(0, P.read)
+        inside = column < P.columns
+        value = tl.load(x + column, mask=inside, other=0.0)
+        if P.first == "add_rms_norm":
+            value = add(value, tl.load(residual + column, mask=inside, other=0.0))
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
+        squares += value.to(tl.float32) * value.to(tl.float32)
+    return rstd_of(squares, eps, P)
+
+
+@triton.jit
+def _absmax(x, residual, weight, rstd, P: tl.constexpr):
+    """The largest magnitude of a row, NaN if there is one: a scalar."""
+    largest = tl.full((P.read,), 0.0, tl.float32)
+    for start in range(0, P.columns, P.read):
+        column = start + tl.arange(0, P.read)
+        value = _value(x, residual, weight, column, column < P.columns, rstd, P)
+        largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
+    return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantise(value, scale, inverse, P: tl.constexpr):
+    """Round to 8 bits, four columns into a 32-bit register at a time."""
+    wide = quotient(value, scale, inverse, P)
+    if P.quant == "int8":
+        # To nearest even, NaN to 0, saturated: the conversion of vLLM's kernel.
+        result = tl.inline_asm_elementwise(
+            "{ .reg .s32 a, b, c, d; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.rni.s32.f32 c, $3;"
+            " cvt.rni.s32.f32 d, $4; cvt.pack.sat.s8.s32.b32 c, d, c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
+            "=r,f,f,f,f",
+            [wide],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        # Lifting stores a pair twice: in the high half of one word and in the low half of the next. Where both halves
+        # convert a pair the same way, ptxas computes it once and, on an H200, wrote wrong bytes into the high half (it
+        # merges the halves inside F2FP). So the high half converts its pair in the other order, and a byte permutation
+        # puts it right: nothing is left to share. test_every_pattern_on_the_gpu would notice.
+        result = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; .reg .b32 l, h; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $3, $4; cvt.u32.u16 l, low; cvt.u32.u16 h, high;"
+            " prmt.b32 $0, l, h, 0x4510; }",
+            "=r,f,f,f,f",
+            [wide],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return result
+
+
+@triton.jit
+def _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+    """Quantise, lift and write one segment of a row."""
+    START: tl.constexpr = P.dense_columns if SLID else 0
+    LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
+    for start in range(0, LENGTH, P.write):
+        step = tl.arange(0, P.write)
+        column = _source(map_of_pairs, start, SLID, P)
+        value = _value(x, residual, weight, column, _inside(column, P), rstd, P)
+        if P.quant != "none":
+            value = _quantise(value, scale, inverse, P)
+        at = place(START + start, step, row, P.itemsize, P)
+        tl.store(out + at, value, mask=start + step < LENGTH)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def walking_kernel(
+    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+):
+    """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
+    begin(P)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.minimum(row, tokens - 1)
+    x += token * x_stride
+    if P.first == "add_rms_norm":
+        residual += token * residual_stride
+        total += token * P.columns
+    out += offset_of_row(row, P.itemsize, P)
+    rstd = 1.0
+    scale = 1.0
+    inverse = 1.0
+    if P.first == "rms_norm" or P.first == "add_rms_norm":
+        rstd = _rstd(x, residual, total, eps, P)
+    if P.quant != "none":
+        scale, inverse = row_scale(_absmax(x, residual, weight, rstd, P), P)
+        tl.store(scales + token, scale)
+    if P.dense_columns > 0:
+        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, False, P)
+    if P.slid_columns > 0:
+        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, True, P)

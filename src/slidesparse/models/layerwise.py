@@ -1,0 +1,264 @@
+"""Calibrated pruning of a stack of layers, one layer at a time.
+
+Only one layer's weights need be on the device: the samples go through layer 0, whose linears are pruned with the
+statistics of what they read; then through the pruned layer 0, and what comes out is what layer 1 reads. So every layer
+is calibrated on the inputs that it will really see, the damage of earlier layers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, Pruner, output_error
+
+Batch = Mapping[str, torch.Tensor]
+"""Keyword arguments of the model's forward."""
+
+
+@dataclass(frozen=True)
+class SetLoss:
+    """What pruning cost one set of linears that read the same input.
+
+    Attributes:
+        names: The linears.
+        pattern: Their pattern.
+        loss: Squared error of their outputs over their energy, on the calibration inputs.
+    """
+
+    names: tuple[str, ...]
+    pattern: str
+    loss: float
+
+
+@dataclass
+class Sample:
+    """A batch on its way through the stack: the hidden state, and what every layer gets beside it."""
+
+    hidden: torch.Tensor
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+class Weights:
+    """Where a layer's weights come from. This one: they are in the model already, and stay there."""
+
+    def load(self, name: str, layer: nn.Module) -> None:
+        """Make a layer ready to run."""
+
+    def release(self, name: str, layer: nn.Module) -> None:
+        """Forget the weights of a layer that is done."""
+
+    def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
+        """The weight to prune: [out, in], in the type in which it is kept."""
+        return linear.weight.detach()
+
+    def finished(self, name: str) -> dict[str, torch.Tensor] | None:
+        """Pruned weights of a layer that an earlier run finished; None when there was none."""
+        return None
+
+    def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
+        """Take the pruned weights of a layer."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The repeated layers of a model.
+
+    Attributes:
+        name: Of the list that holds them: ``model.layers``.
+        layers: In the order in which they run.
+    """
+
+    name: str
+    layers: list[nn.Module]
+
+    def items(self) -> Iterator[tuple[str, nn.Module]]:
+        """Name and module of every layer."""
+        yield from ((f"{self.name}.{i}", layer) for i, layer in enumerate(self.layers))
+
+
+def find_stack(model: nn.Module, linears: Iterable[str]) -> Stack:
+    """The list of layers that holds all linears to be pruned.
+
+    Raises:
+        InputError: When there is none, naming linears outside.
+    """
+    names = list(linears)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    inside = {stack: [name for name in names if name.startswith(f"{stack}.")] for stack in lists}
+    best = max(inside, key=lambda stack: len(inside[stack]), default=None)
+    if best is None or not inside[best]:
+        raise InputError(
+            f"cannot calibrate {type(model).__name__} layer by layer",
+            got="no list of layers with linears to prune",
+            needed="a model whose layers stand in one nn.ModuleList",
+            remedy="use --method magnitude",
+        )
+    outside = [name for name in names if name not in inside[best]]
+    if outside:
+        raise InputError(
+            f"calibration goes through {best} only, and {len(outside)} linears are outside",
+            got=", ".join(outside[:3]),
+            remedy="put them on the ignore list, or use --method magnitude",
+        )
+    return Stack(best, list(lists[best]))
+
+
+class _Recorded(Exception):
+    """No error: the model has told all that it can tell without running its layers."""
+
+
+@torch.no_grad()
+def record(model: nn.Module, stack: Stack, batches: Iterable[Batch]) -> list[Sample]:
+    """Run what stands before the layers, and note what each layer gets beside the hidden state.
+
+    The layers themselves do not run: they may have no weights yet.
+
+    Args:
+        model: Whose parameters outside of the layers are filled, as far as they run before the layers.
+        stack: From :func:`find_stack`.
+        batches: Inputs.
+    """
+    samples: list[Sample] = []
+
+    def stand_in(index: int) -> Callable[..., torch.Tensor]:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if index == 0:
+                samples.append(Sample(hidden))
+            samples[-1].arguments.append((args, kwargs))
+            if index + 1 == len(stack.layers):
+                raise _Recorded
+            return hidden
+
+        return forward
+
+    with _forwards(stack.layers, [stand_in(index) for index in range(len(stack.layers))]):
+        for batch in batches:
+            before = len(samples)
+            with suppress(_Recorded):
+                getattr(model, "base_model", model)(**batch)
+            if len(samples) != before + 1 or len(samples[-1].arguments) != len(stack.layers):
+                raise InputError(
+                    f"{type(model).__name__} does not run {stack.name} one after the other",
+                    remedy="use --method magnitude",
+                )
+    return samples
+
+
+@contextmanager
+def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torch.Tensor]]) -> Iterator[None]:
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own shows again
+
+
+def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
+    """What a layer makes of a sample: the next hidden state."""
+    args, kwargs = sample.arguments[index]
+    out = layer(sample.hidden, *args, **kwargs)
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return hidden
+
+
+def prune_layers(
+    model: nn.Module,
+    stack: Stack,
+    sets: Sequence[Sequence[str]],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    samples: Sequence[Sample],
+    weights: Weights | None = None,
+) -> Iterator[list[SetLoss]]:
+    """Prune the linears of a stack in place, layer by layer; yields what it cost after each layer.
+
+    Args:
+        model: The whole model.
+        stack: Its layers.
+        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
+        patterns: Linear -> pattern; ``DENSE`` ones are left alone.
+        pruner: The method.
+        samples: From :func:`record`; they move on.
+        weights: Where the layers' weights come from and go to.
+    """
+    weights = weights or Weights()
+    with torch.no_grad():
+        for index, (name, layer) in enumerate(stack.items()):
+            weights.load(name, layer)
+            here = [list(names) for names in sets if names[0].startswith(f"{name}.") and patterns[names[0]] != DENSE]
+            linears: dict[str, Any] = {linear: model.get_submodule(linear) for names in here for linear in names}
+            pruned = weights.finished(name)
+            losses: list[SetLoss] = []
+            if pruned is None:
+                pruned, losses = _prune_layer(layer, index, here, linears, patterns, pruner, samples, weights)
+                weights.keep(name, pruned, losses)
+            for linear, weight in pruned.items():
+                linears[linear].weight.data.copy_(weight)
+            for sample in samples:
+                sample.hidden = run_layer(layer, sample, index)
+            weights.release(name, layer)
+            yield losses
+
+
+def _prune_layer(
+    layer: nn.Module,
+    index: int,
+    sets: Sequence[Sequence[str]],
+    linears: Mapping[str, Any],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    samples: Sequence[Sample],
+    weights: Weights,
+) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
+    grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
+    pruned: dict[str, torch.Tensor] = {}
+    losses = []
+    for names in sets:
+        originals = {name: weights.weight(name, linears[name]) for name in names}
+        pattern, gram = patterns[names[0]], grams.pop(names[0])
+        new = pruner.prune(Linears(originals, pattern, gram))
+        losses.append(SetLoss(tuple(names), str(pattern), output_error(originals, new, gram)))
+        pruned |= new
+    return pruned, losses
+
+
+def collect_grams(
+    layer: nn.Module, index: int, linears: Mapping[str, nn.Linear], samples: Iterable[Sample]
+) -> dict[str, torch.Tensor]:
+    """``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
+
+    Raises:
+        InputError: When a linear is never called.
+    """
+    grams: dict[str, torch.Tensor] = {}
+
+    def collect(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0].detach().flatten(0, -2).to(torch.float32)
+            if name not in grams:
+                grams[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+            grams[name].addmm_(x.T, x)
+
+        return hook
+
+    handles = [linear.register_forward_pre_hook(collect(name)) for name, linear in linears.items()]
+    try:
+        for sample in samples:
+            run_layer(layer, sample, index)
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [name for name in linears if name not in grams]
+    if silent:
+        raise InputError(f"{silent[0]} is never called, so it cannot be calibrated", remedy="put it on the ignore list")
+    return grams

@@ -1,0 +1,160 @@
+"""Replace the linears of a model in memory by sparse ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError, first_line
+from slidesparse.gemm import Problem, choose
+from slidesparse.gemm.select import Fallback
+from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.models.targets import find_targets, input_sets, matches_entry
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, Pruner, get_pruner
+from slidesparse.quant import parse_dtype
+from slidesparse.support import check_pattern, check_weight
+
+
+def layer_patterns(
+    names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
+) -> dict[str, Pattern]:
+    """The pattern of every layer: ``pattern``, but for the exceptions in ``layers``.
+
+    Args:
+        names: Layer names.
+        pattern: The common pattern.
+        layers: Entry (exact name, or ``re:`` and a regular expression) -> pattern; the first entry that matches counts.
+
+    Raises:
+        InputError: When an entry matches no layer.
+    """
+    names = list(names)
+    default = Pattern.parse(pattern)
+    patterns = dict.fromkeys(names, default)
+    exceptions = [(entry, Pattern.parse(text)) for entry, text in (layers or {}).items()]
+    for entry, exception in reversed(exceptions):
+        matches = [name for name in names if matches_entry(name, entry)]
+        if not matches:
+            raise InputError(f"layer entry {entry!r} matches no treated layer", needed=f"a name such as {names[0]}")
+        patterns.update(dict.fromkeys(matches, exception))
+    return patterns
+
+
+def sets_to_prune(
+    model: nn.Module,
+    linears: dict[str, nn.Linear],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    run: Callable[[], object] | None,
+) -> list[list[str]]:
+    """The sets of layers that a method must see together; each alone where nothing couples them.
+
+    Raises:
+        InputError: When members of a set that must agree have different patterns, or the model cannot be run.
+    """
+    coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
+    if not coupled:
+        return [[name] for name in linears]
+    if run is None:
+        raise InputError(
+            "cannot tell which linears read the same input", remedy="pass run=, a function that runs the model once"
+        )
+    sets = []
+    for names in input_sets(model, linears, run):
+        together = [name for name in names if name in coupled]
+        if len({patterns[name] for name in together}) > 1:
+            listed = ", ".join(f"{name}: {patterns[name]}" for name in together)
+            raise InputError("linears that read one input have different patterns", got=listed, needed="one pattern")
+        sets += [[name] for name in names if name not in coupled] + ([together] if together else [])
+    return sets
+
+
+def run_once(model: nn.Module) -> Callable[[], object] | None:
+    """A function that runs a transformers model on inputs of its own, on the model's device; None for other models."""
+    if not hasattr(model, "dummy_inputs"):
+        return None
+    device = next(model.parameters()).device
+
+    def run() -> object:
+        inputs: dict[str, torch.Tensor] = model.dummy_inputs  # type: ignore[assignment]
+        try:
+            return model(**{name: torch.zeros_like(value, device=device) for name, value in inputs.items()})
+        except Exception as error:
+            raise InputError(
+                f"cannot run {type(model).__name__} to see which linears read the same input",
+                got=first_line(error),
+                remedy="use a uniform pattern, or pass run=",
+            ) from error
+
+    return run
+
+
+def sparsify_(
+    model: nn.Module,
+    pattern: Pattern | str,
+    dtype: str | torch.dtype = "int8",
+    *,
+    ignore: Iterable[str] = (),
+    layers: Mapping[str, Pattern | str] | None = None,
+    lm_head: bool = False,
+    method: str | None = "magnitude",
+    backend: str = "auto",
+    fallback: Fallback = "dense",
+    run: Callable[[], object] | None = None,
+) -> nn.Module:
+    """Prune, quantise and replace the linears of a model, in place.
+
+    Args:
+        model: Any module; transformers models know their output embedding, which stays dense.
+        pattern: The common pattern.
+        dtype: ``int8`` or ``fp8`` to quantise; ``bf16``, ``fp16`` or ``fp32`` to store as that.
+        ignore: Layers to leave alone: see :func:`slidesparse.models.targets.find_targets`.
+        layers: Exceptions: see :func:`layer_patterns`.
+        lm_head: Treat the output embedding too, unless it is tied to the input embedding.
+        method: Pruning method, or None when the weights satisfy their patterns already.
+        backend: ``auto`` or a backend's name.
+        fallback: What ``auto`` does where no accelerated backend can run.
+        run: Runs the model once, on any input. Needed for partial patterns, to find the linears that read the same
+            input; transformers models need none.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: A weight, an option or a name that cannot be used. The model is then as it was.
+        PatternViolation: A weight violates its pattern and ``method`` is None.
+    """
+    storage = parse_dtype(dtype)
+    targets = find_targets(model, ignore, lm_head)
+    patterns = layer_patterns(targets.linears, pattern, layers)
+    for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
+        weight = linear.weight.detach()
+        check_weight(weight, name)
+        if method is None:
+            check_pattern(weight, patterns[name], name=name)
+        choose(
+            Problem(patterns[name], storage, linear.out_features, linear.in_features, weight.device), backend, fallback
+        )
+    pruner = None if method is None else get_pruner(method)
+    sets = [[name] for name in targets.linears]
+    if pruner is not None:
+        if pruner.needs_calibration:
+            raise InputError(f"{pruner.name} needs calibration", remedy="use slidesparse prune on a checkpoint")
+        sets = sets_to_prune(model, targets.linears, patterns, pruner, run or run_once(model))
+    aliases: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases.setdefault(id(module), []).append(name)
+    for names in sets:
+        weights = {name: targets.linears[name].weight.detach() for name in names}
+        if pruner is not None and patterns[names[0]] != DENSE:
+            weights = pruner.prune(Linears(weights, patterns[names[0]]))
+        for name, weight in weights.items():
+            packed = pack_weight(weight, patterns[name], storage, name=name)
+            bias = targets.linears[name].bias
+            layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
+            for alias in aliases[id(targets.linears[name])]:  # one module may stand in several places
+                model.set_submodule(alias, layer)
+    return model

@@ -1,0 +1,95 @@
+"""Make operators of the namespace ``torch.ops.slidesparse``, with little host time a call.
+
+An operator here has one kernel for all devices, a fake implementation for torch.compile, an error where a gradient is
+wanted, and no autocast inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+
+_LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
+
+
+class _NoBackward(torch.autograd.Function):
+    """An operator where a gradient is wanted: what it gives is part of the graph, and the way back an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, below: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(below, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _inference_only()
+
+
+def _inference_only() -> UnsupportedError:
+    return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+
+
+_EAGER: dict[int, bool] = {}
+
+
+def _is_eager(keys: Any) -> bool:
+    """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
+    number = keys.raw_repr()
+    known = _EAGER.get(number)
+    if known is None:
+        below = keys & torch._C._after_ADInplaceOrView_keyset
+        known = below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+        _EAGER[number] = known
+    return known
+
+
+def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the autograd keys, which every call outside inference mode meets.
+
+    ``torch.library.register_autograd`` makes one that goes through the dispatcher, and converts all arguments, a
+    second time: 8 us. Where nothing else would happen there, this one is a call of the kernel.
+    """
+    operator = getattr(torch.ops.slidesparse, name).default
+
+    def run(keys: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            return _NoBackward.apply(operator, keys & torch._C._after_autograd_keyset, *arguments)
+        lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
+            raise _inference_only()
+        if _is_eager(keys):
+            return kernel(*arguments)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    return run
+
+
+def _without_autocast(name: str, device: str) -> Callable[..., Any]:
+    """The operator under ``torch.autocast``, which would round the products inside it to 16 bits."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return getattr(torch.ops.slidesparse, name)(*arguments, **options)
+
+    return run
+
+
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make an operator ``torch.ops.slidesparse.NAME``.
+
+    Args:
+        name: Its name.
+        schema: Its arguments and results, as torch.library writes them.
+        kernel: Computes it, on every device.
+        fake: Gives tensors of the shapes and types of the results.
+    """
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _LIBRARY.impl(name, _without_autocast(name, device), key)
+    torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, _under_autograd(name, kernel), "Autograd", with_keyset=True)

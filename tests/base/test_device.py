@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bench_records import too_old
+
+import slidesparse
+from slidesparse import InputError, UnsupportedError
+from slidesparse.base.device import usable_device, why_no_cuda
+from slidesparse.commands import info
+
+
+def test_a_cpu_always_serves() -> None:
+    assert usable_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cpu:x"])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(InputError, match="unknown device; got '"):
+        usable_device(device)
+
+
+def test_too_old_a_driver_is_one_clear_line_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    words = "The NVIDIA driver on your system is too old (found version 11040)."
+    assert words in (why_no_cuda() or "")
+    for call in (lambda: usable_device("cuda:1"), lambda: slidesparse.load(tmp_path, device="cuda")):
+        with pytest.raises(UnsupportedError) as error:
+            call()
+        assert words in str(error.value)
+        assert "use device='cpu'" in str(error.value)
+        assert "\n" not in str(error.value)
+    found = info.collect()
+    assert found["gpus"] == []
+    assert words in info.describe(found)

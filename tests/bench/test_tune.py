@@ -1,0 +1,225 @@
+"""Tuning on a CPU: plans, layer times out of records, what is stored, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_records import MACHINE, case, record, too_old
+from test_bench import FakeStopwatch, session
+
+from slidesparse.bench import problems, runner, speed, tune
+from slidesparse.cli import main
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import Problem
+from slidesparse.gemm.cusparselt import tune as cusparselt_tune
+from slidesparse.gemm.reference import Reference
+from slidesparse.gemm.speed import LayerSpeed, load_table, tuned_path
+from slidesparse.records import DENSE, Case, Record
+
+GPU = "Test GPU"
+
+
+def _linear(tokens: int, **options: Any) -> Case:
+    return replace(case(benchmark="linear", tokens=tokens), **options)
+
+
+def _ours(of: Case, dense: float, sparse: float | None, **options: Any) -> list[Record]:
+    why = None if sparse else "it refused"
+    return [
+        record(of, DENSE, dense, backend="dense", **options),
+        record(of, "6:8", sparse, backend="cusparselt", why_not=why, **options),
+    ]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A GPU as far as its name goes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
+    monkeypatch.setattr(speed, "libraries", lambda: {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
+    yield
+    load_table.cache_clear()
+
+
+# -- layer times ---------------------------------------------------------------------------------------------------
+
+
+def test_layer_times_are_those_that_auto_may_take() -> None:
+    at_64, at_256 = _linear(64), _linear(256)
+    records = [
+        *_ours(at_256, 10.0, 4.0),
+        *_ours(at_64, 3.0, None),
+        record(at_64, DENSE, 1.0, backend="vllm"),  # another library's layer
+        record(at_64, "auto 6:8", 1.0, backend="auto"),
+        record(at_64, "cusparselt-bf16 6:8", 1.0, backend="cusparselt-bf16"),
+        record(replace(at_64, benchmark="gemm"), DENSE, 1.0, backend="dense"),
+    ]
+    assert speed.layer_speeds(records) == [
+        LayerSpeed("int8", 48, 32, (64, 256), {"dense": (3.0, 10.0), "cusparselt 6:8": (None, 4.0)})
+    ]
+
+
+def test_the_latest_comparison_counts() -> None:
+    old, new = "2026-11-20T10:00:00.000000+00:00", "2026-11-21T10:00:00.000000+00:00"
+    expected = [LayerSpeed("int8", 48, 32, (64,), {"dense": (3.0,), "cusparselt 6:8": (2.0,)})]
+    older, newer = _ours(_linear(64), 9.0, 1.0, started=old), _ours(_linear(64), 3.0, 2.0, started=new)
+    assert speed.layer_speeds(older + newer) == expected
+    assert speed.layer_speeds(newer + older) == expected
+
+
+def test_records_without_layers_are_refused() -> None:
+    with pytest.raises(InputError, match="records without a layer's time"):
+        speed.layer_speeds([record(case(), DENSE, 1.0, backend="dense")])
+
+
+def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "accelerated", True)
+    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
+    what = tune.plan(["Tiny"], ["6:8"], ["int8"], [64, 32])
+    assert [[len(lap) for lap in laps] for laps in what.laps()] == [[3, 3]]  # at two M's; two layers have one size
+    watched = replace(session(FakeStopwatch()), patterns=lambda _: what.patterns)
+    (layers,) = tune.measure_layers(what, watched)
+    assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
+        (48, 32, (32, 64)),
+        (32, 32, (32, 64)),
+        (96, 32, (32, 64)),
+    ]
+    assert all(layer.us == {"dense": (10.0, 10.0), "reference 6:8": (10.0, 10.0)} for layer in layers)
+
+
+def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "accelerated", True)
+
+    def why_not(self: Reference, problem: Problem) -> str | None:
+        return "not this one" if self.name == "reference" and problem.out_features == 96 else None
+
+    monkeypatch.setattr(Reference, "why_not", why_not)
+    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
+    what = tune.plan(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
+    (layers,) = tune.measure_layers(what, replace(session(FakeStopwatch()), patterns=lambda _: what.patterns))
+    assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
+
+
+def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(tune, "tune_shapes", lambda *_, **__: pytest.fail("it searched"))
+    assert tune.search_algorithms(tune.plan(None, None, None, [64], ["hopper"])) == []
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_each_packed_shape_once() -> None:
+    what = tune.plan(["BitNet-2B"], ["2:4", "6:8"], None, [64])
+    assert what.dtypes == ("int8", "fp8")
+    assert (2560, 2560) in what.packed_shapes()
+    assert (2560, 3840) in what.packed_shapes()
+    assert len(what.packed_shapes()) == len(set(what.packed_shapes())) == 8
+    # Half of 320 groups slide, to 12 columns each.
+    assert (2560, 1920) in tune.plan(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((["GPT"], None, None, [64]), "unknown model"),
+        ((None, ["dense"], None, [64]), "a pattern to tune"),
+        ((None, None, ["int4"], [64]), "unknown dtype"),
+        ((None, None, None, [0]), "tokens to tune for"),
+        ((None, None, None, []), "tokens to tune for"),
+    ],
+)
+def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(InputError, match=words) as error:
+        tune.plan(*arguments)
+    assert "\n" not in str(error.value)
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gpu")
+def test_layer_times_of_records_become_the_users_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(64), 4.0, 3.0)))
+    assert main(["tune", "--from", str(path)]) == 0
+    assert "cusparselt 6:8" in (out := capsys.readouterr().out)
+    assert "64: 0.75" in out
+    table = load_table(tuned_path(GPU))
+    assert table is not None
+    assert table.layers[0].us == {"dense": (4.0,), "cusparselt 6:8": (3.0,)}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_records_of_another_gpu_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.jsonl"
+    other = replace(MACHINE, gpu="Other GPU")
+    path.write_text(_ours(_linear(64), 4.0, 3.0, machine=other)[0].to_line())
+    assert main(["tune", "--from", str(path)]) == 1
+    assert capsys.readouterr().err == "slidesparse: records of another GPU; got Other GPU; needed Test GPU\n"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("then", "got"),
+    [
+        ({"torch": "2.12.1"}, "torch 2.12"),
+        ({"vllm": "0.22.1"}, "vLLM 0.22, torch 2.11"),
+        ({"cusparselt": "0.9.1"}, "cuSPARSELt 0.9"),
+    ],
+)
+def test_records_of_other_libraries_are_refused(
+    then: dict[str, str], got: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(_ours(_linear(64), 4.0, 3.0, machine=replace(MACHINE, **then))[0].to_line())
+    assert main(["tune", "--from", str(path)]) == 1
+    assert f"records of other libraries; got {got}; needed " in capsys.readouterr().err
+    assert not tuned_path(GPU).exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_command_searches_then_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
+    monkeypatch.setattr(tune, "search_algorithms", lambda what: [])
+    monkeypatch.setattr(tune, "measure_layers", lambda what, where: [[layer]])
+    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
+    assert main(["tune", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
+    table = load_table(tuned_path(GPU))
+    assert table is not None
+    assert table.layers == (layer,)
+    monkeypatch.setattr(tune, "measure_layers", lambda what, where: pytest.fail("it measured"))
+    assert main(["tune", "--algorithms-only"]) == 0
+
+
+def test_without_a_gpu_tuning_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    assert main(["tune"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("slidesparse: slidesparse tune needs a CUDA GPU")
+    assert captured.err.count("\n") == 1
+
+
+def test_out_of_memory_while_tuning_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(shape: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB.\nmore")
+
+    monkeypatch.setattr(cusparselt_tune, "_search", full)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(UnsupportedError) as error:
+        cusparselt_tune.tune(4096, 4096, 64, torch.int8)
+    assert "not enough GPU memory to tune 4096 x 4096 at 64 tokens; tune fewer tokens" in str(error.value)
+    assert "\n" not in str(error.value)

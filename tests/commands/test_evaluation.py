@@ -1,0 +1,167 @@
+"""Perplexity by its definition, and ``slidesparse eval``."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slidesparse.cli import main
+from slidesparse.commands.evaluate import Evaluation, evaluate
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.models.perplexity import measure_perplexity, windows
+
+VOCABULARY = 11
+
+
+def recalling(ids: torch.Tensor) -> torch.Tensor:
+    """Logits that depend on all tokens before, so that a wrong context shows."""
+    seen = torch.nn.functional.one_hot(ids, VOCABULARY).float().cumsum(1)
+    return seen * torch.arange(1.0, VOCABULARY + 1)
+
+
+@given(n=st.integers(2, 80), window=st.integers(2, 30), data=st.data())
+def test_every_token_is_scored_once_with_enough_before_it(n: int, window: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, window - 1))
+    scored = []
+    for reading in windows(n, window, stride):
+        assert reading.end - reading.start <= window
+        here = range(reading.end - reading.scored, reading.end)
+        scored += here
+        for token in here:
+            context = token - reading.start
+            assert context >= (min(token, window - stride) if reading.start else token)
+    assert scored == list(range(1, n))
+
+
+@pytest.mark.parametrize(("window", "stride", "batch"), [(64, 1, 1), (16, 8, 3), (16, 15, 1), (7, 3, 4), (2, 1, 2)])
+def test_by_definition(window: int, stride: int, batch: int) -> None:
+    tokens = torch.randint(0, VOCABULARY, (53,))
+    expected = 0.0
+    for token in range(1, len(tokens)):
+        # the first window that reaches the token
+        start = next(w.start for w in windows(len(tokens), window, stride) if w.end > token)
+        probabilities = recalling(tokens[None, start:token])[0, -1].double().softmax(-1)
+        expected -= math.log(float(probabilities[tokens[token]]))
+    measured = measure_perplexity(recalling, tokens, window, stride, n_bytes=100, batch=batch)
+    assert measured.tokens == 52
+    assert measured.nats == pytest.approx(expected, rel=1e-5)  # float32 logits
+    assert measured.perplexity == pytest.approx(math.exp(expected / 52), rel=1e-5)
+    assert measured.bits_per_byte == pytest.approx(expected / math.log(2) / 100, rel=1e-5)
+
+
+def test_who_knows_nothing_has_the_perplexity_of_the_vocabulary() -> None:
+    measured = measure_perplexity(lambda ids: torch.zeros(*ids.shape, VOCABULARY), torch.arange(10), 4, 2)
+    assert measured.perplexity == pytest.approx(VOCABULARY)
+    assert measured.bits_per_byte is None
+
+
+def test_unusable_numbers() -> None:
+    tokens = torch.arange(10)
+    for stride in (0, 4):
+        with pytest.raises(InputError, match="stride of the windows; got"):
+            measure_perplexity(recalling, tokens, 4, stride)
+    with pytest.raises(InputError, match="too short to score"):
+        measure_perplexity(recalling, tokens[:1], 1, 1)
+    with pytest.raises(InputError, match="tokens of a window; got 1; needed 2 or more"):
+        measure_perplexity(recalling, tokens, 1, 1)
+    for batch in (0, -1):
+        with pytest.raises(InputError, match=f"windows at a time; got {batch}"):
+            measure_perplexity(recalling, tokens, 4, 2, batch=batch)
+    with pytest.raises(InputError, match="NaN or Inf at tokens 0 to 4"):
+        measure_perplexity(lambda ids: recalling(ids) * math.nan, tokens, 4, 2)
+
+
+def test_a_ruined_model_has_a_perplexity_too() -> None:
+    """Sure of the wrong token by more nats than the largest float has."""
+    measured = measure_perplexity(lambda ids: 2000.0 * torch.eye(VOCABULARY)[ids], torch.arange(10), 4, 2)
+    assert measured.loss == 2000
+    assert measured.perplexity == math.inf
+    told = json.dumps(Evaluation("m", "t", measured, {}).to_json(), allow_nan=False)
+    assert json.loads(told)["perplexity"]["perplexity"] is None
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m", "llama", torch.float32)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt", words=60)
+    return tmp_path / "m"
+
+
+def test_dense_and_pruned_checkpoints(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = source.parent / "text.txt"
+    prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8"))
+    found = {}
+    for name in ("m", "s"):
+        command = [
+            "eval",
+            str(source.parent / name),
+            "--text",
+            str(text),
+            "--window",
+            "32",
+            "--device",
+            "cpu",
+            "--json",
+        ]
+        assert main(command) == 0
+        found[name] = json.loads(capsys.readouterr().out)["perplexity"]
+    assert found["m"]["tokens"] == found["s"]["tokens"] == len(text.read_text()) - 1  # one token a letter
+    assert found["m"]["perplexity"] != found["s"]["perplexity"]
+    assert (found["m"]["window"], found["m"]["stride"]) == (32, 16)
+    # The same by hand, on the model that transformers loads.
+    from transformers import AutoModelForCausalLM
+
+    from slidesparse.files.calibration import encode, load_tokenizer
+    from slidesparse.models.perplexity import logits_of
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    tokens = encode(load_tokenizer(source), text.read_text())
+    measured = measure_perplexity(logits_of(model), tokens, 32, 16)
+    assert measured.perplexity == pytest.approx(found["m"]["perplexity"], rel=1e-6)
+
+
+def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="nothing to evaluate"):
+        evaluate(source)
+    with pytest.raises(InputError, match="window; got 999999; needed at most"):
+        evaluate(source, text=source.parent / "text.txt", window=999_999)
+    for option in ("batch", "limit"):
+        numbers: dict[str, Any] = {option: 0}
+        with pytest.raises(InputError, match=f"--{option}; got 0; needed 1 or more"):
+            evaluate(source, text=source.parent / "text.txt", **numbers)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UnsupportedError, match=r"lm-evaluation-harness is not installed; pip install"):
+        evaluate(source, tasks=["arc_easy"])
+
+
+def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the two entry points of lm-eval 0.4 that are used; the real one is no dependency of the tests."""
+    asked: dict[str, Any] = {}
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        asked.update(arguments)
+        return {"results": {"counting": {"alias": "counting", "acc,none": 0.25, "acc_stderr,none": "N/A"}}}
+
+    package, models, huggingface = (ModuleType(f"lm_eval{rest}") for rest in ("", ".models", ".models.huggingface"))
+    huggingface.HFLM = lambda **arguments: SimpleNamespace(**arguments)  # type: ignore[attr-defined]
+    package.simple_evaluate, package.models = simple_evaluate, models  # type: ignore[attr-defined]
+    models.huggingface = huggingface  # type: ignore[attr-defined]
+    for module in (package, models, huggingface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = evaluate(source, tasks=["counting"], limit=3, batch=2)
+    assert found.tasks == {"counting": {"acc,none": 0.25}}
+    assert found.describe() == "counting: acc,none 0.2500"
+    assert (asked["tasks"], asked["limit"], asked["model"].batch_size) == (["counting"], 3, 2)
+    assert asked["model"].trust_remote_code is False

@@ -1,0 +1,351 @@
+"""Choosing patterns: that the choice is the best one, that it is measured once, and that ``prune`` takes it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+
+import slidesparse.commands.plan as planning
+from slidesparse.cli import main
+from slidesparse.commands.plan import PlanOptions, plan_checkpoint, read_plan
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.models import sensitivity
+from slidesparse.models.plan import Choice, PlanSet, Target, choose, least_zeros, modelled_cost
+from slidesparse.models.sensitivity import measure_sensitivities
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, get_pruner, prune_mask
+from slidesparse.support import check_pattern
+
+TEXTS = ("8:10", "6:8", "4:6", "2:4")
+
+
+def sets(count: int, seed: int = 0) -> list[PlanSet]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        damages = torch.rand(len(TEXTS), generator=generator).sort().values.tolist()
+        choices = [Choice(DENSE, 0.0), *(Choice(Pattern.parse(t), d) for t, d in zip(TEXTS, damages, strict=True))]
+        made.append(PlanSet((f"l{i}.a", f"l{i}.b"), ((64, 120 * (1 + i % 3)), (32, 120 * (1 + i % 3))), tuple(choices)))
+    return made
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target",
+    [Target(speedup=1.1), Target(speedup=1.2), Target(speedup=1.5), Target(sparsity=0.3), Target(gigabytes=1.3e-4)],
+    ids=str,
+)
+@pytest.mark.parametrize("gain", [Fraction(2), Fraction(8, 5)], ids=str)
+def test_no_other_choice_is_better(target: Target, gain: Fraction) -> None:
+    candidates = sets(5)
+    plan = choose(candidates, target, gain)
+    dense = sum(target.cost(DENSE, *shape, gain) for one in candidates for shape in one.shapes)
+
+    def reaches(chosen: tuple[Choice, ...]) -> bool:
+        pairs = zip(candidates, chosen, strict=True)
+        cost = sum(target.cost(choice.pattern, *shape, gain) for one, choice in pairs for shape in one.shapes)
+        return cost <= target.budget(dense) * (1 + 1e-9)
+
+    every = itertools.product(*(one.choices for one in candidates))
+    best = min(sum(choice.damage for choice in chosen) for chosen in every if reaches(chosen))
+    assert plan.damage == pytest.approx(best, abs=1e-9)
+    if target.speedup is not None:
+        assert plan.speedup >= target.speedup * (1 - 1e-9)
+    if target.sparsity is not None:
+        assert plan.sparsity >= target.sparsity - 1e-9
+    if target.gigabytes is not None:
+        assert plan.gigabytes <= target.gigabytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("largest", [1e2, 1e4, 1e8])
+def test_one_ruinous_choice_does_not_blur_the_others(largest: float) -> None:
+    """The solver's tolerances are absolute: next to damages of this size, all that matter would be alike."""
+    mild = sets(5)
+    spoilt = [
+        PlanSet(
+            s.names,
+            s.shapes,
+            tuple(Choice(c.pattern, largest * (i == 4) or c.damage * 1e-4) for i, c in enumerate(s.choices)),
+        )
+        for s in mild
+    ]
+    without = [PlanSet(s.names, s.shapes, s.choices[:-1]) for s in spoilt]
+    expected = choose(without, Target(speedup=1.25))
+    assert choose(spoilt, Target(speedup=1.25)).damage == pytest.approx(expected.damage, rel=1e-5)
+    assert expected.damage < 5e-4
+
+
+def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HiGHS says at its time limit, with a plan in its hands."""
+    import scipy.optimize
+
+    def out_of_time(damages: Any, **_: Any) -> scipy.optimize.OptimizeResult:
+        return scipy.optimize.OptimizeResult(status=1, x=damages * 0, message="Time limit reached.")
+
+    monkeypatch.setattr(scipy.optimize, "milp", out_of_time)
+    with pytest.raises(UnsupportedError, match=r"did not find the best plan; got Time limit reached"):
+        choose(sets(3), Target(speedup=1.2))
+
+
+def test_fused_linears_share_a_pattern() -> None:
+    plan = choose(sets(4), Target(speedup=1.25))
+    assert all(plan.patterns[f"l{i}.a"] == plan.patterns[f"l{i}.b"] for i in range(4))
+
+
+def test_nothing_to_reach_stays_dense() -> None:
+    plan = choose(sets(3), Target(speedup=1.0))
+    assert set(plan.patterns.values()) == {DENSE}
+    assert (plan.damage, plan.speedup, plan.sparsity) == (0, 1, 0)
+
+
+def test_out_of_reach() -> None:
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 2.000x, 50.0% zeros"):
+        choose(sets(3), Target(speedup=2.1))
+    with pytest.raises(InputError, match=r"got at best 1.600x"):
+        choose(sets(3), Target(speedup=1.7), Fraction(8, 5))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"speedup": 1.2, "sparsity": 0.2},
+        {"speedup": 0.9},
+        {"speedup": float("nan")},
+        {"sparsity": 1.0},
+        {"gigabytes": 0.0},
+    ],
+)
+def test_unusable_targets(given: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="target of a plan"):
+        Target(**given)
+
+
+@pytest.mark.parametrize(("text", "gain"), [("6:8", 2), ("4:6", Fraction(8, 5)), ("4:6@50%", 2), ("dense", 2)])
+def test_the_model_of_speed_is_the_patterns_own(text: str, gain: Fraction) -> None:
+    pattern = Pattern.parse(text)
+    assert 10 * 240 / modelled_cost(pattern, 10, 240, Fraction(gain)) == pattern.speedup(Fraction(gain))
+
+
+def test_padding_costs() -> None:
+    # 152 = 19 groups of 8 but 15.2 of 10: the last group is multiplied whole
+    assert modelled_cost(Pattern.parse("8:10"), 1, 152, Fraction(2)) == 16 * 16 / 2
+    assert modelled_cost(Pattern.parse("4:6@50%"), 1, 14, Fraction(2)) == 2 * 8 / 2 + 2
+
+
+@pytest.mark.parametrize("columns", [32, 40, 100, 120, 320])
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@25%", "2:4@50%"])
+def test_promised_zeros_are_there(text: str, columns: int) -> None:
+    pattern, weight = Pattern.parse(text), torch.rand(3, columns) + 1
+    weight[:, -(columns % pattern.group or pattern.group) :] *= 0.01  # so that the cut group is among the cheapest
+    mask = prune_mask(weight, pattern)
+    assert 3 * least_zeros(pattern, columns) == int((~mask).sum())
+
+
+def test_a_share_of_zeros_counts_cut_groups() -> None:
+    """A third of 320 columns cannot be reached by 4:6, whose last group holds two columns."""
+    cut = PlanSet(("l",), ((64, 320),), (Choice(DENSE, 0.0), Choice(Pattern.parse("4:6"), 1.0)))
+    assert choose([cut], Target(sparsity=0.33)).sparsity == 106 / 320
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best .* 33.1% zeros"):
+        choose([cut], Target(sparsity=0.333))
+
+
+# -- the measurement -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m", "llama", torch.float32)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    return tmp_path / "m"
+
+
+def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    linears = find_targets(model).linears
+    coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
+    groups = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
+    ids, judged = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
+    patterns = [DENSE, Pattern.parse("6:8"), Pattern.parse("2:4")]
+    found = list(
+        measure_sensitivities(
+            model, groups, patterns, get_pruner("wanda"), [{"input_ids": ids}], [{"input_ids": judged}]
+        )
+    )
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(found) == 2 * len(groups)
+    with torch.no_grad():
+        log_p = model(judged).logits.double().log_softmax(-1)
+        for one in (found[0], found[5], found[-1]):
+            other: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+            read: list[torch.Tensor] = []
+            handle = other.get_submodule(one.names[0]).register_forward_pre_hook(
+                lambda _, args, read=read: read.append(args[0])
+            )
+            other(ids)
+            handle.remove()
+            x = read[0].flatten(0, 1)
+            weights = {name: other.get_submodule(name).weight.detach().clone() for name in one.names}
+            for name, weight in (
+                get_pruner("wanda").prune(Linears(weights, Pattern.parse(one.pattern), x.T @ x)).items()
+            ):
+                other.get_submodule(name).weight.data.copy_(weight)
+            log_q = other(judged).logits.double().log_softmax(-1)
+            expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+            assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
+
+
+def options(source: Path, **changes: Any) -> PlanOptions:
+    given: dict[str, Any] = {
+        "target": Target(speedup=1.2),
+        "calibration": Calibration(str(source.parent / "text.txt"), 8, 32),
+        "method": "wanda",
+        "patterns": ("8:10", "6:8", "4:6@50%", "2:4"),
+    }
+    return PlanOptions(**(given | changes))
+
+
+def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = source.parent
+    calls = []
+    damage = sensitivity._damage
+
+    def counted(*arguments: Any) -> float:
+        calls.append(arguments[1:3])
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return float(damage(*arguments))
+
+    monkeypatch.setattr(sensitivity, "_damage", counted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_checkpoint(source, folder / "plan.json", options(source))
+    assert not (folder / "plan.json").exists()
+    with open(folder / "plan.sensitivities.jsonl", "a") as file:
+        file.write('{"names": ["half a li')  # killed while writing
+    plan = plan_checkpoint(source, folder / "plan.json", options(source))
+    assert len(calls) == 10 + 4 * 8 - 9
+    again = plan_checkpoint(source, folder / "again.json", options(source))  # another file: measured anew, equal
+    assert again == plan
+    (folder / "plan.json").unlink()
+    calls.clear()
+    faster = plan_checkpoint(source, folder / "plan.json", options(source, target=Target(speedup=1.4)))
+    assert not calls
+    assert faster.damage > plan.damage
+    (folder / "plan.json").unlink()
+    for changed in ({"method": "magnitude"}, {"calibration": Calibration(str(folder / "text.txt"), 8, 32, seed=1)}):
+        with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
+            plan_checkpoint(source, folder / "plan.json", options(source, **changed))
+    reverse_letters(source)
+    with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
+        plan_checkpoint(source, folder / "plan.json", options(source))
+
+
+def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = source.parent
+    text = ["--calibration", str(folder / "text.txt"), "--samples", "8", "--length", "32", "--device", "cpu"]
+    command = ["plan", str(source), "--out", str(folder / "plan.json"), "--method", "wanda", *text]
+    command += ["--patterns", "8:10", "6:8", "4:6", "2:4", "4:6@50%"]
+    assert main([*command, "--speedup", "1.3"]) == 0
+    told = capsys.readouterr().out
+    assert "modelled 1.3" in told
+    assert f"--plan {folder}/plan.json --method wanda --calibration {folder}/text.txt --dtype int8" in told
+    layers = read_plan(folder / "plan.json").layers
+    assert len(layers) == 7 * SMALL["num_hidden_layers"]
+    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
+    assert main([*prune]) == 1  # without --method the plan's counts, not magnitude
+    assert "wanda needs calibration text; add --calibration FILE" in capsys.readouterr().err
+    assert main([*prune, *text]) == 0
+    out = Checkpoint(folder / "s")
+    marker = Marker.require(out.config, folder)
+    for name, pattern in layers.items():
+        assert str(marker.pattern_of(name)) == pattern
+        check_pattern(out.tensor(f"{name}.weight"), pattern, name=name)
+    for i in range(SMALL["num_hidden_layers"]):
+        assert len({layers[f"model.layers.{i}.self_attn.{x}_proj"] for x in "qkv"}) == 1
+        assert len({layers[f"model.layers.{i}.mlp.{x}_proj"] for x in ("gate", "up")}) == 1
+    capsys.readouterr()
+    assert main([*command, "--speedup", "1.3"]) == 1
+    assert "plan.json exists" in capsys.readouterr().err
+    assert main([*prune[:2], str(folder / "t"), *prune[3:], "--layer", "a=6:8"]) == 1
+    assert "--layer beside --plan" in capsys.readouterr().err
+
+
+def test_json_is_not_mixed_with_what_the_solver_prints(
+    source: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HiGHS has a printf left in it, which large problems reach."""
+    import scipy.optimize
+
+    libc, solve = ctypes.CDLL(None), scipy.optimize.milp
+
+    def chatty(*arguments: Any, **named: Any) -> Any:
+        libc.puts(b"HighsMipSolverData")
+        return solve(*arguments, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", chatty)
+    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--samples", "4", "--length", "16", "--device", "cpu"]
+    assert main([*command, "--patterns", "6:8", "--speedup", "1.1", "--json"]) == 0
+    libc.fflush(None)
+    told = capfd.readouterr()
+    assert json.loads(told.out)["method"] == "magnitude"
+    assert "HighsMipSolverData" in told.err
+
+
+def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
+    folder = source.parent
+    plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
+    pattern, layers = planning.as_options(read_plan(folder / "plan.json").layers)
+    from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+
+    summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))
+    assert summary.patterns["model.layers.0.mlp.down_proj"] == "dense"
+
+
+def test_bad_input(source: Path) -> None:
+    folder = source.parent
+
+    def refuse(says: str, **changes: Any) -> None:
+        with pytest.raises((InputError, CheckpointError), match=says):
+            plan_checkpoint(source, folder / "plan.json", options(source, **changes))
+        assert not (folder / "plan.json").exists()
+
+    refuse("unknown pruning method", method="best")
+    refuse("not a pattern", patterns=("6_8",))
+    refuse("no choice of patterns reaches the target", target=Target(speedup=3.0))
+    refuse("cusparselt cannot run 8:10 at model.layers.0.self_attn.q_proj; got", backend="cusparselt")
+    with pytest.raises(InputError, match="folder of the plan does not exist"):
+        plan_checkpoint(source, folder / "no/plan.json", options(source))
+    (folder / "other.json").write_text("{}")
+    for path in ("other.json", "missing.json"):
+        with pytest.raises(InputError, match=path):
+            read_plan(folder / path)
+    for gain in ("fast", "0", "3", "1/0"):
+        with pytest.raises(InputError, match="--mma-gain"):
+            planning.parse_gain(gain)
+
+
+def test_a_pruned_source_is_refused(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["slidesparse_config"] = Marker(Pattern.parse("6:8")).to_config()
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="pruned or quantised already"):
+        plan_checkpoint(source, source.parent / "plan.json", options(source))

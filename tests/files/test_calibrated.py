@@ -1,0 +1,383 @@
+"""Calibrated pruning, from a checkpoint and a text to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+from torch import nn
+
+import slidesparse
+from slidesparse.cli import main
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files.calibration import Calibration, encode, load_tokenizer, read_text, sample_windows
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, get_pruner
+from slidesparse.support import check_pattern, following_groups
+
+LENGTH, SAMPLES = 32, 12
+
+
+def calibration(folder: Path, **changes: Any) -> Calibration:
+    return replace(Calibration(str(folder / "text.txt"), SAMPLES, LENGTH), **changes)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m", "llama", torch.float32)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    return tmp_path / "m"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+# -- what comes out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_every_family(tmp_path: Path, name: str, method: str) -> None:
+    make_checkpoint(tmp_path / "m", name)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "int8", method, calibration(tmp_path), layers={"re:.*down_proj": "4:6"})
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    out = Checkpoint(tmp_path / "s")
+    for layer, pattern in summary.patterns.items():
+        check_pattern(out.tensor(f"{layer}.weight"), pattern, name=layer)
+    assert sorted(" ".join(summary.losses).split()) == sorted(summary.patterns)
+    assert all(0 < loss < 0.2 for loss in summary.losses.values())
+    assert not list((tmp_path / "s").rglob("calibrated*"))
+    ids = torch.randint(3, 70, (2, 11))
+    with torch.no_grad():
+        assert bool(torch.isfinite(slidesparse.load(tmp_path / "s")(ids).logits).all())
+
+
+def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method: str) -> dict[str, torch.Tensor]:
+    """Layer after layer, on a whole model in memory: collect what every linear reads, prune, go on."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    linears = find_targets(model).linears
+    pruned = {}
+    for i in range(SMALL["num_hidden_layers"]):
+        here = {name: linear for name, linear in linears.items() if name.startswith(f"model.layers.{i}.")}
+        read: dict[str, list[torch.Tensor]] = {name: [] for name in here}
+        handles = [
+            linear.register_forward_pre_hook(
+                lambda _, args, read=read, name=name: read[name].append(args[0].flatten(0, 1))
+            )
+            for name, linear in here.items()
+        ]
+        with torch.no_grad():
+            model(windows)
+        for handle in handles:
+            handle.remove()
+        for names in input_sets(model, here, lambda: model(windows[:1])):
+            x = torch.cat(read[names[0]])
+            weights = {name: here[name].weight.detach().clone() for name in names}
+            pruned |= get_pruner(method).prune(Linears(weights, pattern, x.T @ x))
+        for name, linear in here.items():
+            linear.weight.data.copy_(pruned[name])
+    return pruned
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "pattern"),
+    [
+        ("llama", "wanda", "6:8"),
+        ("llama", "sparsegpt", "4:6"),
+        ("llama", "wanda", "4:6@50%"),
+        ("qwen2", "sparsegpt", "4:6@50%"),
+        ("qwen3", "sparsegpt", "6:8"),
+        ("mistral", "sparsegpt", "6:8"),  # its layers get a mask: attention reaches back 8 tokens of 32
+    ],
+)
+def test_against_a_whole_model_in_memory(tmp_path: Path, family: str, method: str, pattern: str) -> None:
+    source = tmp_path / "m"
+    make_checkpoint(source, family, torch.float32)
+    add_tokenizer(source)
+    write_text(tmp_path / "text.txt")
+    text = encode(load_tokenizer(source), read_text(source.parent / "text.txt"))
+    windows = sample_windows(text, SAMPLES, LENGTH, 0)
+    options = PruneOptions(pattern, "fp32", method, calibration(source.parent))
+    prune_checkpoint(source, source.parent / "s", options)
+    out = Checkpoint(source.parent / "s")
+    for name, expected in by_definition(source, windows, Pattern.parse(pattern), method).items():
+        got = out.tensor(f"{name}.weight")
+        # Sums of other order in float32; a tie broken otherwise would show as a whole weight.
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        assert torch.equal(got == 0, expected == 0)
+
+
+def test_fused_linears_choose_their_groups_together(source: Path) -> None:
+    options = PruneOptions("4:6@50%", "int8", "sparsegpt", calibration(source.parent))
+    prune_checkpoint(source, source.parent / "s", options)
+    out, pattern = Checkpoint(source.parent / "s"), Pattern.parse("4:6@50%")
+    for members in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        groups = [set(following_groups(out.tensor(f"model.layers.1.{m}.weight"), pattern).tolist()) for m in members]
+        assert len(set.intersection(*groups)) >= pattern.following(pattern.groups(SMALL["hidden_size"]))
+
+
+def test_the_seed_decides(source: Path) -> None:
+    def run(name: str, seed: int) -> bytes:
+        options = PruneOptions("6:8", "int8", "sparsegpt", calibration(source.parent, seed=seed))
+        prune_checkpoint(source, source.parent / name, options)
+        return (source.parent / name / "model.safetensors").read_bytes()
+
+    before = contents(source)
+    first = run("a", 0)
+    assert first == run("b", 0)
+    assert first != run("c", 1)
+    assert contents(source) == before  # whose tensors are mapped, and pruned in place in memory
+
+
+def test_a_quantised_source_is_calibrated_too(source: Path) -> None:
+    prune_checkpoint(source, source.parent / "q", PruneOptions("dense", "int8"))
+    config = json.loads((source.parent / "q/config.json").read_text())
+    del config["slidesparse_config"]  # an ordinary compressed-tensors checkpoint
+    (source.parent / "q/config.json").write_text(json.dumps(config))
+    prune_checkpoint(
+        source.parent / "q", source.parent / "s", PruneOptions("6:8", None, "wanda", calibration(source.parent))
+    )
+    before, after = Checkpoint(source.parent / "q"), Checkpoint(source.parent / "s")
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = after.tensor(name) != 0
+    assert torch.equal(after.tensor(name)[kept], before.tensor(name)[kept])
+    check_pattern(after.tensor(name), "6:8")
+
+
+def test_dense_layers_stay_as_they_are(source: Path) -> None:
+    options = PruneOptions(
+        "6:8", "fp32", "sparsegpt", calibration(source.parent), layers={"re:.*layers.0.self_attn.[qkv]_proj": "dense"}
+    )
+    prune_checkpoint(source, source.parent / "s", options)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(Checkpoint(source.parent / "s").tensor(name), Checkpoint(source).tensor(name))
+
+
+def test_a_model_in_memory(source: Path) -> None:
+    """What the accuracy experiment does."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    linears = find_targets(model).linears
+    patterns = dict.fromkeys(linears, Pattern.parse("6:8")) | {"model.layers.1.mlp.down_proj": DENSE}
+    pruner, stack = get_pruner("sparsegpt"), find_stack(model, linears)
+    sets = sets_to_prune(model, linears, patterns, pruner, run_once(model))
+    ids = torch.randint(3, 70, (4, LENGTH))
+    samples = record(model, stack, [{"input_ids": ids, "use_cache": False}])
+    steps = list(prune_layers(model, stack, sets, patterns, pruner, samples))
+    assert [len(losses) for losses in steps] == [4, 3]
+    for name, linear in linears.items():
+        if patterns[name] != DENSE:
+            check_pattern(linear.weight.detach(), "6:8", name=name)
+    with torch.no_grad():  # the samples went through the pruned layers, and only through these
+        expected = model.model(ids, output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(model.model.norm(samples[0].hidden), expected)
+
+
+# -- when things go wrong ------------------------------------------------------------------------------------------
+
+
+def interrupted(source: Path, method: str) -> None:
+    """A run that is killed when its first layer is on disk."""
+    folder = source.parent
+    code = f"""
+import slidesparse.files.calibrated as c, os, signal
+keep = c.CheckpointWeights.keep
+def once(self, *args):
+    keep(self, *args)
+    os.kill(os.getpid(), signal.SIGKILL)
+c.CheckpointWeights.keep = once
+from slidesparse.cli import main
+main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "{method}",
+      "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu"])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert run.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_killed_run_goes_on(source: Path, method: str) -> None:
+    folder = source.parent
+    options = PruneOptions("6:8", "int8", method, calibration(folder))
+    whole = prune_checkpoint(source, folder / "whole", options)
+    interrupted(source, method)
+    finished = folder / "s.partial/calibrated/model.layers.0.safetensors"
+    stamp = finished.stat().st_mtime_ns
+    assert not (folder / "s").exists()
+    with pytest.raises(CheckpointError, match="unfinished output of another run"):
+        prune_checkpoint(source, folder / "s", replace(options, calibration=calibration(folder, seed=3)))
+    assert finished.stat().st_mtime_ns == stamp
+    resumed = prune_checkpoint(source, folder / "s", options)
+    assert contents(folder / "s") == contents(folder / "whole")
+    assert resumed.losses == whole.losses
+
+
+def test_changed_text_is_another_run(source: Path) -> None:
+    interrupted(source, "wanda")
+    text = source.parent / "text.txt"
+    text.write_text(text.read_text().upper())
+    with pytest.raises(CheckpointError, match="unfinished output of another run"):
+        prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_another_tokenizer_is_another_run(source: Path) -> None:
+    """The same text becomes other tokens: layers of both would stand in one checkpoint."""
+    interrupted(source, "wanda")
+    reverse_letters(source)
+    with pytest.raises(CheckpointError, match="unfinished output of another run"):
+        prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_the_same_text_written_again_is_the_same_run(source: Path) -> None:
+    interrupted(source, "wanda")
+    text = source.parent / "text.txt"
+    os.utime(text, ns=(0, 0))
+    prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def refuse(source: Path, says: str, options: PruneOptions, *, begun: bool = False) -> None:
+    before = contents(source)
+    with pytest.raises((InputError, CheckpointError), match=says):
+        prune_checkpoint(source, source.parent / "s", options)
+    assert contents(source) == before
+    assert not (source.parent / "s").exists()
+    assert (source.parent / "s.partial").exists() == begun
+
+
+def test_unusable_text(source: Path) -> None:
+    folder = source.parent
+    options = PruneOptions("6:8", "int8", "wanda", calibration(folder))
+    refuse(source, "wanda needs calibration text", replace(options, calibration=None))
+    refuse(source, "magnitude takes no calibration", replace(options, method="magnitude"))
+    refuse(source, "cannot read .*missing.txt", replace(options, calibration=Calibration(str(folder / "missing.txt"))))
+    refuse(
+        source,
+        r"too short .* windows of 32; needed 5000",
+        replace(options, calibration=calibration(folder, samples=5000)),
+    )
+    refuse(
+        source,
+        "got 9000000 tokens; needed at most",
+        replace(options, calibration=calibration(folder, length=9_000_000)),
+    )
+    for name, content, says in (
+        ("binary.txt", b"\xff\xfe\x00", "is not text"),
+        ("nul.txt", b"a\0b", "is not text; got NUL"),
+        ("empty.txt", b" \n", "holds no text"),
+        ("bad.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "bad.jsonl, line 2"),
+    ):
+        (folder / name).write_bytes(content)
+        refuse(source, says, replace(options, calibration=calibration(folder, file=str(folder / name))))
+
+
+def test_documents_in_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert read_text(tmp_path / "d.jsonl") == "one\n\ntwo"
+
+
+def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
+    found: Any = {}
+    module = ModuleType("datasets")
+    module.load_from_disk = lambda path: found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UnsupportedError, match="datasets is not installed"):
+        read_text(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = {"train": {"text": ["one", "two"]}, "test": {"text": ["three"]}}
+    assert read_text(tmp_path) == "one\n\ntwo"
+    found = {"test": {"text": ["three"]}}
+    with pytest.raises(InputError, match=r"is no data set with texts; got KeyError"):
+        read_text(tmp_path)
+
+
+def test_windows_are_taken_once_each() -> None:
+    taken = sample_windows(torch.arange(100), 10, 10, seed=4)
+    assert sorted(taken.flatten().tolist()) == list(range(100))
+    assert not torch.equal(taken, sample_windows(torch.arange(100), 10, 10, seed=5))
+
+
+def test_no_tokenizer(source: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    refuse(source, "no tokenizer that can be loaded", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_tokenizer_of_another_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", vocab_size=40)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "int8", "wanda", calibration(tmp_path))
+    refuse(tmp_path / "m", "does not fit its model", options)
+
+
+def test_overflow_inside_the_model(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", dtype=torch.float32)
+    model.model.layers[0].self_attn.v_proj.weight.data.fill_(3e38)  # finite, and nothing that reads it is
+    model.save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "fp32", "wanda", calibration(tmp_path))
+    refuse(tmp_path / "m", "calibration inputs of model.layers.0.self_attn.o_proj hold NaN or Inf", options, begun=True)
+
+
+def test_output_embedding_and_ternary_are_not_calibrated(source: Path) -> None:
+    options = PruneOptions("6:8", "int8", "wanda", calibration(source.parent))
+    refuse(source, "1 linears are outside; got lm_head", replace(options, lm_head=True))
+    refuse(source, "ternary recipe cannot be calibrated", replace(options, recipe="ternary"))
+
+
+def test_models_that_cannot_be_walked() -> None:
+    class Odd(nn.Module):
+        def __init__(self, calls: int) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            self.calls = calls
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[: self.calls]:
+                x = layer(x)
+            return x
+
+    with pytest.raises(InputError, match="cannot calibrate Linear layer by layer"):
+        find_stack(nn.Linear(4, 4), ["x"])
+    odd = Odd(2)
+    with pytest.raises(InputError, match="does not run layers one after the other"):
+        record(odd, find_stack(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
+
+
+def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = PruneOptions("6:8", "int8", "wanda", calibration(source.parent))
+    summary = prune_checkpoint(source, source.parent / "s", options, progress=True)
+    last = max(loss for names, loss in summary.losses.items() if "layers.1." in names)
+    assert f"wanda loss {last:.2e}" in capsys.readouterr().err
+    assert f"calibration loss: mean {sum(summary.losses.values()) / len(summary.losses):.2e}" in summary.describe()
+
+
+def test_the_command_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = source.parent
+    command = ["prune", str(source), str(folder / "s"), "--pattern", "6:8", "--dtype", "fp8", "--method", "sparsegpt"]
+    assert main(command) == 1
+    assert "add --calibration FILE" in capsys.readouterr().err
+    command += ["--calibration", str(folder / "text.txt"), "--samples", "8", "--length", "16", "--json"]
+    assert main(command) == 0
+    assert len(json.loads(capsys.readouterr().out)["losses"]) == 4 * SMALL["num_hidden_layers"]
+    assert main(["inspect", str(folder / "s")]) == 0
+    assert "calibrated" not in os.listdir(folder / "s")

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "b.int8": torch.randint(-128, 128, (3, 5), dtype=torch.int8),
+        "a.fp8": torch.randn(7, 3).to(torch.float8_e4m3fn),
+        "c.bf16": torch.randn(2, 3, 4, dtype=torch.bfloat16),
+        "d.scale": torch.randn(4, 1),
+        "e.empty": torch.empty(0, 4, dtype=torch.float16),
+        "f.scalar": torch.tensor(3.5),
+    }
+
+
+def stored(tensors: dict[str, torch.Tensor]) -> dict[str, Stored]:
+    return {name: Stored(STORED_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+
+
+def test_writer_is_read_back_by_the_library(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    path = tmp_path / "x.safetensors"
+    with TensorWriter(path, stored(tensors)) as writer:
+        for name in reversed(list(tensors)):
+            writer.write(name, tensors[name])
+    back = load_file(path)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name].float(), tensor.float())
+
+
+def test_writer_makes_the_bytes_that_the_library_makes(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    with TensorWriter(tmp_path / "ours", stored(tensors)) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
+    tensors = some_tensors()
+
+    def write_one_and_stop() -> None:
+        with TensorWriter(tmp_path / "x", stored(tensors)) as writer:
+            writer.write("b.int8", tensors["b.int8"])
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_one_and_stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forgotten_tensor_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not written"), TensorWriter(tmp_path / "x", stored(some_tensors())) as w:
+        pass
+    assert list(tmp_path.iterdir()) == []
+    assert w.file.closed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_nothing_is_left_when_the_disk_is_full(tmp_path: Path) -> None:
+    def write_to_a_full_disk() -> None:
+        with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), writer.file.fileno())
+            writer.write("a", torch.zeros(8, dtype=torch.int8))
+            raise RuntimeError("stop")  # the buffer is written when the file is closed
+
+    with pytest.raises((OSError, RuntimeError)):
+        write_to_a_full_disk()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+        writer.write("a", torch.zeros(8, dtype=torch.int8))
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    for name in ("x", "x.tmp"):
+        (tmp_path / name).symlink_to("victim")
+    with TensorWriter(tmp_path / "x", {"a": Stored("I8", (8,))}) as writer:
+        writer.write("a", torch.zeros(8, dtype=torch.int8))
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert load_file(tmp_path / "x")["a"].tolist() == [0] * 8
+    assert not (tmp_path / "x").is_symlink()
+
+
+def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="announced"), TensorWriter(tmp_path / "x", {"a": Stored("I8", (2, 3))}) as w:
+        w.write("a", torch.zeros(3, 2, dtype=torch.int8))
+
+
+def test_sharded_checkpoint_is_read(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", shard_size="60KB")
+    checkpoint = Checkpoint(tmp_path / "m")
+    assert len(checkpoint.shards) > 2
+    state = model.state_dict()
+    assert checkpoint.files.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(checkpoint.tensor(name), tensor)
+
+
+def damaged(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    return tmp_path / "m"
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        Checkpoint(tmp_path / "nothing")
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        Checkpoint(path)
+
+
+def test_broken_config(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    (path / "config.json").write_text("{ not json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint(path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    next(path.glob("model-00002*")).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002.* is missing"):
+        Checkpoint(path)
+
+
+def test_truncated_shard(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    shard = next(path.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated"):
+        Checkpoint(path)
+
+
+def test_index_that_names_an_absent_tensor(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["not.there"] = index["weight_map"]["model.norm.weight"]
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index names not\.there"):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../m/{}", "/tmp/{}", "sub/{}", "model.bin", ["a"]])
+def test_index_that_leads_elsewhere(tmp_path: Path, name: object) -> None:
+    path = damaged(tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for tensor, shard in index["weight_map"].items():
+        index["weight_map"][tensor] = name.format(shard) if isinstance(name, str) else name
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="shard name"):
+        Checkpoint(path)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    first, second = sorted(path.glob("model-*"))[:2]
+    save_file({**load_file(second), next(iter(load_file(first))): torch.zeros(1)}, second)
+    with pytest.raises(CheckpointError, match="is in two shards"):
+        Checkpoint(path)
+
+
+def test_no_safetensors(tmp_path: Path) -> None:
+    path = damaged(tmp_path)
+    for file in path.glob("model*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="convert the weights to safetensors"):
+        Checkpoint(path)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files.marker import KEY, Marker, quantisation_dtype, quantization_config
+from slidesparse.pattern import Pattern
+
+GOOD = {"version": 1, "pattern": "4:6@50%", "ignore": ["lm_head"], "layers": {"a.b": "8:10", "c": "dense"}}
+
+
+def test_round_trip() -> None:
+    marker = Marker.from_config({KEY: GOOD})
+    assert marker is not None
+    assert marker.pattern_of("a.b") == Pattern(8, 10)
+    assert marker.pattern_of("anything") == Pattern.parse("4:6@50%")
+    assert marker.to_config() == GOOD
+
+
+def test_no_marker() -> None:
+    assert Marker.from_config({"architectures": ["X"]}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "version"),
+        ({"version": "1"}, "version"),
+        ({"extra": 1}, "unknown"),
+        ({"pattern": None}, "pattern"),
+        ({"pattern": "6_8"}, "6_8"),
+        ({"ignore": "lm_head"}, "ignore"),
+        ({"layers": ["a"]}, "layers"),
+        ({"layers": {"a": "8:6"}}, "8:6"),
+    ],
+)
+def test_bad_marker_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        Marker.from_config({KEY: {**GOOD, **change}})
+
+
+def test_missing_key_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"missing \['layers'\]"):
+        Marker.from_config({KEY: {k: v for k, v in GOOD.items() if k != "layers"}})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_own_quantisation_is_recognised(dtype: torch.dtype) -> None:
+    assert quantisation_dtype({"quantization_config": quantization_config(dtype, ["lm_head"])}) == dtype
+
+
+def test_compressed_tensors_accepts_our_config() -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    parsed = QuantizationConfig.model_validate(quantization_config(torch.int8, ["lm_head"]))
+    assert parsed.config_groups["group_0"].weights.num_bits == 8
+    assert parsed.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("weights", "num_bits", 4),
+        ("weights", "strategy", "tensor"),
+        ("weights", "symmetric", False),
+        ("input_activations", "dynamic", False),
+        ("input_activations", "symmetric", False),
+        ("input_activations", "type", "float"),
+        ("input_activations", "strategy", "tensor"),
+    ],
+)
+def test_other_schemes_are_refused(path: tuple[str, str, Any]) -> None:
+    config = copy.deepcopy(quantization_config(torch.int8, []))
+    part, key, value = path
+    config["config_groups"]["group_0"][part][key] = value
+    with pytest.raises(CheckpointError, match="scheme"):
+        quantisation_dtype({"quantization_config": config})
+
+
+def test_sparsity_config_is_refused() -> None:
+    config = {**quantization_config(torch.int8, []), "sparsity_config": {"format": "dense", "targets": ["Linear"]}}
+    with pytest.raises(CheckpointError, match="sparsity_config"):
+        quantisation_dtype({"quantization_config": config})
+
+
+def test_other_methods_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="gptq"):
+        quantisation_dtype({"quantization_config": {"quant_method": "gptq", "bits": 4}})

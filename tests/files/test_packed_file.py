@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, tokens
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import slidesparse
+from slidesparse.cli import main
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError
+from slidesparse.files import packed_file
+from slidesparse.files.checkpoint import Checkpoint, TensorWriter
+from slidesparse.files.packed_file import FILE_NAME, VERSION, PackedFile, _parts, write_packed
+from slidesparse.packed import PackedWeight, pack
+from slidesparse.pattern import Pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype"), [("6:8", "int8"), ("4:6@50%", "fp8"), ("22:24", "bf16"), ("dense", "int8")]
+)
+def test_packed_model_computes_the_same(tmp_path: Path, pattern: str, dtype: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(pattern, dtype))
+    before = slidesparse.load(tmp_path / "s", backend="reference")(tokens()).logits
+    write_packed(tmp_path / "s")
+    after = slidesparse.load(tmp_path / "s", backend="reference")(tokens()).logits
+    assert torch.equal(before, after)
+
+
+def test_loading_reads_the_packed_file(tmp_path: Path) -> None:
+    """Not the weights: a changed packed value shows."""
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert main(["pack", str(tmp_path / "s")]) == 0
+    file = tmp_path / "s" / FILE_NAME
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.values"] = torch.zeros_like(tensors["model.layers.0.mlp.up_proj.values"])
+    save_file(tensors, file, metadata)
+    assert (
+        not slidesparse.load(tmp_path / "s").model.layers[0].mlp.up_proj(torch.ones(1, 64, dtype=torch.bfloat16)).any()
+    )
+
+
+def test_other_weights_and_other_versions_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    file = write_packed(tmp_path / "s")
+    with pytest.raises(CheckpointError, match="exists"):
+        write_packed(tmp_path / "s")
+    weights = load_file(tmp_path / "s/model.safetensors")
+    weights["model.embed_tokens.weight"] += 1
+    save_file(weights, tmp_path / "s/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="not of these weight files"):
+        slidesparse.load(tmp_path / "s")
+    save_file(load_file(file), file, {"slidesparse_packed_version": "9"})
+    with pytest.raises(CheckpointError, match="version"):
+        PackedFile(Checkpoint(tmp_path / "s"))
+
+
+@pytest.fixture
+def pruned(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    return tmp_path / "s"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_second_of_two_packs_is_refused_and_harms_nothing(
+    pruned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, tried = names(pruned), []
+
+    def second(*arguments: Any, **named: Any) -> PackedWeight:
+        if not tried:
+            tried.append(main(["pack", str(pruned)]))
+        return pack(*arguments, **named)
+
+    monkeypatch.setattr(packed_file, "pack", second)
+    write_packed(pruned)
+    assert tried == [1]
+    assert f"another run is packing {pruned}; wait for it" in capsys.readouterr().err
+    assert names(pruned) == before | {FILE_NAME}
+    slidesparse.load(pruned)
+
+
+def test_pack_writes_through_no_link(pruned: Path) -> None:
+    victim = pruned.parent / "victim"
+    victim.write_text("precious")
+    for name in (FILE_NAME, f"{FILE_NAME}.tmp"):
+        (pruned / name).symlink_to(victim)
+    write_packed(pruned)
+    assert victim.read_text() == "precious"
+    assert not (pruned / FILE_NAME).is_symlink()
+    assert not (pruned / f"{FILE_NAME}.tmp").is_symlink()
+    slidesparse.load(pruned)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_pack_that_stops_leaves_nothing(
+    pruned: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    before, seen = names(pruned), []
+
+    def stop(*arguments: Any) -> None:
+        seen.extend(names(pruned) - before)
+        raise error
+
+    monkeypatch.setattr(TensorWriter, "write", stop)
+    with pytest.raises(error):
+        write_packed(pruned)
+    assert len(seen) == 1
+    assert re.fullmatch(rf"{FILE_NAME}\.[0-9a-f]{{16}}\.tmp", seen[0])
+    assert names(pruned) == before
+
+
+def test_the_next_pack_removes_what_a_killed_one_left(pruned: Path) -> None:
+    before = names(pruned)
+    for name in (f"{FILE_NAME}.tmp", f"{FILE_NAME}.0123456789abcdef.tmp"):
+        (pruned / name).write_bytes(b"half")
+    (pruned / "notes.tmp").write_text("not ours")
+    write_packed(pruned)
+    assert names(pruned) == before | {FILE_NAME, "notes.tmp"}
+
+
+def test_golden_bytes() -> None:
+    """The layout, byte for byte: changing it needs a new VERSION."""
+    weight = torch.tensor(
+        [[5, 0, 7, 1, 0, 2, 0, 3, 1, 2, 3, 4, 5, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, -2, 0, 0, -3, 4]],
+        dtype=torch.int8,
+    )
+    parts = _parts("x", pack(weight, "6:8"))
+    assert VERSION == "1"
+    assert (
+        parts["x.values"].view(torch.uint8).numpy().tobytes().hex() == "050007010203"
+        "010203040506"
+        "000000000000"
+        "00ff00fe"
+        "fd04"
+    )
+    # Code b(b-1)/2 + a of the last two zeros a < b: (4, 6), (6, 7); (6, 7), (4, 5).
+    assert parts["x.code"].tolist() == [[19, 27], [27, 14]]
+
+
+def test_golden_bytes_of_a_partial_pattern() -> None:
+    weight = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 9, 9]], dtype=torch.int8)
+    weight[:, 4:6] = 0
+    parts = _parts("x", pack(weight, Pattern.parse("2:4@50%")))
+    assert parts["x.groups"].tolist() == [1]
+    assert parts["x.dense"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    assert parts["x.values"].tolist() == [[7, 8], [9, 9]]
+    assert parts["x.code"].tolist() == [[0], [0]]

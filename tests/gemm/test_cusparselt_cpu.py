@@ -1,0 +1,319 @@
+"""What of the cuSPARSELt backend needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+import torch
+
+from slidesparse import Pattern, UnsupportedError
+from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
+from slidesparse.gemm.backend import with_rows
+from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt import backend as cusparselt
+from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
+from slidesparse.gemm.dense import dense_rows
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_few_and_close() -> None:
+    sizes = range(1, 65537)
+    buckets = [token_bucket(m) for m in sizes]
+    assert buckets == sorted(buckets)
+    assert all(b % 16 == 0 and b >= max(m, 32) for m, b in zip(sizes, buckets, strict=True))
+    assert all(b <= 1.0625 * m for m, b in zip(sizes, buckets, strict=True) if m >= 256)
+    assert all(b < m + 16 for m, b in zip(sizes, buckets, strict=True) if 17 <= m < 256)
+    assert len(set(buckets)) == 15 + 8 * 16
+    assert token_bucket(0) == 0
+    assert all(token_bucket(b) == b for b in set(buckets))
+
+
+def test_dense_rows() -> None:
+    assert [dense_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
+
+
+def test_spare_rows_are_found_behind_the_activations() -> None:
+    buffer = torch.arange(40, dtype=torch.int8).view(8, 5)
+    x = buffer[1:3]
+    more = with_rows(x, 7)
+    assert more.shape == (7, 5)
+    assert more.data_ptr() == x.data_ptr()
+    assert torch.equal(more, buffer[1:])
+
+
+@pytest.mark.parametrize("rows", [8, 20])
+def test_activations_without_spare_rows_are_copied(rows: int) -> None:
+    x = torch.arange(40, dtype=torch.int8).view(8, 5)[1:]
+    more = with_rows(x, rows)
+    assert more.shape == (rows, 5)
+    assert torch.equal(more[:7], x)
+    assert more.data_ptr() != x.data_ptr()
+
+
+def test_strided_activations_become_contiguous() -> None:
+    x = torch.arange(60, dtype=torch.int8).view(6, 10)[:, :5]
+    for rows in (6, 9):
+        more = with_rows(x, rows)
+        assert more.is_contiguous()
+        assert torch.equal(more[:6], x)
+
+
+def test_operators_leave_room_for_the_backend() -> None:
+    x, column_map = torch.randn(3, 8), torch.arange(8)
+    lifted = torch.ops.slidesparse.lift(x, column_map, "dense")
+    values, scale = torch.ops.slidesparse.quantize_lift(x, column_map, INT8, "dense")
+    assert torch.equal(lifted, x)
+    assert lifted.untyped_storage().nbytes() == 32 * 8 * 4
+    assert values.shape == (3, 8)
+    assert values.untyped_storage().nbytes() == 32 * 8
+    assert scale.shape == (3, 1)
+
+
+# -- why not -------------------------------------------------------------------------------------------------------
+
+
+class _Library:
+    def __init__(self, *version: int) -> None:
+        self.version = version
+
+
+def _why(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = INT8,
+    *,
+    capability: tuple[int, int] = (9, 0),
+    version: tuple[int, int, int] = (0, 8, 0),
+    pattern: str = "6:8",
+    backend: str = "cusparselt",
+    slid: bool = True,
+) -> str | None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(api, "load", lambda: _Library(*version))
+    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "_handle", lambda device: None)
+    return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda"), slid))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
+def test_hopper_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    assert _why(monkeypatch, dtype) is None
+    assert _why(monkeypatch, dtype, version=(0, 10, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"capability": (7, 5)}, "compute capability 7.5 has no Sparse Tensor Cores"),
+        ({"dtype": FP8, "capability": (8, 6)}, "FP8 needs compute capability 8.9, this GPU has .* 8.6"),
+        ({"dtype": torch.float32}, "no fp32 kernels"),
+        ({"dtype": torch.float16}, "FP16 kernels of cuSPARSELt 0.8 fail on Hopper"),
+        ({"pattern": "dense"}, "no 2:4 segment"),
+        ({"pattern": "4:6@50%", "slid": False}, "no group of this weight is slid"),
+        ({"pattern": "4:6@50%", "dtype": torch.bfloat16}, "rounded twice"),
+        ({"pattern": "4:6@50%", "backend": "cusparselt-bf16"}, "rounded twice"),
+    ],
+)
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, problem: dict[str, object], reason: str) -> None:
+    why = _why(monkeypatch, **problem)
+    assert why is not None
+    assert re.search(reason, why)
+    assert "\n" not in why
+
+
+def test_what_the_guards_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _why(monkeypatch, torch.float16, capability=(8, 0)) is None
+    assert _why(monkeypatch, torch.float16, version=(0, 9, 1)) is None
+    assert _why(monkeypatch, FP8, capability=(8, 9)) is None
+    assert _why(monkeypatch, pattern="4:6@50%") is None
+
+
+def test_auto_never_takes_the_inexact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_backend("cusparselt").accelerated
+    assert not get_backend("cusparselt-bf16").accelerated
+    assert _why(monkeypatch, backend="cusparselt-bf16") is None
+    with pytest.raises(ValueError, match="unknown intermediate; got 'fp4'; needed exact or bf16"):
+        CuSparseLt("fp4")
+
+
+def test_a_cpu_is_refused() -> None:
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"backend cusparselt cannot run.*it needs a CUDA device"):
+        choose(problem, "cusparselt")
+    assert "cusparselt: it needs a CUDA device" in choose(problem).reason
+
+
+# -- the library ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unloaded() -> Iterator[None]:
+    api.load.cache_clear()
+    yield
+    api.load.cache_clear()
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_a_missing_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(BACKENDS, "hopper")
+    monkeypatch.setattr(ctypes, "CDLL", _cannot_open)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
+    why = get_backend("cusparselt").why_not(problem)
+    assert why == "libcusparseLt.so.0 is missing; pip install nvidia-cusparselt-cu13"
+    assert choose(problem, fallback="none").backends == ("reference",)
+    assert choose(problem).backends == ("dense",)
+    with pytest.raises(UnsupportedError, match=r"backend cusparselt cannot run this layer; got libcusparseLt\.so\.0"):
+        choose(problem, "cusparselt")
+
+
+def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise UnsupportedError("cusparseLtInit of cuSPARSELt 0.8.0 failed", got="architecture mismatch (4)")
+
+    monkeypatch.delitem(BACKENDS, "hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(api, "load", lambda: _Library(0, 8, 0))
+    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "_handle", refuse)
+    problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
+    why = get_backend("cusparselt").why_not(problem)
+    assert why == "cusparseLtInit of cuSPARSELt 0.8.0 failed; got architecture mismatch (4)"
+    assert choose(problem).backends == ("dense",)
+    assert why in choose(problem).reason
+    assert choose(problem, fallback="none").backends == ("reference",)
+    with pytest.raises(UnsupportedError, match="architecture mismatch"):
+        choose(problem, "cusparselt")
+
+
+def _cannot_open(name: str, mode: int = 0) -> ctypes.CDLL:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+class _Function:
+    """Something that ctypes could have found: a function that reports version 0.7.1."""
+
+    argtypes: object = None
+    restype: object = None
+
+    def __call__(self, which: int, value: object) -> int:
+        value._obj.value = (0, 7, 1)[which]
+        return 0
+
+
+class _OldLibrary:
+    def __getattr__(self, name: str) -> _Function:
+        function = _Function()
+        setattr(self, name, function)
+        return function
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_too_old_a_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_open", _OldLibrary)
+    with pytest.raises(UnsupportedError, match=r"cuSPARSELt is too old; got 0\.7\.1; needed 0\.8\.0 or newer"):
+        api.load()
+
+
+def _wheel_file(name: str) -> str:
+    for wheel in api.WHEELS:
+        try:
+            files = metadata.files(wheel) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == name:
+                return str(file.locate())
+    pytest.skip("no wheel of cuSPARSELt is installed")
+
+
+@pytest.fixture
+def header() -> str:
+    with open(_wheel_file("cusparseLt.h"), encoding="utf-8") as file:
+        return re.sub(r"//[^\n]*", "", file.read())
+
+
+def test_structures_fit(header: str) -> None:
+    sizes = re.findall(r"struct \{ alignas\((\d+)\) uint8_t data\[(\d+)\]; \}", header)
+    assert len(sizes) == 5
+    assert all(
+        int(alignment) <= api.STRUCTURE_ALIGNMENT and int(size) <= api.STRUCTURE_BYTES for alignment, size in sizes
+    )
+
+
+C_TYPES = {
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "int32_t": ctypes.c_int32,
+    "size_t": ctypes.c_size_t,
+}
+"""By-value parameters of the header; every other one is an enumeration, an int in C. A cudaStream_t is a pointer."""
+
+
+@pytest.mark.parametrize("name", api._SIGNATURES)
+def test_signatures_are_the_headers(header: str, name: str) -> None:
+    found = re.search(rf"cusparseStatus_t CUSPARSELT_API\s+{name}\((.*?)\);", header, re.DOTALL)
+    assert found
+    parameters = [" ".join(parameter.split()) for parameter in found[1].split(",")]
+    ours = api._SIGNATURES[name]
+    assert len(parameters) == len(ours)
+    for parameter, argument in zip(parameters, ours, strict=True):
+        if "*" in parameter or parameter.startswith("cudaStream_t"):
+            assert ctypes.sizeof(argument) == ctypes.sizeof(ctypes.c_void_p), parameter
+            assert argument is ctypes.c_void_p or hasattr(argument, "_type_"), parameter
+        else:
+            assert argument is C_TYPES.get(parameter.split()[0], ctypes.c_int), parameter
+
+
+@pytest.mark.parametrize(
+    ("enumerator", "value"),
+    [
+        ("CUSPARSELT_SPARSITY_50_PERCENT", api.SPARSITY_50_PERCENT),
+        ("CUSPARSELT_MATMUL_ALG_DEFAULT", api.ALG_DEFAULT),
+        ("CUSPARSELT_MATMUL_ALG_CONFIG_ID", api.ALG_CONFIG_ID),
+        ("CUSPARSELT_MATMUL_ALG_CONFIG_MAX_ID", api.ALG_CONFIG_MAX_ID),
+        ("CUSPARSELT_MATMUL_SPLIT_K", api.SPLIT_K),
+        ("CUSPARSELT_MATMUL_SPLIT_K_MODE", api.SPLIT_K_MODE),
+        ("CUSPARSELT_SPLIT_K_MODE_ONE_KERNEL", api.ONE_KERNEL),
+        ("CUSPARSELT_SPLIT_K_MODE_TWO_KERNELS", api.TWO_KERNELS),
+        ("CUSPARSE_COMPUTE_32I", api.COMPUTE_TYPES[INT8]),
+        ("CUSPARSE_COMPUTE_32F", api.COMPUTE_TYPES[FP8]),
+    ],
+)
+def test_enumerators_are_the_headers(header: str, enumerator: str, value: int) -> None:
+    body = next(
+        body for body in re.findall(r"enum \{(.*?)\}", header, re.DOTALL) if re.search(rf"\b{enumerator}\b", body)
+    )
+    counter = -1
+    for entry in filter(None, (part.strip() for part in body.split(","))):
+        name, _, explicit = (part.strip() for part in entry.partition("="))
+        counter = int(explicit) if explicit else counter + 1
+        if name == enumerator:
+            assert value == counter
+            return
+    pytest.fail(f"{enumerator} not found")
+
+
+@pytest.mark.usefixtures("_unloaded")
+def test_the_wheels_library_loads_and_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _wheel_file(api.SONAME)
+    library = api.load()
+    assert library.version >= api.OLDEST
+    with pytest.raises(
+        UnsupportedError, match=r"somewhere of cuSPARSELt \d+\.\d+\.\d+ failed; got invalid value \(3\)"
+    ):
+        library.check(3, "somewhere")
+
+
+def test_structures_are_aligned_and_stay() -> None:
+    structures = [api.Structure() for _ in range(20)]
+    addresses = [structure.address for structure in structures]
+    assert all(address % api.STRUCTURE_ALIGNMENT == 0 for address in addresses)
+    assert min(b - a for a, b in zip(sorted(addresses), sorted(addresses)[1:], strict=False)) >= api.STRUCTURE_BYTES

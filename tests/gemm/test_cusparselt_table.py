@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slidesparse import InputError
+from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt.table import (
+    Algorithm,
+    Key,
+    Record,
+    Trial,
+    add_records,
+    load_table,
+    nearest,
+    table_path,
+)
+from slidesparse.gemm.cusparselt.tune import candidates
+
+KEY = Key("NVIDIA H200", "0.8.0", 4608, 5376, "int8", "int32")
+TRIALS = (
+    Trial(Algorithm(0), 24.0, None),
+    Trial(Algorithm(7, -1), 21.5, None),
+    Trial(Algorithm(9), None, "wrong product"),
+)
+RECORD = Record(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
+
+
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert table_path() == tmp_path / "slidesparse" / "cusparselt-tune.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert table_path() == tmp_path / "home" / ".cache" / "slidesparse" / "cusparselt-tune.json"
+
+
+def test_records_come_back_and_replace_older_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    assert load_table(path) == ()
+    other = replace(RECORD, rows=2048, best=None)
+    add_records(path, [RECORD, other])
+    assert load_table(path) == (RECORD, other)
+    newer = replace(RECORD, best=Algorithm(3), time_us=20.0)
+    add_records(path, [newer])
+    assert sorted(load_table(path), key=lambda record: record.rows) == [newer, other]
+    assert [file.name for file in path.parent.iterdir()] == ["b.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    add_records(path, [RECORD])
+    before = path.read_bytes()
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="No space left"):
+        add_records(path, [replace(RECORD, rows=2048)])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("rows", "best"), [(1024, 7), (1088, 7), (512, 7), (1900, 8), (4096, 8), (496, None), (4224, None)]
+)
+def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
+    table = (RECORD, replace(RECORD, rows=2048, best=Algorithm(8)))
+    found = nearest(table, KEY, rows)
+    assert (None if found is None or found.best is None else found.best.id) == best
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu": "NVIDIA H100"},
+        {"library": "0.8.1"},
+        {"out": 4640},
+        {"columns": 32},
+        {"dtype": "fp8"},
+        {"accumulator": "x"},
+    ],
+)
+def test_another_problems_record_does_not(other: dict[str, Any]) -> None:
+    assert nearest((RECORD,), KEY, 1024) is not None
+    assert nearest((RECORD,), replace(KEY, **other), 1024) is None
+
+
+def _break(content: dict[str, Any], where: str, value: object) -> None:
+    *path, last = where.split(".")
+    for step in path:
+        content = content[int(step) if step.isdecimal() else step]
+    if value == "absent":
+        del content[last]
+    else:
+        content[last] = value
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("version", 2),
+        ("version", "absent"),
+        ("surplus", 1),
+        ("records", {}),
+        ("records.0.gpu", 5),
+        ("records.0.rows", True),
+        ("records.0.rows", 0),
+        ("records.0.out", 4608.0),
+        ("records.0.time_us", "fast"),
+        ("records.0.time_us", -1.0),
+        ("records.0.default_us", float("nan")),
+        ("records.0.algorithm", 7),
+        ("records.0.algorithm.id", "7"),
+        ("records.0.algorithm.split_k", "absent"),
+        ("records.0.algorithm.surplus", 1),
+        ("records.0.tried", None),
+        ("records.0.tried.0.fault", 3),
+        ("records.0.tried.0.time_us", float("inf")),
+        ("records.0.surplus", 1),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, where: str, value: object) -> None:
+    path = tmp_path / "table.json"
+    add_records(path, [RECORD])
+    content = json.loads(path.read_text())
+    _break(content, where, value)
+    path.write_text(json.dumps(content))
+    load_table.cache_clear()
+    with pytest.raises(InputError, match=r"damaged search results in .*table\.json.*delete the file") as error:
+        load_table(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_no_json_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="damaged search results"):
+        load_table(path)
+
+
+def test_candidates_are_all_that_the_gpu_accepts() -> None:
+    hopper = list(candidates(3, (9, 0), 4608))
+    assert hopper == [Algorithm(i, split_k) for i in range(3) for split_k in (1, -1)]
+    assert {c.split_k for c in candidates(3, (9, 0), 384)} == {1}
+    ampere = list(candidates(2, (8, 0), 384))
+    assert len(ampere) == len(set(ampere)) == 2 * 7
+    assert {c.split_k_mode for c in ampere if c.split_k > 1} == {api.ONE_KERNEL, api.TWO_KERNELS}

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from oracles import scaled_product, sparse_int8
+from tolerances import assert_product
+
+from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
+from slidesparse.gemm.cusparselt.backend import CuSparseLt
+from slidesparse.gemm.dense import Dense, _has_kernels
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
+from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback
+from slidesparse.gemm.spec import Route
+from slidesparse.gemm.speed import LayerSpeed, Table
+from slidesparse.slide import gather
+
+PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
+
+
+def test_int8_product_is_exact_where_float32_would_round() -> None:
+    # 3 blocks of the largest product, 2^14 each: beyond 2^24, odd numbers included, float32 holds no longer.
+    columns = 3 * EXACT_BLOCK + 5
+    x = torch.full((2, columns), -128, dtype=torch.int8)
+    weight = torch.full((3, columns), -128, dtype=torch.int8)
+    x[1, 0], weight[1, 0] = 127, 127
+    exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert exact.max() > 2**24
+    assert exact[1, 1] % 2 == 1
+    result = product(x, weight)
+    assert result.dtype == torch.int32
+    assert np.array_equal(result.numpy(), exact)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_epilogue_is_vllms(out_dtype: torch.dtype, biased: bool) -> None:
+    accumulator = torch.randint(-(2**30), 2**30, (7, 12), dtype=torch.int32)
+    scale_x, scale_w = torch.rand(7, 1) * 1e-4, torch.rand(12) * 1e-4
+    bias = torch.randn(12, dtype=torch.bfloat16) if biased else None
+    y = apply_scales(accumulator, scale_x, scale_w, bias, out_dtype)
+    expected = scaled_product(
+        accumulator.numpy().astype(np.int64),
+        scale_x.numpy(),
+        scale_w.numpy(),
+        None if bias is None else bias.float().numpy(),
+    )
+    assert torch.equal(y, torch.from_numpy(expected).to(out_dtype))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("text", ["6:8", "4:6@50%", "dense"])
+def test_every_backend_multiplies_what_it_prepared(backend: str, text: str) -> None:
+    weight = torch.randint(1, 128, (9, 77), dtype=torch.int8)
+    weight = weight * prune_mask(weight, text)
+    packed = pack(weight, text, scale=torch.rand(9))
+    chosen = get_backend(backend)
+    if chosen.why_not(Problem(packed.pattern, torch.int8, 9, 77, packed.device)) is not None:
+        pytest.skip("this backend cannot run on a CPU; it has tests of its own")
+    x = torch.randint(-128, 128, (5, 77), dtype=torch.int8)
+    lifted = gather(x, chosen.layout.column_map(packed))
+    scale_x = torch.rand(5, 1)
+    y = chosen.matmul(lifted, scale_x, chosen.prepare(packed), packed.scale, None, 9, torch.float32)
+    exact = x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert packed.scale is not None
+    assert np.array_equal(y.numpy(), scaled_product(exact, scale_x.numpy(), packed.scale.numpy(), None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+def test_float_products_stay_within_the_table(dtype: torch.dtype, out_dtype: torch.dtype, backend: str) -> None:
+    weight = torch.randn(16, 250)
+    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
+    x = torch.randn(7, 250).to(dtype)
+    packed = pack(weight, "6:8")
+    chosen = get_backend(backend)
+    lifted = gather(x, chosen.layout.column_map(packed))
+    y = chosen.matmul(lifted, None, chosen.prepare(packed), None, None, 16, out_dtype)
+    wide_x, wide_w = x.to(torch.float64), weight.to(torch.float64)
+    assert_product(y, wide_x @ wide_w.T, wide_x.abs() @ wide_w.abs().T, dtype)
+
+
+def test_layouts_say_how_columns_are_padded() -> None:
+    packed = pack(sparse_int8(4, 21, 6, 8), "6:8")
+    assert get_backend("reference").layout.column_map(packed).tolist() == packed.column_map().tolist()
+    assert get_backend("dense").layout.column_map(packed).tolist() == [*range(21), *[-1] * 11]
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+class _Fast(Reference):
+    name = "fast"
+    accelerated = True
+
+    def why_not(self, problem: Problem) -> str | None:
+        return "it needs a K of 32 at least" if problem.in_features < 32 else None
+
+
+class _Slow(_Fast):
+    name = "slow"
+
+
+def _know_only(monkeypatch: pytest.MonkeyPatch, **backends: Callable[[], Backend]) -> None:
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for name, make in backends.items():
+        monkeypatch.setitem(BACKENDS, name, make)
+
+
+ABLE = Problem(Pattern(6, 8), torch.int8, 8, 64, torch.device("cuda"))
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, **us: tuple[float | None, ...]) -> None:
+    times = {name.replace("_", " ").replace("at", ":"): column for name, column in us.items()}
+    layer = LayerSpeed("int8", 8, 64, (16, 256, 4096), times)
+    libraries = {name: get_backend(name).library() for name in BACKENDS}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(select, "tables_for", lambda gpu: [Table(gpu, libraries, (layer,))])
+
+
+def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense)
+    assert choose(PROBLEM).routes == (Route(0, "dense"),)
+    assert choose(PROBLEM, fallback="none").routes == (Route(0, "reference"),)
+
+
+def test_auto_claims_no_speed_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_4at6=(0.1, 0.1, 0.1))
+    assert choose(ABLE).backends == ("dense",)
+    assert choose(ABLE).reason == NOT_MEASURED
+    assert choose(ABLE, "fast").backends == ("fast",)
+    assert choose(ABLE, fallback="none").backends == ("fast",)
+    choice = choose(PROBLEM, fallback="none")
+    assert choice.backends == ("reference",)
+    assert choice.reason == "fast: it needs a K of 32 at least"
+
+
+def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.2, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
+    choice = choose(ABLE)
+    # Beyond the last measurement slow is the faster one; below it fast alone wins at both ends.
+    assert choice.routes == (Route(0, "dense"), Route(256, "fast"), Route(4096, "slow"))
+    assert choice.backends == ("dense", "fast", "slow")
+    assert [choice.at(m) for m in (0, 255, 256, 4095, 4096, 10**6)] == [
+        "dense",
+        "dense",
+        "fast",
+        "fast",
+        "slow",
+        "slow",
+    ]
+    assert choice.describe() == "dense up to 255 tokens, fast up to 4095, slow beyond"
+    assert choice.reason == "measured at 8x64"
+
+
+def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(0.5, 0.5, 0.5))
+    monkeypatch.setattr(Dense, "library", lambda _: "vLLM 0.99, torch 2.99")
+    choice = choose(ABLE)
+    assert choice.backends == ("fast",)
+    assert choice.reason == f"measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
+    assert choice.measured is not None
+
+
+@pytest.mark.parametrize("here", ["vLLM 0.26, torch 2.11", "vLLM 0.33, torch 2.14", "torch 2.14"])
+def test_the_table_that_ships_serves_other_releases_of_vllm(monkeypatch: pytest.MonkeyPatch, here: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: "not here")
+    monkeypatch.setattr(Dense, "library", lambda _: here)
+    choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
+    assert "hopper" in choice.backends
+    assert choice.reason == f"measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+
+
+def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(0.1, 0.1, 0.1), fast_6at8=(2.0, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
+    assert choose(ABLE, fallback="none").routes == (Route(0, "slow"),)
+
+
+@pytest.mark.parametrize("fallback", ["dense", "none"])
+def test_what_has_no_slid_group_runs_dense(monkeypatch: pytest.MonkeyPatch, fallback: Fallback) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(0.1, 0.1, 0.1))
+    assert choose(ABLE, fallback=fallback).backends == ("fast",)
+    choice = choose(replace(ABLE, slid=False), fallback=fallback)
+    assert choice == Choice((Route(0, "dense"),), "no group of this weight is slid")
+
+
+def test_an_explicit_choice_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "fast", _Fast)
+    with pytest.raises(UnsupportedError, match="it needs a K of 32 at least") as error:
+        choose(PROBLEM, "fast")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("cutlas",), "unknown backend; got 'cutlas'"), (("auto", "maybe"), "unknown fallback; got 'maybe'")],
+)
+def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        choose(PROBLEM, *arguments)
+    assert "dense" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "has"),
+    [
+        (torch.int8, (7, 5), False),
+        (torch.int8, (8, 0), True),
+        (torch.float8_e4m3fn, (8, 6), False),
+        (torch.float8_e4m3fn, (8, 9), True),
+        (torch.float8_e4m3fn, (12, 0), True),
+    ],
+)
+def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
+    dtype: torch.dtype, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert _has_kernels.__wrapped__(dtype, 0) == has
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])
+def test_a_gpu_backend_refuses_activations_on_a_cpu(backend: str) -> None:
+    x = torch.zeros(4, 128, dtype=torch.int8)
+    operand = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.uint8) for _ in range(2))
+    with pytest.raises(
+        InputError, match=f"activations of the {backend} backend; got cpu; needed a CUDA device"
+    ) as error:
+        get_backend(backend).matmul(x, None, operand, None, None, 32, torch.bfloat16)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,126 @@
+"""What the Hopper backend says where it cannot run: no GPU needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slidesparse import InputError, UnsupportedError
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.hopper import backend as hopper
+from slidesparse.gemm.hopper import compile as hopper_compile
+from slidesparse.gemm.hopper import launch as hopper_launch
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import pack
+from slidesparse.pattern import Pattern
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    cached = (hopper_compile._nvrtc, hopper_compile.nvrtc_version, hopper_launch._driver, hopper_launch.driver_version)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def _why_not(dtype: torch.dtype = torch.int8, device: str = "cuda") -> str | None:
+    return get_backend("hopper").why_not(Problem(Pattern(6, 8), dtype, 64, 64, torch.device(device)))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+def test_another_device_type_or_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _why_not(device="cpu") == "it needs a CUDA device"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert _why_not() == "it is written for compute capability 9.0 (H100, H200), this GPU has 10.0"
+    assert _why_not(torch.float32) == "it has no fp32 kernels"
+
+
+def test_no_bindings(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert _why_not() == "cuda-bindings is not installed; pip install 'slidesparse[cuda]'"
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ((0, 11, 8), "NVRTC is too old for Hopper; got 11.8; needed 12.0 or newer"),
+        ((7, 0, 0), "nvrtcVersion failed with status 7"),
+    ],
+)
+def test_an_old_or_broken_compiler(
+    h200: None, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], says: str
+) -> None:
+    monkeypatch.setattr(hopper_compile, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: version))
+    hopper_compile.nvrtc_version.cache_clear()
+    assert _why_not() == says
+    monkeypatch.undo()  # before the fixture clears caches that the fake does not have
+
+
+def test_no_compiler(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(hopper_compile, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=missing))
+    assert _why_not() == "NVRTC cannot be loaded; pip install nvidia-cuda-nvrtc"
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("driver", "says"), [(13, None), (12, "NVRTC 13 makes code that this driver, of CUDA 12, ")])
+def test_a_driver_older_than_the_compiler(
+    h200: None, monkeypatch: pytest.MonkeyPatch, driver: int, says: str | None
+) -> None:
+    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(hopper, "driver_version", lambda: driver)
+    why = _why_not()
+    assert why is None if says is None else why is not None and why.startswith(says)
+
+
+def test_no_driver(h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    assert _why_not() == "the CUDA driver cannot be loaded; install the NVIDIA driver"
+    monkeypatch.undo()
+
+
+def test_a_failed_launch_is_one_line() -> None:
+    with pytest.raises(UnsupportedError, match="cuLaunchKernel failed; got CUDA_ERROR_ILLEGAL_ADDRESS; run with"):
+        hopper_launch._check(_Status(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), "cuLaunchKernel")
+
+
+class _Status(int):
+    name: str
+
+    def __new__(cls, value: int, name: str) -> _Status:
+        status = super().__new__(cls, value)
+        status.name = name
+        return status
+
+
+def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
+    weight = torch.randint(-9, 9, (8, 16), dtype=torch.int8) * 0
+    packed = pack(weight, "6:8", scale=torch.ones(1).expand(8))
+    assert packed.scale is not None
+    assert packed.scale.is_contiguous()
+    layer = SlideLinear(packed, bias=torch.rand(8, 3)[:, 0])
+    assert layer.bias is not None
+    assert layer.bias.is_contiguous()
+
+
+@pytest.mark.parametrize("bias", [torch.rand(5), torch.ones(8, dtype=torch.int32)])
+def test_a_bias_that_does_not_fit(bias: torch.Tensor) -> None:
+    packed = pack(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
+    with pytest.raises(InputError, match="bias of SlideLinear"):
+        SlideLinear(packed, bias=bias)

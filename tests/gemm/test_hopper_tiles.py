@@ -1,0 +1,80 @@
+"""The choice of a tile against measured times."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, choose_tile, work
+
+RESULTS = Path(__file__).parents[2] / "results" / "h200"
+
+
+def _losses(name: str, fewest: int, most: int) -> list[float]:
+    """How much slower than the best tile the chosen one is, in every case of a record in which it was timed."""
+    cases: list[dict[str, Any]] = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()[1:]]
+    losses = []
+    for case in cases:
+        us = {str(tile): case["us"].get(str(tile), math.inf) for tile in TILES}
+        chosen = us[str(choose_tile(case["tokens"], case["out"], *case["slabs"]))]
+        if fewest <= case["tokens"] <= most and chosen < math.inf:
+            losses.append(chosen / min(us.values()) - 1)
+    return losses
+
+
+def test_the_choice_for_few_tokens_is_close_to_the_best_measured() -> None:
+    losses = _losses("hopper-few-tokens.jsonl", 16, 512)
+    assert len(losses) == 72
+    assert max(losses) < 0.04
+    assert statistics.mean(losses) < 0.004
+
+
+def test_the_choice_for_many_tokens_is_close_to_the_best_measured() -> None:
+    losses = _losses("hopper-tiles.jsonl", 512, 16384)
+    assert len(losses) == 64
+    assert max(losses) < 0.02
+    assert statistics.mean(losses) < 0.001
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("out", [2560, 3584, 4608, 5120, 7168, 28672, 37888])
+def test_many_tokens_get_wide_tiles(tokens: int, out: int) -> None:
+    # 128 x 128 takes 8 to 59 % longer there (hopper-tiles.jsonl), and once tied at 237 slabs.
+    assert {choose_tile(tokens, out, slabs, 0).channels for slabs in range(20, 460)} == {256}
+
+
+def test_every_tile_is_chosen_somewhere() -> None:
+    sizes = [
+        (m, out, slabs)
+        for m in (16, 24, 32, 64, 100, 128, 200, 256, 300, 500, 600, 800, 1000, 16384)
+        for out in (1024, 3584, 8192, 37888)
+        for slabs in (28, 42, 222)
+    ]
+    assert {choose_tile(m, out, slabs, 0) for m, out, slabs in sizes} == set(TILES)
+
+
+@pytest.mark.parametrize(("tokens", "channels"), [(8, 3584), (64, 1024), (1000, 3584), (16384, 37888)])
+def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels: int) -> None:
+    for tile in TILES:
+        blocks = tile.count(tokens, channels) * tile.split
+        steps, tiles = work(tile, tokens, channels, 100)
+        assert tiles == math.ceil(blocks / MULTIPROCESSORS / tile.blocks)
+        even = max(1, blocks / MULTIPROCESSORS) * 100 / tile.split
+        assert even <= steps <= (even if tile.blocks > 1 else even + 100 / tile.split)
+
+
+def test_a_share_is_a_multiple_of_16_for_at_most_as_many_blocks() -> None:
+    for tile in TILES:
+        assert tile.share % 16 == tile.tokens % tile.share == 0
+        assert tile.tokens // tile.share <= tile.split
+    assert {tile.share for tile in TILES if tile.split == 1} == {tile.tokens for tile in TILES if tile.split == 1}
+
+
+def test_a_dense_slab_counts_twice() -> None:
+    once, twice = choose_tile(256, 4096, 30, 0), choose_tile(256, 4096, 60, 0)
+    assert choose_tile(256, 4096, 0, 30) == twice != once

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from slidesparse import (
+    InputError,
+    Pattern,
+    PatternViolation,
+    SlideLinear,
+    SlideSparseError,
+    UnsupportedError,
+    prune_mask,
+    sparsify_,
+)
+from slidesparse.models.sparsify import layer_patterns, run_once
+from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.support import following_groups
+
+# 64 and 160 are no multiples of 6, 10 or 14; 96 token ids keep the embedding small.
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+DECODER = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}
+
+Make = Callable[..., nn.Module]
+
+
+def _llama(**options: object) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, **options)).eval()
+
+
+def _qwen2(**options: object) -> nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER, **options)).eval()
+
+
+def _qwen3(**options: object) -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=32, **options)).eval()
+
+
+def _bitnet(**options: object) -> nn.Module:
+    return transformers.BitNetForCausalLM(transformers.BitNetConfig(**DECODER, **options)).eval()
+
+
+def _bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+
+
+DECODERS = [_llama, _qwen2, _qwen3, _bitnet]
+
+DECODER_SETS = [
+    [f"model.layers.{i}.{name}" for name in names]
+    for i in range(2)
+    for names in [
+        ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        ["self_attn.o_proj"],
+        ["mlp.gate_proj", "mlp.up_proj"],
+        ["mlp.down_proj"],
+    ]
+]
+DECODER_LINEARS = [name for names in DECODER_SETS for name in names]
+
+BERT_SETS = [
+    [f"encoder.layer.{i}.{name}" for name in names]
+    for i in range(2)
+    for names in [
+        ["attention.self.query", "attention.self.key", "attention.self.value"],
+        ["attention.output.dense"],
+        ["intermediate.dense"],
+        ["output.dense"],
+    ]
+] + [["pooler.dense"]]
+
+
+def _tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 96, (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _run(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=_tokens())[0]
+
+
+def _slid(model: nn.Module) -> dict[str, SlideLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
+
+
+def _prune_dense(model: nn.Module, names: list[str], pattern: str) -> nn.Module:
+    """The same model with pruned, dense weights."""
+    pruned = copy.deepcopy(model)
+    with torch.no_grad():
+        for name in names:
+            weight = pruned.get_submodule(name).weight
+            weight *= prune_mask(weight, pattern)
+    return pruned
+
+
+# -- which layers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_decoders(make: Make) -> None:
+    targets = find_targets(make())
+    assert list(targets.linears) == DECODER_LINEARS
+    assert targets.dense == {"lm_head": "output embedding"}
+
+
+def test_encoder_without_an_output_embedding() -> None:
+    targets = find_targets(_bert())
+    assert list(targets.linears) == [name for names in BERT_SETS for name in names]
+    assert targets.dense == {}
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_output_embedding_only_when_asked_and_never_when_tied(make: Make) -> None:
+    assert list(find_targets(make(), lm_head=True).linears) == [*DECODER_LINEARS, "lm_head"]
+    tied = find_targets(make(tie_word_embeddings=True), lm_head=True)
+    assert list(tied.linears) == DECODER_LINEARS
+    assert tied.dense == {"lm_head": "shares its weight with the input embedding"}
+
+
+def test_tying_is_seen_on_the_meta_device() -> None:
+    # There two modules share no storage, so the config must say it.
+    with torch.device("meta"):
+        model = _llama(tie_word_embeddings=True)
+    assert find_targets(model, lm_head=True).dense == {"lm_head": "shares its weight with the input embedding"}
+
+
+def test_small_classifiers_stay_dense() -> None:
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=3))
+    assert find_targets(model).dense == {"classifier": "smaller than 32 features"}
+
+
+def test_names_decide_nothing() -> None:
+    # A substring rule for "wo", "head" or "embed" would catch these.
+    embedding = nn.Embedding(64, 64)
+    model = nn.ModuleDict({"wo": embedding, "lm_head": nn.Linear(64, 64), "embed": nn.Linear(64, 64)})
+    assert list(find_targets(model).linears) == ["lm_head", "embed"]
+
+
+def test_what_latent_attention_reads_as_a_matrix_stays_dense() -> None:
+    model = nn.ModuleDict({"kv_b_proj": nn.Linear(64, 64), "o_proj": nn.Linear(64, 64)})
+    targets = find_targets(nn.ModuleDict({"self_attn": model}))
+    assert list(targets.linears) == ["self_attn.o_proj"]
+    assert targets.dense == {"self_attn.kv_b_proj": "latent attention reads its weight without calling it"}
+
+
+def test_ignore() -> None:
+    targets = find_targets(_llama(), ignore=["model.layers.0.mlp.up_proj", r"re:.*\.o_proj", "lm_head"])
+    assert [name for name, why in targets.dense.items() if why == "on the ignore list"] == [
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.self_attn.o_proj",
+        "lm_head",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("up_proj", "ignore entry 'up_proj' matches no linear layer"),  # exact names, not parts of them
+        ("re:up_proj", "matches no linear layer"),  # the start of a name must match
+        ("re:(", r"entry 're:\(' is no regular expression"),
+        ("model.embed_tokens", "matches no linear layer"),
+    ],
+)
+def test_an_ignore_entry_that_matches_nothing(entry: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        sparsify_(_llama(), "6:8", ignore=[entry])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Linear(64, 64), "one linear layer; use SlideLinear"),
+        (lambda: nn.Sequential(nn.LayerNorm(8)), "no linear layer to treat"),
+        (lambda: nn.Sequential(nn.Linear(8, 8)), "no linear layer to treat"),
+    ],
+)
+def test_models_without_a_layer_to_treat(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        sparsify_(model(), "6:8")
+    assert "\n" not in str(error.value)
+
+
+def test_attention_of_torch_keeps_the_projection_that_it_reads_itself() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4), "mlp": nn.Linear(64, 64)})
+    assert list(_slid(sparsify_(model, "6:8"))) == ["mlp"]
+    x = torch.randn(3, 2, 64)
+    assert model["attention"](x, x, x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize(("make", "sets"), [*((make, DECODER_SETS) for make in DECODERS), (_bert, BERT_SETS)])
+def test_linears_of_one_input_are_found(make: Make, sets: list[list[str]]) -> None:
+    with torch.device("meta"):
+        model = make()
+    run = run_once(model)
+    assert run is not None
+    assert input_sets(model, find_targets(model).linears, run) == sets
+
+
+# -- patterns of layers --------------------------------------------------------------------------------------------
+
+
+def test_layer_patterns() -> None:
+    names = ["a.q", "a.k", "b.q"]
+    six, half, dense = Pattern(6, 8), Pattern.parse("4:6@50%"), Pattern.parse("dense")
+    assert layer_patterns(names, "6:8") == dict.fromkeys(names, six)
+    assert layer_patterns(names, six, {"a.q": "dense"}) == {"a.q": dense, "a.k": six, "b.q": six}
+    # The first entry that matches counts.
+    layers = {"a.q": "dense", r"re:a\.": "4:6@50%"}
+    assert layer_patterns(names, "6:8", layers) == {"a.q": dense, "a.k": half, "b.q": six}
+    assert layer_patterns(names, "6:8", dict(reversed(layers.items())))["a.q"] == half
+
+
+@pytest.mark.parametrize("layers", [{"q": "dense"}, {"re:b": "6:8"}, {"a.q": "6_8"}, {"re:[": "6:8"}])
+def test_bad_layer_entries(layers: dict[str, str]) -> None:
+    with pytest.raises(InputError) as error:
+        layer_patterns(["a.q", "a.k"], "6:8", layers)
+    assert "\n" not in str(error.value)
+
+
+# -- whole models --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [*DECODERS, _bert])
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_slid_and_dense_backends_give_one_int8_model(make: Make, pattern: str) -> None:
+    model = make()
+    slid = sparsify_(copy.deepcopy(model), pattern, "int8", backend="reference")
+    dense = sparsify_(copy.deepcopy(model), pattern, "int8", backend="dense")
+    assert list(_slid(slid)) == list(find_targets(model).linears)
+    assert {layer.choice.backends for layer in _slid(slid).values()} == {("reference",)}
+    assert torch.equal(_run(slid), _run(dense))
+    assert not torch.equal(_run(slid), _run(model))
+
+
+@pytest.mark.parametrize("make", [*DECODERS, _bert])
+def test_unquantised_model_is_the_pruned_one(make: Make) -> None:
+    model = make()
+    names = list(find_targets(model).linears)
+    pruned = _prune_dense(model, names, "6:8")
+    slid = sparsify_(copy.deepcopy(model), "6:8", "fp32", backend="dense")
+    for name, layer in _slid(slid).items():
+        assert torch.equal(layer.forms[0].operand[0], pruned.get_submodule(name).weight)
+    # Both multiply the same float32 matrices with the same GEMM; only the bias is added at another place. Errors of a
+    # few ulp pass through two blocks of width 64.
+    torch.testing.assert_close(_run(slid), _run(pruned), rtol=1e-5, atol=1e-5)
+
+
+def test_pruned_weights_are_taken_as_they_are() -> None:
+    model = _llama()
+    names = list(find_targets(model).linears)
+    pruned = _prune_dense(model, names, "6:8")
+    given = sparsify_(pruned, "6:8", method=None)
+    asked = sparsify_(model, "6:8", method="magnitude")
+    assert torch.equal(_run(given), _run(asked))
+
+
+def test_weights_that_are_not_pruned_are_refused() -> None:
+    with pytest.raises(PatternViolation, match=r"model\.layers\.0\.self_attn\.q_proj violates 6:8"):
+        sparsify_(_llama(), "6:8", method=None)
+
+
+def test_partial_patterns_agree_where_inputs_are_shared() -> None:
+    pattern = Pattern.parse("4:6@50%")
+    model = sparsify_(_qwen2(), pattern, "fp32", backend="dense")
+    for names in DECODER_SETS:
+        weights = [model.get_submodule(name).forms[0].operand[0] for name in names]
+        groups = following_groups(torch.cat(weights), pattern)
+        assert len(groups) >= pattern.following(pattern.groups(weights[0].shape[1]))
+
+
+def test_exceptions_and_ignored_layers() -> None:
+    layers = {r"re:.*down_proj": "4:6", "model.layers.0.self_attn.o_proj": "dense"}
+    model = sparsify_(_llama(), "6:8", "fp8", ignore=[r"re:model\.layers\.1\.self_attn"], layers=layers)
+    patterns = {name: str(layer.pattern) for name, layer in _slid(model).items()}
+    assert patterns == {
+        name: "4:6" if "down_proj" in name else "dense" if "o_proj" in name else "6:8"
+        for name in DECODER_LINEARS
+        if "layers.1.self_attn" not in name
+    }
+    assert bool(_run(model).isfinite().all())
+
+
+def test_linears_of_one_input_need_one_partial_pattern() -> None:
+    with pytest.raises(InputError, match="linears that read one input have different patterns") as error:
+        sparsify_(_llama(), "4:6@50%", layers={r"re:.*\.k_proj": "6:8@50%"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_plain_module_must_be_run_for_partial_patterns() -> None:
+    model = nn.ModuleDict({"q": nn.Linear(60, 32), "k": nn.Linear(60, 32)})
+    with pytest.raises(InputError, match="pass run="):
+        sparsify_(model, "4:6@50%")
+    x = torch.randn(1, 60)
+    sparsify_(model, "4:6@50%", "fp32", run=lambda: [layer(x) for layer in model.values()], backend="dense")
+    q, k = (layer.forms[0].operand[0] for layer in model.values())
+    assert following_groups(q, Pattern(4, 6)).tolist() == following_groups(k, Pattern(4, 6)).tolist()
+
+
+def test_compiled_model_is_the_eager_one() -> None:
+    torch._dynamo.reset()
+    model = sparsify_(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), "6:8", backend="reference")
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models(dtype: torch.dtype) -> None:
+    model = _llama().to(dtype)
+    slid = sparsify_(copy.deepcopy(model), "6:8", backend="reference")
+    dense = sparsify_(copy.deepcopy(model), "6:8", backend="dense")
+    assert _run(slid).dtype == dtype
+    assert torch.equal(_run(slid), _run(dense))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "8:6"}, "not a sliding pattern"),
+        ({"dtype": "int4"}, "unknown weight type"),
+        ({"method": "sparse-gpt"}, "unknown pruning method"),
+        ({"backend": "cutlas"}, "unknown backend"),
+        ({"fallback": "slow"}, "unknown fallback"),
+    ],
+)
+def test_bad_options_leave_the_model_alone(options: dict[str, str], message: str) -> None:
+    model = _llama()
+    with pytest.raises(InputError, match=message) as error:
+        sparsify_(model, **{"pattern": "6:8", **options})
+    assert "\n" not in str(error.value)
+    assert not _slid(model)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_faulty_weight_is_named(bad: float) -> None:
+    model = _llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = bad
+    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj holds NaN or Inf"):
+        sparsify_(model, "6:8")
+
+
+@pytest.mark.parametrize("options", [{"backend": "warp"}, {"method": None}, {"fallback": "maybe"}])
+def test_a_refused_model_is_left_as_it_was(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(SlideSparseError):
+        sparsify_(model, "6:8", **options)
+    assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+
+def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[3, 3] = float("nan")
+    with pytest.raises(InputError, match="1 holds NaN"):
+        sparsify_(model, "6:8")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_module_in_two_places_is_replaced_in_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+            self.b = self.a
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))
+
+    model = sparsify_(Twice(), "6:8")
+    assert type(model.a) is SlideLinear
+    assert model.b is model.a
+
+
+def test_a_linear_with_a_forward_of_its_own_stays() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1000
+
+    targets = find_targets(nn.Sequential(nn.Linear(64, 64), Shifted(64, 64)))
+    assert targets.dense == {"1": "Shifted has a forward of its own"}
+
+
+def test_backward_is_refused() -> None:
+    layer = SlideLinear.from_linear(nn.Linear(64, 64), "6:8", method="magnitude")
+    y = layer(torch.randn(3, 64, requires_grad=True))
+    with pytest.raises(UnsupportedError, match="for inference"):
+        y.sum().backward()
