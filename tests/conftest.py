@@ -15,6 +15,15 @@ settings.register_profile("suite", deadline=None, derandomize=True, max_examples
 settings.load_profile("suite")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread a worker: OpenMP's threads of several workers would wait for each other's in loops that do nothing.
+
+    Set where the workers start from, and inherited by them and by what tests start.
+    """
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
