@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from import_graph import chains, imports
 
 import slidesparse
 
@@ -38,6 +38,9 @@ LAYERS = [
 
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
+OPTIONAL = {"cuda", "matplotlib", "scipy", "transformers", "triton", "vllm"}
+"""Top-level packages that extras or GPUs bring."""
+
 FORBIDDEN = {
     "pattern": {"torch", "numpy"},  # the theory reads as plain Python
     "errors": {"torch", "numpy"},
@@ -48,28 +51,23 @@ FORBIDDEN = {
     "records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},
-    "linear": {"safetensors", "json", "pathlib"},  # a layer never sees files
-    "models": {"safetensors", "json", "pathlib"},
+    "linear": {"safetensors"},  # a layer never sees files
+    "models": {"safetensors"},
     "files/checkpoint": {"slidesparse.kernels", "triton"},
     "files/marker": {"slidesparse.kernels", "triton"},
 }
-"""What a part must not import although nothing above it is concerned. ``torch.nn.functional`` is not ``torch.nn``."""
+"""What a part must not import, nor any file of the package that it imports. ``torch.nn.functional`` is not
+``torch.nn``."""
+
+FORBIDDEN_ITSELF = {
+    "linear": {"json", "pathlib"},  # the backends keep tables in files
+    "models": {"json", "pathlib"},
+}
+"""What the files of a part must not import, though those that they import may."""
 
 
 def _part(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
-
-
-def _imports(source: str, path: Path) -> Iterator[str]:
-    """Every name that a file imports, wherever in the file, absolute: ``from a import b`` gives ``a.b``."""
-    package = ("slidesparse", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
 def _depends_on(name: str) -> str | None:
@@ -88,7 +86,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.p
 def test_imports_go_downwards(path: Path) -> None:
     part = _part(path)
     assert part in RANK, f"give {part} its layer in {Path(__file__).name}"
-    for name in _imports(path.read_text(encoding="utf-8"), path):
+    for name in imports(path, ROOT):
         other = _depends_on(name)
         if other is None or other == part:
             continue
@@ -99,24 +97,81 @@ def test_imports_go_downwards(path: Path) -> None:
             assert RANK[other] < RANK[part], f"{part} imports {name}, which is not below it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_part_imports_what_it_must_not_see(path: Path) -> None:
+def _forbidden(path: Path, rules: dict[str, set[str]]) -> set[str]:
+    """What the rules for a file, and for the folders that it is in, forbid."""
     where = path.relative_to(ROOT).with_suffix("")
-    places = [str(where), *map(str, where.parents)]
-    for name in _imports(path.read_text(encoding="utf-8"), path):
-        for forbidden in set().union(*(FORBIDDEN.get(place, set()) for place in places)):
-            inside = name == forbidden or name.startswith(f"{forbidden}.")
-            assert not inside or name.startswith("torch.nn.functional"), f"{where} imports {name}"
+    return set().union(*(rules.get(str(place), set()) for place in (where, *where.parents)))
 
 
-def test_every_way_to_import_is_seen() -> None:
-    source = (
-        "import a.b\nfrom slidesparse import ops\ndef f():\n    from .spec import Route\n    from .. import quant\n"
-    )
-    names = list(_imports(source, ROOT / "gemm" / "select.py"))
-    assert names == ["a.b", "slidesparse.ops", "slidesparse.gemm.spec.Route", "slidesparse.quant"]
-    assert [_depends_on(name) for name in names] == [None, "ops", "gemm", "quant"]
+def _is_inside(name: str, package: str) -> bool:
+    return name == package or (name.startswith(f"{package}.") and not name.startswith("torch.nn.functional"))
+
+
+def _under(rules: dict[str, set[str]]) -> list[Path]:
+    return [path for path in FILES if _forbidden(path, rules)]
+
+
+@pytest.mark.parametrize("path", _under(FORBIDDEN), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_part_imports_what_it_must_not_see(path: Path) -> None:
+    forbidden = _forbidden(path, FORBIDDEN)
+    for file, chain in chains(path, ROOT).items():
+        seen = {name for name in imports(file, ROOT) for other in forbidden if _is_inside(name, other)}
+        assert not seen, f"{' -> '.join(str(link.relative_to(ROOT)) for link in chain)} imports {seen}"
+
+
+@pytest.mark.parametrize("path", _under(FORBIDDEN_ITSELF), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_part_imports_itself_what_others_may(path: Path) -> None:
+    forbidden = _forbidden(path, FORBIDDEN_ITSELF)
+    assert not {name for name in imports(path, ROOT) for other in forbidden if _is_inside(name, other)}
+
+
+@pytest.mark.parametrize("place", [*FORBIDDEN, *FORBIDDEN_ITSELF])
+def test_what_the_rules_name_exists(place: str) -> None:
+    assert (ROOT / place).is_dir() or (ROOT / f"{place}.py").is_file()
+
+
+def _package(root: Path, **files: str) -> Path:
+    """A package of those files: ``a__b`` is ``a/b.py``."""
+    for name, source in files.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return root
+
+
+def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
+    source = "import a.b\nfrom p import ops\ndef f():\n    from .backend import Problem\n    from .. import quant\n"
+    root = _package(tmp_path / "p", gemm__select=source)
+    assert imports(root / "gemm/select.py", root) == ("a.b", "p.ops", "p.gemm.backend.Problem", "p.quant")
+    assert [_depends_on(name) for name in ("a.b", "slidesparse.ops.linear", "slidesparse.quant")] == [
+        None,
+        "ops",
+        "quant",
+    ]
     assert _depends_on("slidesparse.Pattern") == "__init__"
+
+
+def test_imports_are_followed_through_other_files(tmp_path: Path) -> None:
+    root = _package(
+        tmp_path / "p",
+        report__engines="from p.quant import DTYPES\n",
+        quant="def f():\n    import p.folder.support\n",
+        folder__support="",
+        alone="import torch\n",
+    )
+    (root / "folder/__init__.py").write_text("import torch\n")
+    (root / "report/__init__.py").write_text("from p.alone import torch\n")  # runs, but is not what engines asks for
+    start, quant, around = root / "report/engines.py", root / "quant.py", root / "folder/__init__.py"
+    assert chains(start, root) == {
+        start: (start,),
+        quant: (start, quant),
+        around: (start, quant, around),
+        root / "folder/support.py": (start, quant, root / "folder/support.py"),
+    }
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_importing_the_package_needs_torch_alone() -> None:
@@ -124,18 +179,29 @@ def test_importing_the_package_needs_torch_alone() -> None:
         "import json, sys, torch; before = set(sys.modules); import slidesparse; "
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    brought = set(json.loads(run.stdout))
+    brought = set(json.loads(_run(code)))
     assert "slidesparse" in brought
     heavy = {"accelerate", "compressed_tensors", "cuda", "matplotlib", "safetensors", "transformers", "triton", "vllm"}
     assert not brought & heavy
 
 
-def test_the_theory_needs_no_torch() -> None:
-    # Importing slidesparse.pattern runs the package's __init__, which needs torch; the two files themselves do not.
-    loader = (
-        "import sys, types; package = types.ModuleType('slidesparse'); package.__path__ = [sys.argv[1]]; "
-        "sys.modules['slidesparse'] = package; import slidesparse.pattern; print('torch' in sys.modules)"
+def test_theory_and_report_run_without_torch() -> None:
+    # Importing any module runs the public face, which needs torch; an empty package stands in its place.
+    modules = ["slidesparse.pattern", "slidesparse.errors", "slidesparse.records", "slidesparse.report"]
+    code = (
+        "import importlib, sys, types; sys.modules['torch'] = sys.modules['numpy'] = None; "
+        f"package = types.ModuleType('slidesparse'); package.__path__ = [{str(ROOT)!r}]; "
+        f"sys.modules['slidesparse'] = package; [print(importlib.import_module(name).__name__) for name in {modules}]"
     )
-    run = subprocess.run([sys.executable, "-c", loader, str(ROOT)], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "False"
+    assert _run(code).split() == modules
+
+
+def test_every_module_can_be_imported() -> None:
+    """Those that need what an extra or a GPU brings only where it is installed."""
+    for path in FILES:
+        name = ".".join(("slidesparse", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if str(error.name).split(".")[0] not in OPTIONAL:
+                raise

@@ -35,6 +35,9 @@ ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
 
+DTYPES = ("int8", "fp8", "bf16", "fp16")
+"""Types of weights that are measured, in the order of tables."""
+
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
 

@@ -39,7 +39,7 @@ from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.reference import Reference, product
 from slidesparse.pattern import Pattern
-from slidesparse.records import ALL, DENSE, LAYERS, Record, read_records
+from slidesparse.records import ALL, DENSE, DTYPES, LAYERS, Record, read_records
 
 CPU = torch.device("cpu")
 
@@ -331,7 +331,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "r.jsonl"
     profile = replace(TINY, dtypes=(dtype,), budget_s=1000.0)

@@ -8,7 +8,7 @@ from itertools import product
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.records import CONTROL, DENSE, LAYERS, SQUARE, Case
+from slidesparse.records import CONTROL, DENSE, DTYPES, LAYERS, SQUARE, Case
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
 """In the order in which ``all`` runs them: the cheap ones first."""
@@ -24,7 +24,6 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
 QUANTISED = ("int8", "fp8")
-DTYPES = (*QUANTISED, "bf16", "fp16")
 HEADLINE = "6:8"
 """The paper's main pattern; what is measured at one pattern only is measured at this one."""
 
@@ -38,7 +37,7 @@ class Profile:
 
     Attributes:
         models: Names out of :data:`MODELS`.
-        dtypes: Names out of :data:`DTYPES`.
+        dtypes: Names out of :data:`slidesparse.records.DTYPES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
         pack_models: Those of ``models`` whose weights are packed; all where none is among them.

@@ -18,7 +18,7 @@ from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.records import ALL, SQUARE, Case, Record, open_records
+from slidesparse.records import ALL, DTYPES, SQUARE, Case, Record, open_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
@@ -108,7 +108,7 @@ def adapt(
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
-        dtypes=problems.select(dtypes, problems.DTYPES, profile.dtypes, "dtype"),
+        dtypes=problems.select(dtypes, DTYPES, profile.dtypes, "dtype"),
         models=problems.select(models, problems.MODELS, profile.models, "model"),
         model_patterns=chosen or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),

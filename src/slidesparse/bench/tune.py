@@ -12,14 +12,14 @@ import torch
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
-from slidesparse.bench.problems import DTYPES, MODELS, select
+from slidesparse.bench.problems import MODELS, select
 from slidesparse.errors import InputError
 from slidesparse.gemm.cusparselt.table import Record, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import LAYERS, Case, read_records
+from slidesparse.records import DTYPES, LAYERS, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 QUANTISED = ("int8", "fp8")
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         models: Names out of ``bench.problems.MODELS``.
         patterns: Patterns, uniform or partial.
-        dtypes: Names out of ``bench.problems.DTYPES``.
+        dtypes: Names out of ``records.DTYPES``.
         tokens: M's, ascending.
         backends: Names; those of cuSPARSELt are what the search for algorithms is for.
     """

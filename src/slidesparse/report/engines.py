@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slidesparse.quant import DTYPES
-from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS
+from slidesparse.records import DENSE, DTYPES, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
 from slidesparse.report.tables import Cell, Table
 
@@ -28,7 +27,7 @@ def _order(group: tuple[str, str]) -> tuple[int, int, bool, int]:
     kind, dtype = group
     name, _, way = kind.partition(",")
     size = int("".join(filter(str.isdigit, way)) or 0)
-    return list(NAMES).index(name), size, "one engine" in way, list(DTYPES).index(dtype)
+    return list(NAMES).index(name), size, "one engine" in way, DTYPES.index(dtype)
 
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
