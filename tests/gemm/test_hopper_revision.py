@@ -1,0 +1,44 @@
+"""The kernel's revision, by which measured times are found again, changes when the kernel does."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import pytest
+
+from slidesparse.gemm.hopper.backend import REVISION
+from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.tiles import GROUP, TILES
+
+KERNELS = {"hopper-3": "a57a309339b3d0bb"}
+"""Revision -> digest of the kernel and its tiles. Where the test fails: count ``REVISION`` up, measure the packaged
+times again and write the new pair here; or, when no time has changed, the new digest alone."""
+
+
+def code(source: str) -> str:
+    """CUDA source without comments, and with one space for every stretch of white space."""
+    words = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', lambda found: found[1] or " ", source, flags=re.DOTALL)
+    return " ".join(words.split())
+
+
+def digest(source: str) -> str:
+    """Of the source and of all that decides which tile runs."""
+    tiles = sorted(f"{tile!r} {cost!r}" for tile, cost in TILES.items())
+    return hashlib.sha256("\n".join([code(source), *tiles, str(GROUP)]).encode()).hexdigest()[:16]
+
+
+def test_a_changed_kernel_has_a_new_revision() -> None:
+    assert {REVISION: digest(SOURCE.read_text(encoding="utf-8"))} == KERNELS
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("int x = 1;  // one\n", "/* a\n b */ int x\n= 1;", True),
+        ('asm("a // b");', 'asm("a // c");', False),
+        ("int x = 1;", "int x = 2;", False),
+    ],
+)
+def test_only_code_counts(a: str, b: str, same: bool) -> None:
+    assert (digest(a) == digest(b)) == same
