@@ -14,7 +14,7 @@ import torch
 from bench_records import MACHINE, case, record, too_old
 from test_bench import FakeStopwatch, session
 
-from slidesparse.bench import problems, runner, speed, tune
+from slidesparse.bench import problems, runner, speed, timing, tune
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem
@@ -80,6 +80,13 @@ def test_records_without_layers_are_refused() -> None:
         speed.layer_speeds([record(case(), DENSE, 1.0, backend="dense")])
 
 
+@pytest.fixture
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of 10 us fill a stretch."""
+    monkeypatch.setattr(timing, "STRETCH_S", 0.01)
+
+
+@pytest.mark.usefixtures("short_stretches")
 def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "accelerated", True)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
@@ -95,6 +102,7 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
     assert all(layer.us == {"dense": (10.0, 10.0), "reference 6:8": (10.0, 10.0)} for layer in layers)
 
 
+@pytest.mark.usefixtures("short_stretches")
 def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "accelerated", True)
 

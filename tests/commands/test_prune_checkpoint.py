@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -436,22 +435,28 @@ def test_disk_full_in_the_middle_then_resumed(tmp_path: Path, monkeypatch: pytes
 
 
 def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, shard_size="4MB")
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
     before = contents(tmp_path / "m")
-    code = "import sys; from slidesparse.cli import main; sys.exit(main())"
+    code = """
+import os, signal, sys
+from slidesparse.cli import main
+from slidesparse.commands.prune import _Job
+write, writers = _Job._write, []
+def kill_in_the_second_shard(writer, *args):
+    write(writer, *args)
+    writers.extend([] if writer in writers else [writer])
+    if len(writers) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+_Job._write = staticmethod(kill_in_the_second_shard)
+sys.exit(main())
+"""
     arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments])
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "s.partial").glob("*.safetensors")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
+    assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "s").exists()
     assert contents(tmp_path / "m") == before
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.resumed
+    assert len(summary.resumed) == 1
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
 
@@ -558,16 +563,16 @@ def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
-PEAK_LIMIT = 900_000_000
-"""Bytes. Importing torch and transformers takes about 420 MB of it, pruning about 160 MB."""
+GROWTH = 300_000_000
+"""Bytes. Pruning takes some 200 MB, however large the checkpoint, besides the 440 MB of torch and transformers."""
 
 
-def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint larger than the limit goes through, in a process that may not grow to its size."""
+def test_memory_grows_by_less_than_the_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint larger than the limit goes through, in a process that may not grow by its size."""
     path = tmp_path / "m"
     path.mkdir()
     config = transformers.LlamaConfig(
-        **{**SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 32}
+        **{**SMALL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
     )
     config.architectures = ["LlamaForCausalLM"]
     write_json(path / "config.json", config.to_dict())
@@ -578,15 +583,23 @@ def test_peak_memory_is_below_the_size_of_the_checkpoint(tmp_path: Path) -> None
     with TensorWriter(path / "model.safetensors", stored) as writer:
         for name, entry in stored.items():
             writer.write(name, noise[: entry.n_bytes // 2].view(entry.shape))
-    assert Checkpoint(path).n_bytes > PEAK_LIMIT
+    assert Checkpoint(path).n_bytes > 1.2 * GROWTH
     # VmHWM is this program's own peak in kB; ru_maxrss would begin with that of the process that started it.
-    code = (
-        "import re, sys; from slidesparse.cli import main; failed = main();"
-        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], file=sys.stderr); sys.exit(failed)"
-    )
+    code = """
+import re, sys
+from slidesparse.cli import main
+from slidesparse.commands.prune import prune_checkpoint
+from transformers import LlamaForCausalLM
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before = peak()
+failed = main()
+print(peak() - before, file=sys.stderr)
+sys.exit(failed)
+"""
     arguments = ["prune", str(path), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
     run = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
-    assert int(run.stderr.splitlines()[-1]) * 1024 < PEAK_LIMIT
+    assert int(run.stderr.splitlines()[-1]) * 1024 < GROWTH
 
 
 def test_errors_are_ours(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_
 
 def partial(columns: int, dtype: torch.dtype) -> torch.Tensor:
     """A weight in which every second group of 6 columns follows 4:6."""
-    weight = (torch.randn(40, columns) * 20 + 30).to(dtype)
+    weight = (torch.randn(COUNTED_ROWS + 3, columns) * 20 + 30).to(dtype)
     by_group = (
         weight[:, : columns // 6 * 6].view(torch.uint8 if dtype.itemsize == 1 else torch.int16).unflatten(1, (-1, 6))
     )
