@@ -230,27 +230,23 @@ def test_a_killed_run_goes_on(source: Path, method: str) -> None:
     assert resumed.losses == whole.losses
 
 
-def test_changed_text_is_another_run(source: Path) -> None:
+def test_only_what_changes_the_tokens_makes_a_killed_run_another(source: Path) -> None:
     interrupted(source, "wanda")
-    text = source.parent / "text.txt"
-    text.write_text(text.read_text().upper())
-    with pytest.raises(CheckpointError, match="unfinished output of another run"):
-        prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+    options, text = PruneOptions("6:8", "int8", "wanda", calibration(source.parent)), source.parent / "text.txt"
+    words = text.read_text()
 
+    def is_another_run() -> None:
+        with pytest.raises(CheckpointError, match="unfinished output of another run"):
+            prune_checkpoint(source, source.parent / "s", options)
 
-def test_another_tokenizer_is_another_run(source: Path) -> None:
-    """The same text becomes other tokens: layers of both would stand in one checkpoint."""
-    interrupted(source, "wanda")
-    reverse_letters(source)
-    with pytest.raises(CheckpointError, match="unfinished output of another run"):
-        prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
-
-
-def test_the_same_text_written_again_is_the_same_run(source: Path) -> None:
-    interrupted(source, "wanda")
-    text = source.parent / "text.txt"
+    text.write_text(words.upper())
+    is_another_run()
+    text.write_text(words)
+    reverse_letters(source)  # the same text becomes other tokens: layers of both would stand in one checkpoint
+    is_another_run()
+    add_tokenizer(source)
     os.utime(text, ns=(0, 0))
-    prune_checkpoint(source, source.parent / "s", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+    prune_checkpoint(source, source.parent / "s", options)
 
 
 def refuse(source: Path, says: str, options: PruneOptions, *, begun: bool = False) -> None:
