@@ -20,7 +20,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.integrations.vllm import stack_room as room
+from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -427,7 +427,7 @@ def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twic
     assert all(counts == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
 
 
-@pytest.mark.parametrize(("module", "name", "loop"), room.LOOPS)
+@pytest.mark.parametrize(("module", "name", "loop"), LOOPS)
 def test_vllm_has_the_loops_that_get_room(module: str, name: str, loop: str) -> None:
     import vllm
 

@@ -5,7 +5,8 @@ from types import ModuleType
 
 import pytest
 
-from slidesparse.integrations.vllm.stack_room import LOOPS, give_room
+from slidesparse.integrations.vllm.private import LOOPS
+from slidesparse.integrations.vllm.stack_room import give_room
 
 
 @pytest.fixture(autouse=True)

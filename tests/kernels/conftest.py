@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.kernels import triton_launcher as launcher
+from slidesparse.base import torch_private
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -39,4 +39,6 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(launcher, "_empty_strided_cuda", poisoned(launcher._empty_strided_cuda))
+    if torch.cuda.is_available():
+        torch_private.empty_here(1, 1, torch.uint8)  # after its first call it is bound, and stays what is set here
+        monkeypatch.setattr(torch_private, "_empty_strided", poisoned(torch_private._empty_strided))

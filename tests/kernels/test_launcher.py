@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import triton
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
+from slidesparse.kernels import triton_launcher
 from slidesparse.kernels.triton_launcher import Launcher
 
 
@@ -71,3 +78,139 @@ def test_the_compiled_kernel_lives_as_long_as_its_launcher() -> None:
     del launcher
     gc.collect()
     assert made[0]() is None
+
+
+# -- a Triton that has changed -------------------------------------------------------------------------------------
+
+
+class Compiling(Kernel):
+    """One that gives what it compiled, as Triton does."""
+
+    def __init__(self, **compiled: object) -> None:
+        super().__init__()
+        self.compiled = SimpleNamespace(**compiled)
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: object, **options: object) -> object:
+            self.launches += 1
+            return self.compiled
+
+        return launch
+
+
+COMPILED = {"function": 7, "packed_metadata": (4, 1, 0), "run": lambda *passed: PASSED.append(passed)}
+PASSED: list[tuple[object, ...]] = []
+
+
+@pytest.fixture(autouse=True)
+def _asked_again() -> Iterator[None]:
+    """What Triton can do is found out in this test, and forgotten after it."""
+    caches = triton_launcher.refusal_of_order, triton_launcher._tell_once, triton_launcher.early_start
+    for cache in caches:
+        cache.cache_clear()
+    PASSED.clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def _launched_twice(kernel: Compiling) -> Launcher:
+    launcher = Launcher(kernel, ("constant",))
+    launcher.compile_and_launch(3, (16, 32), aligned=True)
+    launcher.run(3, -1, (), (16,), (32,))
+    return launcher
+
+
+def test_a_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert triton_launcher.refusal_of_order() is None, "this Triton launches its kernels in another way"
+    monkeypatch.setattr(triton_launcher, "current_stream", lambda _: "stream")
+    kernel = Compiling(**COMPILED)
+    assert _launched_twice(kernel).ready
+    assert kernel.launches == 1
+    assert PASSED == [(3, 1, 1, "stream", 7, (4, 1, 0), None, None, None, 16, 32, "constant")]
+    places = ("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata")
+    assert triton_launcher.ORDER[: len(places)] == places
+
+
+def _swapped(self: Any, kernel: Any, stream: int, grid_0: int, bound_args: dict[str, object]) -> None:
+    kernel.run(grid_0, 1, 1, kernel.function, stream, kernel.packed_metadata, *bound_args.values())
+
+
+def _by_keyword(self: Any, kernel: Any, grid_0: int, grid_1: int, grid_2: int, stream: int, bound_args: Any) -> None:
+    launch_metadata = None
+    kernel.run(
+        grid_0,
+        grid_1,
+        grid_2,
+        stream,
+        kernel.function,
+        kernel.packed_metadata,
+        launch_metadata,
+        knobs.runtime.launch_enter_hook,
+        knobs.runtime.launch_exit_hook,
+        *bound_args.values(),
+        cooperative=False,
+    )
+
+
+@pytest.mark.parametrize("run", [_swapped, _by_keyword, lambda self: None, len, None])
+def test_another_order_leaves_every_launch_to_triton(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, run: Any
+) -> None:
+    if run is None:
+        monkeypatch.delattr(JITFunction, "run")
+        monkeypatch.delattr(JITFunction.__mro__[1], "run", raising=False)
+    else:
+        monkeypatch.setattr(JITFunction, "run", run)
+    _runs_by_triton(Compiling(**COMPILED), caplog)
+
+
+@pytest.mark.parametrize("lacking", list(COMPILED))
+def test_a_compiled_kernel_without_a_part_leaves_every_launch_to_triton(
+    caplog: pytest.LogCaptureFixture, lacking: str
+) -> None:
+    line = _runs_by_triton(Compiling(**{name: part for name, part in COMPILED.items() if name != lacking}), caplog)
+    assert f"have no {lacking}" in line
+
+
+def _runs_by_triton(kernel: Compiling, caplog: pytest.LogCaptureFixture) -> str:
+    with caplog.at_level(logging.WARNING):
+        assert not _launched_twice(kernel).ready
+    assert kernel.launches == 2
+    assert not PASSED
+    (line,) = caplog.messages
+    assert line.startswith("slidesparse: Triton itself launches all kernels")
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("knows", ["no knobs", "no runtime", "no hooks"])
+def test_without_hooks_there_are_none_to_take_away(monkeypatch: pytest.MonkeyPatch, knows: str) -> None:
+    if knows == "no knobs":
+        monkeypatch.delattr(triton, "knobs")
+        monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    elif knows == "no runtime":
+        monkeypatch.delattr(knobs, "runtime")
+    else:
+        monkeypatch.setattr(knobs, "runtime", SimpleNamespace())
+    kernel = Compiling(**COMPILED)
+    Launcher(kernel, ()).compile_and_launch(1, (), aligned=True)
+    assert kernel.launches == 1
+
+
+def test_kernels_start_early_where_triton_knows_how(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.backends.nvidia import compiler
+
+    assert triton_launcher.early_start() == {"launch_pdl": True}
+    for options in (SimpleNamespace(__dataclass_fields__={"num_warps": None}), SimpleNamespace()):
+        monkeypatch.setattr(compiler, "CUDAOptions", options)
+        triton_launcher.early_start.cache_clear()
+        assert triton_launcher.early_start() == {}
+    assert not caplog.messages
+    monkeypatch.delattr(compiler, "CUDAOptions")
+    triton_launcher.early_start.cache_clear()
+    assert triton_launcher.early_start() == {}
+    assert "no kernel starts before" in caplog.text

@@ -1,4 +1,4 @@
-"""Calls that leave CPython room for deeper ones.
+"""Calls that leave CPython room for deeper ones: the one door to how CPython keeps frames.
 
 CPython keeps frames in chunks of 16 KB, and gives a chunk back as soon as its first frame returns. Where a loop stands
 at the end of one, each call in it maps a chunk, touches it and unmaps it again: 7 us instead of 0.05
@@ -10,10 +10,14 @@ request of 1024 tokens to a model of 1 B took 6.8 ms with room and 9.4 with 305 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from types import FunctionType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from slidesparse.errors import first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,19 +30,33 @@ def _call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-# What a frame computes with stands behind its variables, and is not cleared: its size costs nothing but addresses.
-_call_with_room = FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
+@lru_cache
+def _call_with_room() -> Callable[..., Any] | None:
+    """Return :func:`_call` with a large frame; None where there is none to be had, or no need of one."""
+    if sys.implementation.name != "cpython":
+        return None
+    try:
+        # What a frame computes with follows its variables, and is not cleared: its size costs nothing but addresses.
+        return FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
+    except Exception as error:  # which one is for CPython to choose: it promises nothing about frames
+        line = "slidesparse: Python %s makes no large frames (%s): loops run without room on the stack"
+        logging.getLogger("slidesparse").warning(line, sys.version.split()[0], first_line(error))
+        return None
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
     """The same function, called at the start of a chunk with room for a hundred KB of deeper frames.
 
-    Each call maps one chunk and unmaps it, so it belongs around a whole loop.
+    Each call maps one chunk and unmaps it, so it belongs around a whole loop. Where CPython makes no such frame, and in
+    other interpreters, it is the function itself.
     """
+    roomy = _call_with_room()
+    if roomy is None:
+        return function
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given: T = _call_with_room(function, *args, **kwargs)
+        given: T = roomy(function, *args, **kwargs)
         return given
 
     return call

@@ -170,7 +170,7 @@ def _prepare(model: nn.Module, stack: Stack, weights: CheckpointWeights, device:
     weights.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{stack.name}.")])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
 
 
 @contextmanager

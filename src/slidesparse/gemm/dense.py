@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from slidesparse.base import torch_private
 from slidesparse.gemm.backend import Layout, LinearCall, Operand, release, with_rows
 from slidesparse.gemm.dense_linear import DenseLinear, Multiply
 from slidesparse.gemm.reference import Reference, apply_scales, product
@@ -121,9 +122,9 @@ def _quantised(
         if multiply is not None and (bias is None or bias.dtype == out_dtype):
             return multiply(x, weight, scale_x, scale_w, bias, out_dtype)
     if x.dtype == torch.int8:
-        acc = torch._int_mm(with_rows(x, dense_rows(tokens)), weight.T)
+        acc = torch_private.int8_mm(with_rows(x, dense_rows(tokens)), weight.T)
     else:
-        acc = torch._scaled_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
+        acc = torch_private.fp8_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
 
     from slidesparse.kernels.scale import scale_rows
 
@@ -161,8 +162,8 @@ def _by_torch(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    scales = {"scale_a": scale_x, "scale_b": scale_w.unsqueeze(0)}
-    return torch._scaled_mm(x, weight.t(), **scales, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
+    options = {"out_dtype": out_dtype, "use_fast_accum": True}
+    return torch_private.fp8_mm(x, weight.t(), scale_x, scale_w.unsqueeze(0), bias, **options)
 
 
 @lru_cache(maxsize=64)

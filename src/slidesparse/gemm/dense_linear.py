@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slidesparse.kernels.triton_launcher import empty_here
+from slidesparse.base.torch_private import empty_here
 from slidesparse.support import is_vector
 
 if TYPE_CHECKING:

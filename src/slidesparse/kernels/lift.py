@@ -13,20 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, Launch, configure, device_arch
 from slidesparse.kernels.lift_variant import NORMS, First, Plan
 from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.triton_launcher import (
-    ALIGNMENT,
-    LARGEST,
-    Launcher,
-    current_stream,
-    early_start,
-    empty,
-    is_current,
-)
+from slidesparse.kernels.triton_launcher import ALIGNMENT, LARGEST, Launcher, early_start
 from slidesparse.layout import SLAB_BYTES, Columns, Slabs
 from slidesparse.quant import QUANTISED
 from slidesparse.support import is_vector

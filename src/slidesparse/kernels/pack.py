@@ -26,8 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
+from slidesparse.base.torch_private import empty
 from slidesparse.errors import InputError
-from slidesparse.kernels.triton_launcher import Launcher, empty
+from slidesparse.kernels.triton_launcher import Launcher
 from slidesparse.pattern import Pattern
 from slidesparse.support import as_bits, check_form, check_groups, check_k_offset, check_weight
 

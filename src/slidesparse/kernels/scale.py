@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError
-from slidesparse.kernels.triton_launcher import Launcher, empty, is_current
+from slidesparse.kernels.triton_launcher import Launcher
 from slidesparse.support import check_vector
 
 ROWS = 4

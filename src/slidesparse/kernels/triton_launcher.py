@@ -1,29 +1,56 @@
-"""Launch a Triton kernel for a few microseconds of host time.
+"""Launch a Triton kernel for a few microseconds of host time: the one door to what Triton does not document.
 
 Triton's own launch binds, specialises and hashes every argument on every call: 15 to 20 us for ten of them. What it
 decides there depends on the arguments' types, which a launcher is made for, and on whether pointers and strides are
 multiples of 16. Where they are, the kernel that Triton compiled once is launched with plain numbers; where they are
 not, and in Triton's interpreter, every launch goes through Triton.
+
+So does every launch, and one line in the log says why, with a Triton that launches its own kernels in another way than
+this module does. :data:`PRIVATE` lists what is used of it, which is looked up when it is first needed.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import logging
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined] # its stubs lag behind
 
-from slidesparse.errors import InputError
+from slidesparse.base.torch_private import current_stream
+from slidesparse.errors import first_line
 
 ALIGNMENT = 16
 """Triton compiles for pointers and integers that are multiples of this, and for those that are not."""
 
 LARGEST = 2**31 - 1
 """Triton compiles larger integers as 64 bits wide, others as 32."""
+
+PRIVATE = {
+    "triton.runtime.jit.JITFunction.run": "Triton launches, which takes 10 us longer",
+    "triton.compiler.CompiledKernel.run": "Triton launches, which takes 10 us longer",
+    "triton.compiler.CompiledKernel.function": "Triton launches, which takes 10 us longer",
+    "triton.compiler.CompiledKernel.packed_metadata": "Triton launches, which takes 10 us longer",
+    "triton.knobs.runtime.jit_cache_hook": "a listener hears of compilations, and may raise",
+    "triton.knobs.runtime.jit_post_compile_hook": "a listener hears of compilations, and may raise",
+    "triton.backends.nvidia.compiler.CUDAOptions": "no kernel starts before the one before it has ended",
+}
+"""Every name of Triton beyond its language and ``triton.jit``, and what holds where Triton has it no more."""
+
+ORDER = (
+    *("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata", "launch_metadata"),
+    *("launch_enter_hook", "launch_exit_hook", "values()"),
+)
+"""What Triton 3.4 to 3.8 passes to ``CompiledKernel.run``, and so does :meth:`Launcher.launch`: the last part of each
+expression, of which ``values()`` stands for all arguments of the kernel, constants included."""
+
+log = logging.getLogger("slidesparse")
 
 
 class Launcher:
@@ -46,7 +73,7 @@ class Launcher:
 
     @property
     def ready(self) -> bool:
-        """There is a kernel for aligned arguments."""
+        """There is a kernel for aligned arguments, and it can be launched directly."""
         return self._run is not None
 
     def run(
@@ -102,10 +129,57 @@ class Launcher:
         """
         with without_hooks():
             compiled = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
-        if aligned and compiled is not None:  # the interpreter compiles nothing
+        # The interpreter compiles nothing.
+        if aligned and compiled is not None and can_launch_directly(compiled):
             self._compiled = compiled
             self._function, self._packed = compiled.function, compiled.packed_metadata
             self._run = compiled.run
+
+
+def can_launch_directly(compiled: object) -> bool:
+    """Say whether a kernel can be launched as :meth:`Launcher.launch` does; if not, the log says once why.
+
+    Args:
+        compiled: What Triton gave for a kernel that it has launched once.
+    """
+    lacking = [name for name in ("run", "function", "packed_metadata") if getattr(compiled, name, None) is None]
+    refusal = f"its compiled kernels have no {lacking[0]}" if lacking else refusal_of_order()
+    if refusal is not None:
+        _tell_once(refusal)
+    return refusal is None
+
+
+@cache
+def _tell_once(refusal: str) -> None:
+    log.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
+
+
+@lru_cache
+def refusal_of_order() -> str | None:
+    """Say why what Triton passes to a compiled kernel is not :data:`ORDER`; None where it is.
+
+    The launcher behind ``run`` takes ``*args``, so that its signature does not say what they are. Triton's own call of
+    it does.
+    """
+    try:
+        from triton.runtime.jit import JITFunction
+
+        tree = ast.parse(textwrap.dedent(inspect.getsource(JITFunction.run)))
+    except (ImportError, AttributeError, OSError, SyntaxError, TypeError) as error:  # also: no source is installed
+        return first_line(error)
+    orders = [_passed(call) for call in ast.walk(tree) if isinstance(call, ast.Call) and _is_run(call)]
+    if orders == [ORDER]:
+        return None
+    return f"its calls of run are {orders}, not {ORDER}"
+
+
+def _is_run(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "run"
+
+
+def _passed(call: ast.Call) -> tuple[str, ...]:
+    passed = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return tuple(ast.unparse(argument).rsplit(".", 1)[-1] for argument in passed)
 
 
 _HOOKS = threading.Lock()
@@ -118,63 +192,35 @@ def without_hooks() -> Iterator[None]:
     Triton tells listeners the constants of a kernel as JSON, and raises where one, such as a plan, is no JSON. vLLM
     listens as soon as it serves: a kernel that is needed for the first time then would end the engine.
     """
-    try:
-        from triton import knobs
-    except ImportError:  # before 3.4 Triton kept them elsewhere, and vLLM did not listen
-        yield
-        return
-    hooks = "jit_cache_hook", "jit_post_compile_hook"
+    runtime = _knobs()
     with _HOOKS:  # another thread would keep what this one has put in their place
-        kept = {name: getattr(knobs.runtime, name) for name in hooks}
+        hooks = "jit_cache_hook", "jit_post_compile_hook"
+        kept = {name: getattr(runtime, name) for name in hooks if hasattr(runtime, name)}
         try:
-            for name in hooks:
-                setattr(knobs.runtime, name, None)
+            for name in kept:
+                setattr(runtime, name, None)
             yield
         finally:
             for name, hook in kept.items():
-                setattr(knobs.runtime, name, hook)
+                setattr(runtime, name, hook)
+
+
+def _knobs() -> Any:
+    """Return what holds Triton's hooks; None before 3.4, where they were elsewhere and vLLM did not listen."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return getattr(knobs, "runtime", None)
 
 
 @lru_cache
 def early_start() -> dict[str, bool]:
     """What lets a kernel start before the one before it has ended, where Triton knows that option."""
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    return {"launch_pdl": True} if "launch_pdl" in CUDAOptions.__dataclass_fields__ else {}  # from 3.4 on
-
-
-def current_stream(device: int) -> int:
-    """``cudaStream_t`` of the current stream of a device, as a number."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
-
-
-def is_current(device: int) -> bool:
-    """A CUDA device, by its index, is the current one: kernels launch there."""
-    current: int = torch._C._cuda_getDevice()
-    return current == device
-
-
-def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
-
-    Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
-        dtype: Of its elements.
-        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
-
-    Raises:
-        InputError: Another device is the current one.
-    """
-    if device < 0:
-        return torch.empty(rows, columns, dtype=dtype)
-    if not is_current(device):
-        raise InputError("a kernel's device", got=f"cuda:{device}", needed="the current device")
-    return empty_here(rows, columns, dtype)
-
-
-def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The same on the current CUDA device, whichever that is."""
-    made: torch.Tensor = _empty_strided_cuda((rows, columns), (columns, 1), dtype)
-    return made
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError as error:
+        log.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
+        return {}
+    known = getattr(CUDAOptions, "__dataclass_fields__", {})
+    return {"launch_pdl": True} if "launch_pdl" in known else {}  # from 3.4 on

@@ -134,13 +134,14 @@ def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[]
         Names, q, k and v of a layer in one list, gate and up in one, most others alone. In the model's order.
     """
     seen: dict[str, tuple[object, ...]] = {}
-    alive: list[torch.Tensor] = []  # an input that is freed could lend its identity to another
+    alive: list[torch.UntypedStorage] = []  # an input that is freed could lend its identity to another
 
     def remember(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]
-            alive.append(x)
-            seen.setdefault(name, (x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)))
+            storage = x.untyped_storage()  # the same object for all views, as long as somebody holds it
+            alive.append(storage)
+            seen.setdefault(name, (id(storage), x.storage_offset(), tuple(x.shape)))
 
         return hook
 

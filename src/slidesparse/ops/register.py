@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base import torch_private
 from slidesparse.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
@@ -20,13 +21,17 @@ class _NoBackward(torch.autograd.Function):
     """An operator where a gradient is wanted: what it gives is part of the graph, and the way back an error."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Any, below: Any, *arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(below, *arguments)
+    def forward(ctx: Any, operator: Any, below_autograd: Any, keys: Any, *arguments: Any) -> Any:
+        with below_autograd():
+            return operator.redispatch(keys, *arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise _inference_only()
+
+
+def _refuse_gradients(ctx: Any, *gradients: Any) -> Any:
+    raise _inference_only()
 
 
 def _inference_only() -> UnsupportedError:
@@ -36,34 +41,34 @@ def _inference_only() -> UnsupportedError:
 _EAGER: dict[int, bool] = {}
 
 
-def _is_eager(keys: Any) -> bool:
+def _is_eager(keys: Any, dispatch: torch_private.Dispatch) -> bool:
     """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
     number = keys.raw_repr()
     known = _EAGER.get(number)
     if known is None:
-        below = keys & torch._C._after_ADInplaceOrView_keyset
-        known = below.highestPriorityTypeId() in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+        known = (keys & dispatch.after_inplace).highestPriorityTypeId() in dispatch.devices
         _EAGER[number] = known
     return known
 
 
-def _under_autograd(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_private.Dispatch) -> Callable[..., Any]:
     """The kernel of the autograd keys, which every call outside inference mode meets.
 
     ``torch.library.register_autograd`` makes one that goes through the dispatcher, and converts all arguments, a
     second time: 8 us. Where nothing else would happen there, this one is a call of the kernel.
     """
     operator = getattr(torch.ops.slidesparse, name).default
+    after_autograd = dispatch.after_autograd
 
     def run(keys: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
-            return _NoBackward.apply(operator, keys & torch._C._after_autograd_keyset, *arguments)
+            return _NoBackward.apply(operator, dispatch.below_autograd, keys & after_autograd, *arguments)
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
             raise _inference_only()
-        if _is_eager(keys):
+        if _is_eager(keys, dispatch):
             return kernel(*arguments)
-        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+        return operator.redispatch(keys & after_autograd, *arguments)
 
     return run
 
@@ -92,4 +97,8 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _LIBRARY.impl(name, _without_autocast(name, device), key)
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, _under_autograd(name, kernel), "Autograd", with_keyset=True)
+    dispatch = torch_private.dispatch()
+    if dispatch is None:
+        torch.library.register_autograd(f"slidesparse::{name}", _refuse_gradients, lib=_LIBRARY)
+    else:
+        _LIBRARY.impl(name, _under_autograd(name, kernel, dispatch), "Autograd", with_keyset=True)

@@ -24,11 +24,12 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from slidesparse.base import torch_private
+from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Layout, Operand, Problem, gpu_of, release, with_rows
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_table, nearest, table_path
-from slidesparse.kernels.triton_launcher import current_stream, empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
@@ -479,9 +480,8 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
     """``x @ weight^T`` through torch (cuBLASLt): int32 for int8, float32 for FP8."""
     if x.dtype == torch.int8:
-        return torch._int_mm(x, weight.T)
-    product: torch.Tensor = torch._scaled_mm(x, weight.T, one, one, out_dtype=torch.float32)
-    return product
+        return torch_private.int8_mm(x, weight.T)
+    return torch_private.fp8_mm(x, weight.T, one, one, out_dtype=torch.float32)
 
 
 def _text(capability: tuple[int, int]) -> str:

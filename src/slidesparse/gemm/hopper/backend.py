@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Layout, Operand, Problem, check_slabs, gpu_of
 from slidesparse.gemm.hopper.chain import HopperChain
@@ -17,7 +18,6 @@ from slidesparse.gemm.hopper.launch import BIAS_TYPES, driver_version
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.run import find_run
 from slidesparse.gemm.hopper.weights import SLABS, dense_steps, sparse_steps
-from slidesparse.kernels.triton_launcher import empty, is_current
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector

@@ -21,9 +21,10 @@ from weakref import ref
 
 import torch
 
+from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.chain import Placed
 from slidesparse.gemm.hopper.linear import HopperLinear, Weight
-from slidesparse.kernels.triton_launcher import ALIGNMENT, empty_here
+from slidesparse.kernels.triton_launcher import ALIGNMENT
 from slidesparse.layout import SLAB_BYTES
 
 if TYPE_CHECKING:

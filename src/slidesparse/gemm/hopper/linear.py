@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.hopper.launch import BIAS_TYPES
 from slidesparse.gemm.hopper.run import find_run
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.triton_launcher import empty_here
 from slidesparse.support import is_vector
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.compile import OUTPUTS, Tile
 from slidesparse.gemm.hopper.launch import Arguments, Kernel, load
 from slidesparse.gemm.hopper.tiles import GROUP, choose_tile
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, step_bytes
-from slidesparse.kernels.triton_launcher import current_stream
 from slidesparse.layout import SLAB_BYTES
 
 

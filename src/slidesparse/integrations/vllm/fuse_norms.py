@@ -24,23 +24,20 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import pattern_matcher
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from vllm.compilation.passes.inductor_pass import InductorPass
-from vllm.model_executor.layers.activation import SiluAndMul
 
 from slidesparse import layout as columns
 from slidesparse import ops
+from slidesparse.base import torch_private
 from slidesparse.gemm import chain, speed
 from slidesparse.gemm import spec as switch
-from slidesparse.integrations.vllm import LOGGER, host_bound
+from slidesparse.integrations.vllm import LOGGER, host_bound, private
 from slidesparse.integrations.vllm import fuse_chains as chains
 from slidesparse.integrations.vllm.host_bound import unite
 from slidesparse.integrations.vllm.status import Ledger
 from slidesparse.quant import QUANTISED
 
-KEY = "post_grad_custom_post_pass"
-"""Where vLLM looks for a pass that is not its own."""
+KEY = private.POST_PASS
+InductorPass: Any = private.inductor_pass()
 
 PARTS = (chains, host_bound, ops, chain, speed, switch, columns)
 SOURCES = [Path(file) for file in (__file__, *(part.__file__ for part in PARTS)) if file is not None]
@@ -82,7 +79,7 @@ class FusionPass(InductorPass):
 
     def _rehearse(self, graph: fx.Graph) -> None:
         if self.ledger.rehearsal is not None:
-            with torch._guards.tracing(None), unset_fake_temporarily():
+            with torch_private.outside_tracing():
                 for device, link in chains.links_of(graph):
                     self.ledger.rehearsal.lift(link.first, link.weight, device)
 
@@ -103,6 +100,7 @@ def _tell_once(line: str, *values: int) -> None:
 def install(compilation_config: Any, ledger: Ledger, fuse: bool) -> None:
     """Give vLLM the pass; a second call does nothing, and a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
+    fuse = fuse and torch_private.can_match_graphs()
     if KEY not in passes:
         passes[KEY] = FusionPass(ledger, fuse, max(compilation_config.cudagraph_capture_sizes or [0]))
     elif not isinstance(passes[KEY], FusionPass):
@@ -145,7 +143,7 @@ def _only_source(x: Any) -> Any:
 
 
 def _behind_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
-    if source.target is not _ir("rms_norm") or not _plain(source, 1):
+    if source.target is not private.norm_operator("rms_norm") or not _plain(source, 1):
         return None
     with graph.inserting_before(linear):
         new = graph.call_function(ops.rms_norm_linear.default, (*source.args[:3], *weight))
@@ -159,7 +157,7 @@ def _behind_add_norm(
     if source.target is not operator.getitem or source.args[1] != 0:
         return None
     norm = source.args[0]
-    if norm.target is not _ir("fused_add_rms_norm") or not _plain(norm, 2):
+    if norm.target is not private.norm_operator("fused_add_rms_norm") or not _plain(norm, 2):
         return None
     # The new residual may be read before the linear, so everything moves up to the norm, if it can.
     needed = [node for node in linear.all_input_nodes if node is not linear.args[0]]
@@ -178,7 +176,8 @@ def _behind_add_norm(
 
 def _behind_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
     value = source.meta["val"]
-    match = _silu_pattern(value.shape[-1], value.dtype).match(source)
+    pattern = _silu_pattern(value.shape[-1], value.dtype)
+    match = pattern and pattern.match(source)
     if not match or value.dim() != 2:
         return None
     (x,) = match.kwargs.values()
@@ -189,12 +188,6 @@ def _behind_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], o
 
 
 RULES = (_behind_norm, _behind_add_norm, _behind_silu)
-
-
-def _ir(name: str) -> Any:
-    """One of vLLM's operators for norms; None in a vLLM that has none."""
-    operator_ = getattr(torch.ops.vllm_ir, name, None)
-    return None if operator_ is None else operator_.default
 
 
 def _plain(norm: Any, tensors: int) -> bool:
@@ -214,7 +207,5 @@ def _replace(old: Any, new: Any) -> None:
 @lru_cache(maxsize=64)
 def _silu_pattern(columns: int, dtype: torch.dtype) -> Any:
     """What vLLM's ``silu(gate) * up`` with so many columns becomes in a graph."""
-    with torch._guards.tracing(None), unset_fake_temporarily(), FakeTensorMode():
-        example = torch.empty(4, 2 * columns, dtype=dtype)
-        graph_module = pattern_matcher.fwd_only(SiluAndMul.forward_native, [example])
-        return pattern_matcher.fx_to_pattern(graph_module, ignore_types=(), argnames=("x",))
+    native = private.silu_and_mul()
+    return native and torch_private.pattern_of(native, (4, 2 * columns), dtype)

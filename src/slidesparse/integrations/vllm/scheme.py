@@ -127,7 +127,7 @@ def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Led
         PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
         UnsupportedError: The backend that the user named cannot run it, or it is a SlideLinear already.
     """
-    if SUBMODULE in layer._modules:
+    if hasattr(layer, SUBMODULE):
         raise refusal(claim.name)
     weight = layer.weight.data
     start = shard_start(weight.shape[1], columns, getattr(layer, "tp_rank", 0))

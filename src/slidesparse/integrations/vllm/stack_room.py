@@ -8,25 +8,17 @@ chunk is chance, but not the same chance as in stock vLLM: one frame holds the w
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 
 from slidesparse.base.python_stack import with_room
-
-LOOPS = (
-    ("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop"),
-    ("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
-    ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop"),
-)
-"""What runs as long as a process of vLLM's serves: that of an engine on one GPU, and of the workers on several, whose
-scheduler, a process without a model, gets none. Each begins when the model is loaded. Around each step room would cost
-0.1 ms."""
+from slidesparse.integrations.vllm.private import loops
 
 
 @lru_cache  # once a process
 def give_room() -> None:
-    """Make them calls with room, before they begin; where vLLM calls them otherwise, nothing happens."""
-    for module, name, loop in LOOPS:
-        found = getattr(sys.modules.get(module), name, None)  # a process imported what it runs
-        if hasattr(found, loop):
-            setattr(found, loop, with_room(getattr(found, loop)))
+    """Make them calls with room, before they begin; where vLLM calls them otherwise, nothing happens.
+
+    Around each step room would cost 0.1 ms.
+    """
+    for owner, loop in loops():
+        setattr(owner, loop, with_room(getattr(owner, loop)))

@@ -1,0 +1,241 @@
+"""The one door to what torch does not document.
+
+Everything that the package takes from torch under a private name is listed in :data:`PRIVATE` and looked up when it is
+first needed, never when a module is imported for another reason. Where a torch has no such name any more, something
+public and slower runs instead, and one line in the log says so; where there is nothing public, the error has one line.
+The functions that run on every call look nothing up after their first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+
+from slidesparse.errors import InputError, UnsupportedError
+
+_AUTOGRAD = "operators are called through torch.library.register_autograd, which takes 8 us longer"
+_GRAPHS = "norms and activations are not joined with linears"
+
+PRIVATE = {
+    "torch._C._dynamo.guards._empty_strided_cuda": "torch.empty allocates, which takes 1 us longer",
+    "torch._C._cuda_getCurrentRawStream": "torch.cuda.current_stream is asked, which takes 1 us longer",
+    "torch._C._cuda_getDevice": "torch.cuda.current_device is asked",
+    "torch._C._AutoDispatchBelowAutograd": _AUTOGRAD,
+    "torch._C._after_ADInplaceOrView_keyset": _AUTOGRAD,
+    "torch._C._after_autograd_keyset": _AUTOGRAD,
+    "torch._C.DispatchKey": _AUTOGRAD,
+    "torch._C.DispatchKeySet.raw_repr": _AUTOGRAD,
+    "torch._C.DispatchKeySet.highestPriorityTypeId": _AUTOGRAD,
+    "torch._ops.OpOverload.redispatch": _AUTOGRAD,
+    "torch._int_mm": "dense INT8 products run in float64",
+    "torch._scaled_mm": "dense FP8 products run in float32",
+    "torch._guards.tracing": _GRAPHS,
+    "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": _GRAPHS,
+    "torch._inductor.pattern_matcher.fwd_only": _GRAPHS,
+    "torch._inductor.pattern_matcher.fx_to_pattern": _GRAPHS,
+}
+"""Every private name of torch that the package uses, and what holds where torch has it no more."""
+
+log = logging.getLogger("slidesparse")
+
+
+@cache
+def find(name: str) -> Any:
+    """Return what torch keeps under a name of :data:`PRIVATE`; None, and one line in the log, where it has none."""
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError):
+        log.warning("slidesparse: torch %s has no %s: %s", torch.__version__, name, PRIVATE[name])
+        return None
+
+
+def need(name: str) -> Any:
+    """Return the same, for those who can do without nothing else.
+
+    Raises:
+        UnsupportedError: This torch has no such name.
+    """
+    found = find(name)
+    if found is None:
+        raise UnsupportedError(f"torch {torch.__version__}", needed=f"one that has {name}")
+    return found
+
+
+# -- memory, streams and products: called with every linear --------------------------------------------------------
+
+
+def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function which, when first called, puts torch's private one in its own place, the global ``here``.
+
+    A cache would cost each call as much as the private function spares it.
+
+    Args:
+        here: Name of the variable of this module that holds the function.
+        private: Of :data:`PRIVATE`.
+        public: Takes that place where torch has no such function; same arguments, same result.
+    """
+
+    def first(*args: Any, **options: Any) -> Any:
+        chosen = globals()[here] = find(private) or public
+        return chosen(*args, **options)
+
+    return first
+
+
+def _public_empty(size: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="cuda")  # contiguous, and no caller asks for other strides
+
+
+def _public_stream(device: int) -> int:
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    return stream
+
+
+def _public_int8_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x.to(torch.float64) @ w.to(torch.float64)).to(torch.int32)  # exact: sums stay far below 2^53
+
+
+def _public_fp8_mm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    y = (x.to(torch.float32) @ w.to(torch.float32)) * scale_x * scale_w
+    return (y if bias is None else y + bias).to(out_dtype)
+
+
+_empty_strided = _at_first_call("_empty_strided", "torch._C._dynamo.guards._empty_strided_cuda", _public_empty)
+_stream = _at_first_call("_stream", "torch._C._cuda_getCurrentRawStream", _public_stream)
+_device = _at_first_call("_device", "torch._C._cuda_getDevice", torch.cuda.current_device)
+
+int8_mm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _at_first_call(
+    "int8_mm", "torch._int_mm", _public_int8_mm
+)
+"""(x [M, K], w [K, N]), both int8 -> int32 [M, N], exact. On a GPU cuBLASLt wants more than 16 rows, multiples of 8 for
+K and N, and columns of w contiguous. Call it as an attribute of this module, which has torch's own after one call."""
+
+fp8_mm: Callable[..., torch.Tensor] = _at_first_call("fp8_mm", "torch._scaled_mm", _public_fp8_mm)
+"""(x [M, K], w [K, N], scale_x [M, 1], scale_w [1, N], bias=None, *, out_dtype, use_fast_accum=False) -> [M, N], for
+float8_e4m3fn with contiguous columns of w. Scales are float32, a row or one number each; with a scale a row, cuBLASLt
+writes bfloat16 alone. ``use_fast_accum`` sums in the Tensor Core's own accumulator. Call it as :data:`int8_mm`."""
+
+
+def current_stream(device: int) -> int:
+    """Return ``cudaStream_t`` of the current stream of a device, as a number."""
+    stream: int = _stream(device)
+    return stream
+
+
+def is_current(device: int) -> bool:
+    """Say whether a CUDA device, by its index, is the current one: kernels launch there."""
+    current: int = _device()
+    return current == device
+
+
+def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+    """Allocate as ``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        dtype: Of its elements.
+        device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
+
+    Raises:
+        InputError: Another device is the current one.
+    """
+    if device < 0:
+        return torch.empty(rows, columns, dtype=dtype)
+    if not is_current(device):
+        raise InputError("a kernel's device", got=f"cuda:{device}", needed="the current device")
+    return empty_here(rows, columns, dtype)
+
+
+def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate the same on the current CUDA device, whichever that is."""
+    made: torch.Tensor = _empty_strided((rows, columns), (columns, 1), dtype)
+    return made
+
+
+# -- the dispatcher ------------------------------------------------------------------------------------------------
+
+
+class Dispatch(NamedTuple):
+    """What a kernel of the autograd keys needs to call another kernel of its operator.
+
+    Attributes:
+        below_autograd: Context in which nothing records for the way back.
+        after_autograd: Keys that follow those of autograd.
+        after_inplace: Keys that follow those and the one for views.
+        devices: The keys of the devices' own kernels.
+    """
+
+    below_autograd: Any
+    after_autograd: Any
+    after_inplace: Any
+    devices: tuple[Any, Any]
+
+
+@cache
+def dispatch() -> Dispatch | None:
+    """Return what a kernel of the autograd keys needs; None where torch lacks a part of it."""
+    if any(find(name) is None for name, instead in PRIVATE.items() if instead == _AUTOGRAD):
+        return None
+    key = find("torch._C.DispatchKey")
+    return Dispatch(
+        find("torch._C._AutoDispatchBelowAutograd"),
+        find("torch._C._after_autograd_keyset"),
+        find("torch._C._after_ADInplaceOrView_keyset"),
+        (key.CPU, key.CUDA),
+    )
+
+
+# -- graphs that torch.compile traced ------------------------------------------------------------------------------
+
+
+def can_match_graphs() -> bool:
+    """Say whether torch has all that :func:`outside_tracing` and :func:`pattern_of` use."""
+    return all(find(name) is not None for name, instead in PRIVATE.items() if instead == _GRAPHS)
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Compute with real tensors, in a pass that torch.compile runs while it traces.
+
+    Raises:
+        UnsupportedError: See :func:`need`.
+    """
+    tracing, real = need("torch._guards.tracing"), need("torch._subclasses.fake_tensor.unset_fake_temporarily")
+    with tracing(None), real():
+        yield
+
+
+def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Return the pattern of Inductor's that finds a function of one tensor, ``x``, in a graph.
+
+    Args:
+        function: What it computes.
+        shape: Of an example.
+        dtype: Of the example.
+
+    Raises:
+        UnsupportedError: See :func:`need`.
+    """
+    fake = need("torch._subclasses.fake_tensor.FakeTensorMode")
+    trace = need("torch._inductor.pattern_matcher.fwd_only")
+    to_pattern = need("torch._inductor.pattern_matcher.fx_to_pattern")
+    with outside_tracing(), fake():
+        graph_module = trace(function, [torch.empty(shape, dtype=dtype)])
+        return to_pattern(graph_module, ignore_types=(), argnames=("x",))

@@ -1,0 +1,85 @@
+"""The one door to what is vLLM's but no part of its interface for plugins.
+
+The interface is what a quantisation method builds on: the registry of methods, their base classes, linear layers and
+their methods, compressed-tensors' schemes, the current configuration and the platform. All else is listed in
+:data:`PRIVATE` and looked up when it is first needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib import metadata
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from slidesparse.integrations.vllm import LOGGER
+
+POST_PASS = "post_grad_custom_post_pass"
+"""Where vLLM's configuration of Inductor holds a pass that is not its own."""
+
+LOOPS = (
+    ("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop"),
+    ("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
+    ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop"),
+)
+"""What runs as long as a process of vLLM's serves: that of an engine on one GPU, and of the workers on several, whose
+scheduler, a process without a model, gets none. Each begins when the model is loaded."""
+
+PRIVATE = {
+    "vllm.compilation.passes.inductor_pass.InductorPass": "sparse checkpoints run dense",
+    "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is joined with a linear",
+    "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
+    "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
+    **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
+}
+"""What is used of vLLM beyond its interface for plugins, and what holds in a vLLM without it."""
+
+log = logging.getLogger(LOGGER)
+
+
+def inductor_pass() -> Any:
+    """Return the base class of passes over a compiled graph.
+
+    Raises:
+        ImportError: This vLLM has none. Without one vLLM's cache of compiled graphs cannot know of our choices, which
+            are a part of them.
+    """
+    from vllm.compilation.passes.inductor_pass import InductorPass
+
+    return InductorPass
+
+
+@lru_cache(maxsize=1)
+def silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return vLLM's definition of ``silu(gate) * up`` in plain torch; None, and a line in the log, without one."""
+    native: Callable[[torch.Tensor], torch.Tensor] | None
+    native = _find("vllm.model_executor.layers.activation.SiluAndMul.forward_native")
+    return native
+
+
+@lru_cache(maxsize=8)
+def norm_operator(name: str) -> Any:
+    """Return one of vLLM's operators for norms; None, and a line in the log, in a vLLM that has none."""
+    operator = _find(f"torch.ops.vllm_ir.{name}")
+    return None if operator is None else operator.default
+
+
+def _find(name: str) -> Any:
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError):
+        log.warning("slidesparse: vLLM %s has no %s: %s", metadata.version("vllm"), name, PRIVATE[name])
+        return None
+
+
+def loops() -> Iterator[tuple[type, str]]:
+    """Give those of :data:`LOOPS` that this process has imported, and can therefore run: class and method."""
+    for module, name, loop in LOOPS:
+        found: Any = getattr(sys.modules.get(module), name, None)
+        if hasattr(found, loop):
+            yield found, loop

@@ -1,0 +1,112 @@
+"""What the plugin does in a vLLM that has moved something which is no part of its interface for plugins."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slidesparse.base import torch_private
+from slidesparse.integrations.vllm import private
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+
+SILU = "vllm.model_executor.layers.activation.SiluAndMul.forward_native"
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The log is heard; nothing that was found before is remembered, and nothing afterwards."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    private.silu_and_mul.cache_clear()
+    private.norm_operator.cache_clear()
+    yield
+    private.silu_and_mul.cache_clear()
+    private.norm_operator.cache_clear()
+
+
+def _hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    """Let our door find all names but one."""
+
+    def resolve(name: str) -> Any:
+        if name == hidden:
+            raise AttributeError(name)
+        return resolve_name(name)
+
+    monkeypatch.setattr(private, "resolve_name", resolve)
+
+
+def test_this_vllm_has_it_all() -> None:
+    import_module("vllm.ir.ops")
+    assert private.silu_and_mul() is not None
+    assert private.norm_operator("rms_norm") is torch.ops.vllm_ir.rms_norm.default
+    for name in private.PRIVATE:
+        if not name.startswith("vllm.v1"):  # importing loops needs more than Python; another test reads their source
+            assert resolve_name(name)
+
+
+def test_without_a_silu_of_plain_torch_none_is_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import fuse_norms
+
+    _hide(monkeypatch, SILU)
+    source, graph = SimpleNamespace(meta={"val": torch.empty(4, 8)}), torch.fx.Graph()
+    fuse_norms._silu_pattern.cache_clear()
+    for _ in range(2):
+        assert fuse_norms._behind_silu(graph, None, source, [], {}) is None
+    fuse_norms._silu_pattern.cache_clear()
+    (line,) = caplog.messages
+    assert f"has no {SILU}: no SiLU is joined" in line
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "fused_add_rms_norm"])
+def test_without_an_operator_for_a_norm_that_norm_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, norm: str
+) -> None:
+    _hide(monkeypatch, f"torch.ops.vllm_ir.{norm}")
+    assert [private.norm_operator(norm) for _ in range(2)] == [None, None]
+    (line,) = caplog.messages
+    assert f"has no torch.ops.vllm_ir.{norm}: this norm" in line
+
+
+def test_without_a_class_of_passes_registering_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.compilation.passes import inductor_pass
+    from vllm.model_executor.layers import quantization
+
+    from slidesparse.integrations.vllm import NAME, register
+
+    monkeypatch.delattr(inductor_pass, "InductorPass")
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])
+    for module in ("config", "fuse_norms"):
+        monkeypatch.delitem(sys.modules, f"slidesparse.integrations.vllm.{module}")
+    register()
+    assert NAME not in quantization.QUANTIZATION_METHODS
+    (line,) = caplog.messages
+    assert "InductorPass" in line
+    assert "sparse checkpoints run dense" in line
+
+
+def test_without_torchs_matcher_the_pass_is_a_part_of_the_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.integrations.vllm import fuse_norms
+    from slidesparse.integrations.vllm.status import Ledger
+
+    def installed() -> Any:
+        config = SimpleNamespace(inductor_compile_config={}, cudagraph_capture_sizes=[8])
+        fuse_norms.install(config, Ledger(), True)
+        return config.inductor_compile_config[private.POST_PASS]
+
+    assert installed().fuse
+    monkeypatch.setattr(torch_private, "can_match_graphs", lambda: False)
+    assert not installed().fuse
