@@ -21,7 +21,7 @@ import torch
 from slidesparse.gemm.backend import slab_view
 from slidesparse.kernels import lift as kernels
 from slidesparse.kernels import pack as packing
-from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure, device_arch
+from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure
 from slidesparse.kernels.lift_variant import CHUNKS
 from slidesparse.layout import Columns, Slabs
 from slidesparse.packed import pack
@@ -110,9 +110,7 @@ def moved(case: Case, tokens: int) -> int:
 
 def launch_of(case: Case, tokens: int) -> Launch:
     quantised = case.dtype != BF16
-    return case.launch or configure(
-        device_arch(torch.device("cuda")), tokens, packed_order(case), 2, case.first, quantised
-    )
+    return case.launch or configure(tokens, packed_order(case), 2, case.first, quantised)
 
 
 def launches(columns: int) -> list[Launch]:

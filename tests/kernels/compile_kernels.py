@@ -108,7 +108,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
     for pattern, columns, source, target, first, slabs in cases:
         packed = order(pattern, columns, 128)
-        launch = configure(arch, 4096, packed, source.itemsize, first, target in QUANTISED)
+        launch = configure(4096, packed, source.itemsize, first, target in QUANTISED)
         plan = make_plan(packed, source, target, first, slabs, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
         added = first == "add_rms_norm"

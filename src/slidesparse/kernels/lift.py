@@ -129,7 +129,7 @@ class Call:
             raise UnsupportedError(
                 "FP8 on this GPU", got=f"sm_{arch}", needed=f"sm_{FP8_ARCH} or newer", remedy="use int8"
             )
-        launch = configure(arch, tokens, columns, source.itemsize, first, target in QUANTISED)
+        launch = configure(tokens, columns, source.itemsize, first, target in QUANTISED)
         early = device.type == "cuda" and arch >= EARLY_ARCH
         self.plan = make_plan(columns, source, target, first, slabs, launch, early)
         self.launcher = _launcher(self.plan, launch, source, device)

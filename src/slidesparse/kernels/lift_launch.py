@@ -1,35 +1,21 @@
-"""How a kernel is launched: a pure function of the problem, and a table of measured exceptions.
+"""How a kernel is launched: a pure function of the problem.
 
 A row that is held (see :mod:`slidesparse.kernels.lift_held`) gets as few lanes as can hold it: every lane then has
 many loads on the way, and what is done once a row is spread over many columns. A row that is walked is read several
 times, and all passes but the first should find it in L1, so the rows that a multiprocessor treats at once must fit
-there. What was measured to be faster than the rule is data, in ``launch.json`` beside this file::
-
-    {"version": 1, "sm_90": [{"first": "none", "columns": 8192, "group": 8, "min_tokens": 1,
-                              "read": 2048, "write": 4096, "num_warps": 8, "registers": 0}]}
-
-The entry of the largest ``min_tokens`` that the problem reaches counts.
+there.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels.lift_variant import CHUNKS
 from slidesparse.layout import Columns
-
-TABLE = Path(__file__).with_name("launch.json")
-VERSION = 1
-
-LAUNCH = ("read", "write", "num_warps", "registers")
-"""Keys of an entry that are the launch, in the order of its fields."""
 
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
@@ -88,27 +74,23 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def configure(arch: int, tokens: int, columns: Columns, itemsize: int, first: str, quantised: bool = True) -> Launch:
-    """The launch of a quantise-and-lift kernel.
+def configure(tokens: int, columns: Columns, itemsize: int, first: str, quantised: bool = True) -> Launch:
+    """Choose the launch of a quantise-and-lift kernel.
 
     Args:
-        arch: Compute capability, 90 for an H200.
         tokens: Rows M.
         columns: The packed column order.
         itemsize: Bytes of an input value.
-        first: What the kernel does first (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
+        first: The function applied before quantising (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
         quantised: False to lift only.
 
-    >>> configure(80, 4096, Columns.identity(8192), 2, "none")
+    >>> configure(4096, Columns.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
     """
     able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
     holding = [warps for warps in able if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
     if not quantised or columns.k_offset % 2 or not holding:
         return _walk(tokens, columns, itemsize, first)
-    measured = [e for e in load_table(TABLE).get(arch, ()) if e.matches(tokens, columns, first)]
-    if measured:
-        return max(measured, key=lambda entry: entry.min_tokens).launch
     return _hold(tokens, columns, itemsize, first, holding)
 
 
@@ -141,48 +123,3 @@ def device_arch(device: torch.device) -> int:
         return 120
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-# -- the table -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A measured launch: for ``columns`` input columns in groups of ``group``, from ``min_tokens`` rows on."""
-
-    first: str
-    columns: int
-    group: int
-    min_tokens: int
-    launch: Launch
-
-    def matches(self, tokens: int, columns: Columns, first: str) -> bool:
-        """True when this entry speaks of such a problem."""
-        same = (self.first, self.columns, self.group) == (first, columns.columns, columns.group)
-        return same and tokens >= self.min_tokens
-
-
-@lru_cache
-def load_table(path: Path) -> dict[int, tuple[Entry, ...]]:
-    """Read a table: compute capability -> entries.
-
-    Raises:
-        InputError: For anything but the form at the top of this file.
-    """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.pop("version", None) != VERSION:
-        raise InputError(f"launch table {path.name}", needed=f"an object of version {VERSION}")
-    table = {}
-    for arch, entries in content.items():
-        if not arch.startswith("sm_") or not arch[3:].isdecimal() or not isinstance(entries, list):
-            raise InputError(f"launch table {path.name}", got=repr(arch), needed="sm_NN: a list of entries")
-        table[int(arch[3:])] = tuple(_entry(path, entry) for entry in entries)
-    return table
-
-
-def _entry(path: Path, entry: object) -> Entry:
-    kinds = {"first": str, **dict.fromkeys(("columns", "group", "min_tokens", *LAUNCH), int)}
-    if not isinstance(entry, Mapping) or {k: type(v) for k, v in entry.items()} != kinds:
-        raise InputError(f"launch table {path.name}", got=entry, needed=f"exactly the keys {', '.join(kinds)}")
-    launch = Launch(*(entry[key] for key in LAUNCH))
-    return Entry(entry["first"], entry["columns"], entry["group"], entry["min_tokens"], launch)
