@@ -18,7 +18,6 @@ Data are Gaussian: zeros and constants draw less power, so the clocks rise and e
 from __future__ import annotations
 
 import copy
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from slidesparse.gemm.autotune import cold_copies, l2_bytes
 from slidesparse.records import Timing
-
-COLD_FACTOR = 3
-"""Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
 
 MAX_COPIES = 512
 """Bounds the capture of tiny problems; those of less than 3 L2 caches / 512 stay warm, for all variants alike."""
@@ -90,9 +87,8 @@ class Stopwatch(Protocol):
 
 
 def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
-    """Copies of operands of ``n_bytes`` that exceed :data:`COLD_FACTOR` L2 caches, as memory allows; at least one."""
-    wanted = math.ceil(COLD_FACTOR * l2_bytes / max(1, n_bytes))
-    return max(1, min(wanted, memory_bytes // max(1, n_bytes), MAX_COPIES))
+    """Return the copies of operands of ``n_bytes`` that keep L2 cold, as memory allows; at least one."""
+    return cold_copies(n_bytes, l2_bytes, min(memory_bytes // max(1, n_bytes), MAX_COPIES))
 
 
 def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
@@ -236,7 +232,7 @@ class CudaStopwatch:
     """Times on the current CUDA device."""
 
     def __init__(self) -> None:
-        self.l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.l2_bytes = l2_bytes()
         self._pool: Any = None
 
     def free_bytes(self) -> int:

@@ -17,18 +17,40 @@ FINALISTS = 5
 ROUNDS = 7
 WINDOW_US = 400.0
 """Time that one graph of launches should take at least, well above the resolution of events (0.5 us)."""
-COLD = 3
-"""Bytes read between two uses of an operand, in sizes of L2."""
+COLD_FACTOR = 3
+"""Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
 MOST_LAUNCHES = 64
 
 Way = TypeVar("Way")
 
 
-def copies_to_rotate(n_bytes: int, device: int) -> int:
-    """Copies of operands of ``n_bytes`` that keep L2 cold, at most one for each launch of a graph."""
+def l2_bytes(device: int | None = None) -> int:
+    """Return the size of a GPU's L2 cache, of the current one for None."""
     # Before Hopper 40 MB at most; a device that does not say has less.
-    l2 = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 40 << 20)
-    return min(MOST_LAUNCHES, 1 + -(-COLD * l2 // n_bytes))
+    size: int = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 40 << 20)
+    return size
+
+
+def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
+    """Return how many copies of operands of ``n_bytes`` take turns so that each call finds a cold L2 cache.
+
+    Every timing of the package asks here, the search for the fastest kernel and the benchmarks.
+
+    Args:
+        n_bytes: Bytes that one call reads.
+        l2_bytes: Size of the L2 cache.
+        at_most: Limit, by memory or by launches. Smaller operands than ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
+
+    Returns:
+        As many as fill :data:`COLD_FACTOR` caches, at most ``at_most`` and at least 1.
+    """
+    return max(1, min(-(-COLD_FACTOR * l2_bytes // max(1, n_bytes)), at_most))
+
+
+def copies_to_rotate(n_bytes: int, device: int) -> int:
+    """Return the copies of operands of ``n_bytes`` for :func:`race`, at most one for each launch of a graph."""
+    # One more, so that the others fill the caches between two uses of a copy.
+    return 1 + cold_copies(n_bytes, l2_bytes(device), MOST_LAUNCHES - 1)
 
 
 def race(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:

@@ -1,0 +1,48 @@
+"""How many copies of its operands a timing needs: one rule for the search and for the benchmarks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slidesparse.bench import timing
+from slidesparse.gemm import autotune
+from slidesparse.gemm.autotune import cold_copies, copies_to_rotate, l2_bytes
+
+H200_L2 = 50 << 20
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "at_most", "copies"),
+    [
+        (H200_L2, 99, 3),
+        (H200_L2 + 1, 99, 3),
+        (H200_L2 - 1, 99, 4),
+        (1 << 40, 99, 1),
+        (1, 99, 99),
+        (0, 99, 99),
+        (1, 0, 1),
+    ],
+)
+def test_copies_fill_three_caches(n_bytes: int, at_most: int, copies: int) -> None:
+    assert cold_copies(n_bytes, H200_L2, at_most) == copies
+
+
+@pytest.mark.parametrize(("n_bytes", "copies"), [(1 << 40, 2), (H200_L2, 4), (H200_L2 - 1, 5), (1 << 20, 64)])
+def test_the_search_keeps_to_the_launches_of_a_graph(
+    n_bytes: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(L2_cache_size=H200_L2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert copies_to_rotate(n_bytes, 0) == copies
+    assert l2_bytes() == H200_L2
+    del found.L2_cache_size
+    assert l2_bytes(0) == 40 << 20
+
+
+def test_one_constant_says_what_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "COLD_FACTOR", 30)
+    assert cold_copies(1 << 20, 1 << 20, 999) == 30
+    assert timing.copies_needed(1 << 20, 1 << 20, 1 << 40) == 30
