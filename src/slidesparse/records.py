@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from slidesparse.base.typed_json import decode
+from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 
 DENSE = "dense"
@@ -199,10 +199,7 @@ class Record:
         Raises:
             InputError: When the line is not such a record, naming the field.
         """
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError("not JSON", got=str(error)) from error
+        data = parse_json(line, "record")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise InputError("format of a benchmark record", got=repr(got), needed=str(FORMAT))

@@ -289,6 +289,19 @@ def test_documents_in_json_lines(tmp_path: Path) -> None:
     assert read_text(tmp_path / "d.jsonl") == "one\n\ntwo"
 
 
+def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "one\u2028still\x85one"}\r\n{"text": "two"}', encoding="utf-8")
+    assert read_text(tmp_path / "d.jsonl") == "one\u2028still\x85one\n\ntwo"
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": 5}', '{"text": "a", "text": "b"}', '"text"', "", "1" * 5000])
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' + line + "\n")
+    with pytest.raises(InputError, match=r"d\.jsonl, line 2") as error:
+        read_text(tmp_path / "d.jsonl")
+    assert "\n" not in str(error.value)
+
+
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for ``datasets``, which is no dependency: it gives a data set, or one for each split."""
     found: Any = {}

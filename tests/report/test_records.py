@@ -39,10 +39,10 @@ def test_whole_numbers_are_good_floats() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
+        ("{", "record cannot be read"),
         ("[]", "format of a benchmark record; got 'list'"),
         (changed(format=2), "got 2; needed 1"),
-        (changed(speed=3), "fields of record; got ['speed']"),
+        (changed(speed=3), "unknown fields of record; got ['speed']"),
         (changed(n_bytes=1.5), "record.n_bytes; got 1.5; needed int"),
         (changed(n_bytes=True), "record.n_bytes; got True; needed int"),
         (changed(variant=None), "record.variant; got None; needed str"),
@@ -53,7 +53,7 @@ def test_whole_numbers_are_good_floats() -> None:
         (changed(why_not="both"), "either a time or a reason"),
         (
             json.dumps({k: v for k, v in json.loads(changed()).items() if k != "noise"}),
-            "missing from record; got ['noise']",
+            "record lacks noise",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_a_file_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(good.to_line() + "\n" + good.to_line() + "\n")
     assert read_records([tmp_path / "a.jsonl", tmp_path / "a.jsonl"]) == [good] * 4
     (tmp_path / "b.jsonl").write_text(good.to_line() + "\n\n")
-    with pytest.raises(InputError, match=r"b\.jsonl, line 2; got not JSON"):
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2; got record cannot be read"):
         read_records([tmp_path / "b.jsonl"])
     with pytest.raises(InputError, match=r"cannot read .*none\.jsonl"):
         read_records([tmp_path / "none.jsonl"])

@@ -1,20 +1,88 @@
-"""JSON back into dataclasses, strictly: an unknown, missing or mistyped field is an error that names it."""
+"""JSON that others may have written: read strictly, and rebuilt as dataclasses, with errors that name the place."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import types
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections import Counter
+from pathlib import Path
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from slidesparse.errors import InputError
+
+MAX_DEPTH = 64
+"""Lists and objects within one another. Nothing of ours has ten; Python's own functions give up near a thousand."""
+
+MAX_DIGITS = 20
+"""Characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
+
+SHOWN = 200
+"""Characters of a wrong value that a message shows."""
+
+
+def load_json(path: Path, *, non_finite: bool = False) -> Any:
+    """Read a file of one JSON value.
+
+    Args:
+        path: The file, in UTF-8.
+        non_finite: Take NaN, Infinity and -Infinity, which JSON does not have and Python writes.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        InputError: The file cannot be read, or :func:`parse_json` refuses it.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read", got=error.strerror) from error
+    return parse_json(content, str(path), non_finite=non_finite)
+
+
+def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> Any:
+    """Parse one JSON value.
+
+    Args:
+        text: The JSON; bytes are UTF-8.
+        where: What error messages call it.
+        non_finite: As of :func:`load_json`.
+
+    Raises:
+        InputError: Not UTF-8, not JSON, a key twice in one object, numbers that no 64 bits hold, NaN or Infinity,
+            half a surrogate pair, or more than :data:`MAX_DEPTH` levels.
+
+    >>> parse_json('{"a": [1, 2.5]}', "example")
+    {'a': [1, 2.5]}
+    """
+
+    def constant(name: str) -> float:
+        return float(name) if non_finite else _refuse(f"the number {name}")
+
+    try:
+        value = json.loads(
+            text if isinstance(text, str) else text.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=constant,
+            parse_int=_whole_number,
+            parse_float=_number,
+        )
+        _check_values(value)
+    except RecursionError as error:
+        raise InputError(f"{where} cannot be read", got="too many levels", needed=f"at most {MAX_DEPTH}") from error
+    except ValueError as error:
+        raise InputError(f"{where} cannot be read", got=str(error), needed="JSON in UTF-8") from error
+    return value
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
     """Rebuild ``value`` as ``kind``: a dataclass, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None`` or a plain type.
 
     Args:
-        kind: What to make.
-        value: What ``json`` gave.
+        kind: The type to make. A dataclass may check its fields: the InputError of its ``__post_init__`` passes.
+        value: The value that :func:`parse_json` returned.
         where: What error messages call it.
 
     Raises:
@@ -34,8 +102,8 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         _expect(isinstance(value, dict), where, value, "an object")
         hints = get_type_hints(kind)
         unknown, missing = sorted(value.keys() - hints.keys()), sorted(hints.keys() - value.keys())
-        _expect(not unknown, f"fields of {where}", unknown, "no others than the schema's")
-        _expect(not missing, f"fields missing from {where}", missing, "all of the schema's")
+        _expect(not unknown, f"unknown fields of {where}", unknown, f"none but {', '.join(hints)}")
+        _expect(not missing, f"{where} lacks {', '.join(missing)}", sorted(value), f"all of {', '.join(hints)}")
         return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
     # JSON has no integers of its own, so a float field takes 3; bool is an int in Python and nowhere else.
     accepted = (int, float) if kind is float else (kind,)
@@ -45,4 +113,40 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 
 def _expect(holds: bool, what: str, got: Any, needed: str) -> None:
     if not holds:
-        raise InputError(what, got=repr(got), needed=needed)
+        text = repr(got)
+        raise InputError(what, got=text if len(text) <= SHOWN else f"{text[:SHOWN]}...", needed=needed)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(what)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:SHOWN]!r} twice in one object")
+    return made
+
+
+def _whole_number(text: str) -> int:
+    return int(text) if len(text) <= MAX_DIGITS else _refuse(f"a number of {len(text)} digits")
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse("a number beyond 64 bits")
+
+
+def _check_values(value: Any) -> None:
+    """Refuse what parses but cannot be written again: deep nesting and halves of surrogate pairs. Does not recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        for item in level:
+            if isinstance(item, str):
+                item.encode("utf-8")
+        lists = [item for item in level if isinstance(item, list | dict)]
+        level = [inner for item in lists for inner in (item if isinstance(item, list) else [*item, *item.values()])]
+        if not lists:
+            return
+    raise ValueError(f"more than {MAX_DEPTH} levels")

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from slidesparse.base.progress import progress_bar
-from slidesparse.errors import InputError, first_line
+from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.skeleton import Skeleton, skeleton
 from slidesparse.models.layerwise import SetLoss, Stack, Weights, find_stack, prune_layers, record
@@ -83,8 +84,13 @@ class CheckpointWeights(Weights):
 
     def losses(self, name: str) -> list[SetLoss]:
         """What pruning cost a finished layer."""
-        values = json.loads(TensorReader(self._file(name)).metadata[LOSSES])
-        return [SetLoss(tuple(value["names"]), value["pattern"], value["loss"]) for value in values]
+        path = self._file(name)
+        try:
+            text = TensorReader(path).metadata.get(LOSSES, "")
+            losses: tuple[SetLoss, ...] = decode(tuple[SetLoss, ...], parse_json(text, LOSSES, non_finite=True), LOSSES)
+        except InputError as error:
+            raise CheckpointError(f"{path} is damaged", got=error, remedy="remove it and run again") from error
+        return list(losses)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slidesparse.base.typed_json import parse_json
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 
 SAMPLES = 128
@@ -86,13 +86,13 @@ def _data_set(folder: Path) -> list[str]:
 
 def _documents(path: Path, lines: str) -> list[str]:
     documents = []
-    for number, line in enumerate(lines.splitlines(), start=1):
-        try:
-            documents.append(json.loads(line)["text"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{path}, line {number}", got=first_line(error), needed='an object such as {"text": "..."}'
-            ) from error
+    # Not splitlines(), which also splits at U+2028 and others that a JSON string may hold.
+    for number, line in enumerate(lines.removesuffix("\n").split("\n"), start=1):
+        where = f"{path}, line {number}"
+        document = parse_json(line, where, non_finite=True)
+        if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+            raise InputError(where, got=repr(line[:80]), needed='an object such as {"text": "..."}')
+        documents.append(document["text"])
     return documents
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slidesparse.errors import CheckpointError
+from slidesparse.base.typed_json import load_json
+from slidesparse.errors import CheckpointError, InputError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -251,11 +252,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: When the file is missing or holds anything else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path, non_finite=True)  # configs of Mamba models hold Infinity
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read", got=str(error)) from error
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}", got=type(value).__name__, needed="a JSON object")
     return value

@@ -22,11 +22,22 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.pattern import Pattern
 
 KEY = "slidesparse_config"
 VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The value of the key."""
+
+    version: int
+    pattern: str
+    ignore: tuple[str, ...]
+    layers: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,20 +79,10 @@ class Marker:
             raise CheckpointError(
                 f"version of {KEY}", got=repr(value.get("version")), needed=str(VERSION), remedy="upgrade slidesparse"
             )
-        known = {"version", "pattern", "ignore", "layers"}
-        unknown, missing = sorted(value.keys() - known), sorted(known - value.keys())
-        if unknown or missing:
-            raise CheckpointError(
-                f"keys of {KEY}", got=f"unknown {unknown}, missing {missing}", needed=str(sorted(known))
-            )
-        ignore, layers = value["ignore"], value["layers"]
-        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-            raise CheckpointError(f"ignore of {KEY}", got=repr(ignore), needed="a list of names")
-        if not isinstance(layers, Mapping):
-            raise CheckpointError(f"layers of {KEY}", got=repr(layers), needed="an object: name -> pattern")
         try:
-            exceptions = {name: Pattern.parse(text) for name, text in layers.items()}
-            return cls(Pattern.parse(value["pattern"]), tuple(ignore), exceptions)
+            stored: _Stored = decode(_Stored, dict(value), "marker")
+            exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
+            return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions)
         except InputError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slidesparse.base.cache_folder import cache_folder, replace_file
-from slidesparse.base.typed_json import decode
+from slidesparse.base.typed_json import decode, load_json
 from slidesparse.errors import InputError
 from slidesparse.gemm.spec import Route
 
@@ -278,14 +278,12 @@ def load_table(path: Path) -> Table | None:
         InputError: For anything but the form at the top of this file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        table: Table = decode(Table, json.loads(text), "table")
+        table: Table = decode(Table, load_json(path), "table")
         if table.version != VERSION:
             raise InputError("version of the table", got=table.version, needed=str(VERSION))
-    except ValueError as error:  # InputError is one too
+    except FileNotFoundError:
+        return None
+    except InputError as error:
         raise InputError(f"damaged {path}", got=error, remedy="delete it and run slidesparse tune") from error
     return table
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.typed_json import decode, load_json
 from slidesparse.errors import InputError
 
 VERSION = 1
@@ -59,6 +59,10 @@ class Trial:
     time_us: float | None
     fault: str | None
 
+    def __post_init__(self) -> None:
+        if self.time_us is not None:
+            _check_time("a tried algorithm", self.time_us)
+
 
 @dataclass(frozen=True)
 class Key:
@@ -80,6 +84,10 @@ class Key:
     dtype: str
     accumulator: str
 
+    def __post_init__(self) -> None:
+        if min(self.out, self.columns) < 1:
+            raise InputError("size of a weight", got=f"[{self.out}, {self.columns}]", needed="at least [1, 1]")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -100,6 +108,17 @@ class Record:
     time_us: float
     default_us: float
     trials: tuple[Trial, ...]
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise InputError("rows of a search", got=self.rows, needed="at least 1")
+        _check_time("the fastest algorithm", self.time_us)
+        _check_time("the library's default", self.default_us)
+
+
+def _check_time(whose: str, time_us: float) -> None:
+    if not 0 < time_us < math.inf:
+        raise InputError(f"time of {whose}", got=time_us, needed="microseconds, above zero")
 
 
 Table = tuple[Record, ...]
@@ -123,29 +142,83 @@ def nearest(table: Table, key: Key, rows: int) -> Record | None:
 # -- the file ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _StoredTrial:
+    """A :class:`Trial` as the file has it."""
+
+    id: int
+    split_k: int
+    split_k_mode: int
+    time_us: float | None
+    fault: str | None
+
+    @classmethod
+    def of(cls, trial: Trial) -> _StoredTrial:
+        return cls(**asdict(trial.algorithm), time_us=trial.time_us, fault=trial.fault)
+
+    def trial(self) -> Trial:
+        return Trial(Algorithm(self.id, self.split_k, self.split_k_mode), self.time_us, self.fault)
+
+
+@dataclass(frozen=True)
+class _StoredRecord:
+    """A :class:`Record` as the file has it."""
+
+    gpu: str
+    library: str
+    out: int
+    columns: int
+    dtype: str
+    accumulator: str
+    rows: int
+    algorithm: Algorithm | None
+    time_us: float
+    default_us: float
+    tried: tuple[_StoredTrial, ...]
+
+    @classmethod
+    def of(cls, record: Record) -> _StoredRecord:
+        return cls(
+            **asdict(record.key),
+            rows=record.rows,
+            algorithm=record.best,
+            time_us=record.time_us,
+            default_us=record.default_us,
+            tried=tuple(map(_StoredTrial.of, record.trials)),
+        )
+
+    def record(self) -> Record:
+        key = Key(self.gpu, self.library, self.out, self.columns, self.dtype, self.accumulator)
+        trials = tuple(stored.trial() for stored in self.tried)
+        return Record(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
+
+
+@dataclass(frozen=True)
+class _StoredTable:
+    version: int
+    records: tuple[_StoredRecord, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise InputError("version of the table", got=self.version, needed=str(VERSION))
+
+
 @lru_cache(maxsize=4)
 def load_table(path: Path) -> Table:
-    """The records of a file, none when it does not exist. Read once a process.
+    """Read the records of a file, none when it does not exist; once a process.
 
     Raises:
         InputError: For anything but the form at the top of this file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        table: _StoredTable = decode(_StoredTable, load_json(path), "table")
+        return tuple(stored.record() for stored in table.records)
     except FileNotFoundError:
         return ()
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise _damaged(path, f"no JSON: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"version", "records"} or content["version"] != VERSION:
-        raise _damaged(path, f"not an object of version {VERSION}")
-    if not isinstance(content["records"], list):
-        raise _damaged(path, "records are no list")
-    try:
-        return tuple(_record(entry) for entry in content["records"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, str(error)) from error
+    except InputError as error:
+        raise InputError(
+            f"damaged search results in {path}", got=error, remedy="delete the file and run slidesparse tune"
+        ) from error
 
 
 def add_records(path: Path, records: Iterable[Record]) -> None:
@@ -153,70 +226,6 @@ def add_records(path: Path, records: Iterable[Record]) -> None:
     added = {(record.key, record.rows): record for record in records}
     load_table.cache_clear()
     kept = [record for record in load_table(path) if (record.key, record.rows) not in added]
-    content = {"version": VERSION, "records": [_entry(record) for record in (*kept, *added.values())]}
-    replace_file(path, json.dumps(content, indent=1))
+    table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
+    replace_file(path, json.dumps(asdict(table), indent=1))
     load_table.cache_clear()
-
-
-def _damaged(path: Path, got: str) -> InputError:
-    return InputError(f"damaged search results in {path}", got=got, remedy="delete the file and run slidesparse tune")
-
-
-def _entry(record: Record) -> dict[str, Any]:
-    return {
-        **asdict(record.key),
-        "rows": record.rows,
-        "algorithm": None if record.best is None else asdict(record.best),
-        "time_us": record.time_us,
-        "default_us": record.default_us,
-        "tried": [{**asdict(t.algorithm), "time_us": t.time_us, "fault": t.fault} for t in record.trials],
-    }
-
-
-def _record(entry: object) -> Record:
-    names = [field.name for field in fields(Key)]
-    entry = _object(entry, [*names, "rows", "algorithm", "time_us", "default_us", "tried"])
-    texts, numbers = ("gpu", "library", "dtype", "accumulator"), ("out", "columns", "rows")
-    _check(all(type(entry[name]) is str for name in texts), f"{', '.join(texts)} are no texts")
-    _check(all(type(entry[name]) is int and entry[name] > 0 for name in numbers), f"{', '.join(numbers)}: not positive")
-    _check(isinstance(entry["tried"], list), "tried is no list")
-    return Record(
-        key=Key(**{name: entry[name] for name in names}),
-        rows=entry["rows"],
-        best=None if entry["algorithm"] is None else _algorithm(_object(entry["algorithm"], _ALGORITHM)),
-        time_us=_time(entry["time_us"]),
-        default_us=_time(entry["default_us"]),
-        trials=tuple(_trial(trial) for trial in entry["tried"]),
-    )
-
-
-_ALGORITHM = [field.name for field in fields(Algorithm)]
-
-
-def _trial(entry: object) -> Trial:
-    entry = _object(entry, [*_ALGORITHM, "time_us", "fault"])
-    fault, time_us = entry["fault"], entry["time_us"]
-    _check(fault is None or type(fault) is str, "fault is no text")
-    return Trial(_algorithm(entry), None if time_us is None else _time(time_us), fault)
-
-
-def _algorithm(entry: Mapping[str, Any]) -> Algorithm:
-    _check(all(type(entry[name]) is int for name in _ALGORITHM), "an algorithm is three whole numbers")
-    return Algorithm(**{name: entry[name] for name in _ALGORITHM})
-
-
-def _time(value: object) -> float:
-    if type(value) not in (int, float) or not 0 < float(str(value)) < math.inf:
-        raise ValueError(f"{value!r} is no time")
-    return float(str(value))
-
-
-def _object(entry: object, names: list[str]) -> dict[str, Any]:
-    if not isinstance(entry, dict) or set(entry) != set(names):
-        raise ValueError(f"needed exactly the keys {', '.join(names)}")
-    return entry
-
-
-def _check(good: bool, message: str) -> None:
-    if not good:
-        raise ValueError(message)
