@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import shutil
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, 
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import PlanOptions, plan_checkpoint, read_plan
+from slidesparse.commands.plan import PlanOptions, _Sensitivities, plan_checkpoint, read_plan
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
@@ -246,7 +247,9 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again == plan
     (folder / "plan.json").unlink()
     calls.clear()
-    faster = plan_checkpoint(source, folder / "plan.json", options(source, target=Target(speedup=1.4)))
+    copy = folder / "copy"  # other times, another place, the same weights
+    shutil.copytree(source, copy, copy_function=shutil.copyfile)
+    faster = plan_checkpoint(copy, folder / "plan.json", options(source, target=Target(speedup=1.4)))
     assert not calls
     assert faster.damage > plan.damage
     (folder / "plan.json").unlink()
@@ -256,6 +259,15 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reverse_letters(source)
     with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
         plan_checkpoint(source, folder / "plan.json", options(source))
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"names": [], "pattern": "6:8", "damage": 0.1}', b"\xff", b"{}"])
+def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plan.sensitivities.jsonl"
+    path.write_bytes(b"{}\n" + line + b"\n")
+    with pytest.raises(CheckpointError, match=r"is damaged; .*remove it") as error:
+        _Sensitivities(path, {"model": "m"})
+    assert "\n" not in str(error.value)
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -471,7 +471,8 @@ def test_killed_while_it_flushes_then_resumed(tmp_path: Path, monkeypatch: pytes
         patch.setattr("slidesparse.files.staging._sync", killed)
         with pytest.raises(KeyboardInterrupt):
             prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    shutil.copytree(tmp_path / "m", tmp_path / "copy", copy_function=shutil.copyfile)  # of the same weights, now
+    summary = prune_checkpoint(tmp_path / "copy", tmp_path / "s", INT8)
     assert summary.resumed == ["model.safetensors"]
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 

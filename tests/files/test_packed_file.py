@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,33 @@ def test_the_next_pack_removes_what_a_killed_one_left(pruned: Path) -> None:
     (pruned / "notes.tmp").write_text("not ours")
     write_packed(pruned)
     assert names(pruned) == before | {FILE_NAME, "notes.tmp"}
+
+
+def _packed_checkpoint(path: Path) -> Path:
+    make_checkpoint(path / "m")
+    prune_checkpoint(path / "m", path / "s", PruneOptions("6:8", "int8"))
+    write_packed(path / "s")
+    return path / "s"
+
+
+def test_a_copied_folder_loads(tmp_path: Path) -> None:
+    """As after ``cp -r``, a download or a COPY into a container: other times, another place, the same weights."""
+    folder = _packed_checkpoint(tmp_path)
+    wanted = slidesparse.load(folder, backend="reference")(tokens()).logits
+    copy = tmp_path / "elsewhere/copy"
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    for file in copy.iterdir():
+        os.utime(file, (1, 1))
+    assert torch.equal(slidesparse.load(copy, backend="reference")(tokens()).logits, wanted)
+
+
+def test_the_file_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
+    folder = _packed_checkpoint(tmp_path)
+    file = folder / FILE_NAME
+    save_file(load_file(file), file, {"slidesparse_packed_version": VERSION, "fingerprint": "0" * 64})
+    with pytest.raises(CheckpointError, match=r"another version of slidesparse; .*slidesparse pack") as error:
+        slidesparse.load(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_golden_bytes() -> None:

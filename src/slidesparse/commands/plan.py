@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from slidesparse.base.progress import progress_bar
+from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.commands.evaluate import load_any
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
+from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import KEY, quantisation_dtype
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.plan import Choice, Plan, PlanSet, Target, choose
@@ -185,10 +187,9 @@ def _with_judged(calibration: Calibration) -> Calibration:
 
 def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
     """What measurements depend on."""
-    paths = [checkpoint.path / name for name in ("config.json", *checkpoint.shards)]
     return {
         "model": str(checkpoint.path),
-        "files": {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths},
+        "weights": fingerprint(checkpoint, checkpoint.config),
         "method": options.method,
         "calibration": asdict(options.calibration),
         "windows": digest(windows),
@@ -226,7 +227,10 @@ def _require_backend(
 
 
 class _Sensitivities:
-    """What was measured, in a file that grows line by line; its first line says of what."""
+    """Measurements in a file that grows line by line; the first line says of which model, text and method.
+
+    The weights count and not where they are: a file goes on with a model that was moved or copied.
+    """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
@@ -234,14 +238,15 @@ class _Sensitivities:
         if not path.exists():
             path.write_text(json.dumps(about) + "\n", encoding="utf-8")
             return
-        lines = path.read_text(encoding="utf-8").split("\n")
         try:
+            lines = path.read_text(encoding="utf-8").split("\n")
             # A killed run may leave half a line, the only one without its end.
-            found, *measured = [json.loads(line) for line in lines[:-1]]
-            self.damages = {(m["names"][0], m["pattern"]): float(m["damage"]) for m in measured}
-        except (ValueError, KeyError, TypeError) as error:
+            found, *measured = [parse_json(line, f"line {i}", non_finite=True) for i, line in enumerate(lines[:-1], 1)]
+            read = decode(tuple[Sensitivity, ...], measured, "measurements")
+            self.damages = {(one.names[0], one.pattern): one.damage for one in read}
+        except (ValueError, IndexError) as error:  # InputError is a ValueError
             raise CheckpointError(f"{path} is damaged", got=str(error), remedy="remove it") from error
-        if found != json.loads(json.dumps(about)):
+        if not isinstance(found, dict) or {**found, "model": about["model"]} != json.loads(json.dumps(about)):
             raise CheckpointError(
                 f"{path} was measured on another model, text or method", remedy="remove it, or choose another --out"
             )

@@ -31,6 +31,7 @@ from slidesparse.files.checkpoint import (
     TensorWriter,
     write_json,
 )
+from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
 from slidesparse.files.skeleton import skeleton
 from slidesparse.files.staging import staged
@@ -162,7 +163,7 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
-    plan = {"version": VERSION, "options": asdict(options), "source": _fingerprint(checkpoint)}
+    plan = {"version": VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
@@ -423,9 +424,3 @@ def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Pa
         f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
     ]
     return [f for f in others if f not in weights], weights
-
-
-def _fingerprint(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size and time of every file of weights, and of the config."""
-    stats = {name: (checkpoint.path / name).stat() for name in ("config.json", *checkpoint.shards)}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}

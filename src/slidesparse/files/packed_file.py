@@ -8,13 +8,12 @@ layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
 
 It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
-this layout and a fingerprint of the weight files (name, size, time of change, header): a file of another version, or of
-files that have changed since, is an error, never a silent detour.
+this layout and a fingerprint of the weights (:mod:`slidesparse.files.identity`), which holds wherever the folder is
+copied to: a file of another version, or of weights that have changed since, is an error, never a silent detour.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import KEY, Marker
 from slidesparse.files.skeleton import skeleton
 from slidesparse.files.staging import locked
@@ -33,19 +33,6 @@ from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
 VERSION = "1"
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of the marker, and of each shard's name, size, time of change and header, as hexadecimal text."""
-    digest = hashlib.sha256(repr(checkpoint.config.get(KEY)).encode())
-    for name in checkpoint.shards:
-        path = checkpoint.path / name
-        stat = path.stat()
-        with open(path, "rb") as file:
-            header_length = file.read(8)
-            header = file.read(int.from_bytes(header_length, "little"))
-        digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode() + header)
-    return digest.hexdigest()
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
@@ -90,7 +77,7 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
         groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
         no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
         layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
-    metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint)}
+    metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint, checkpoint.config[KEY])}
     with (
         TensorWriter(file, layouts, metadata) as writer,
         progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
@@ -118,8 +105,18 @@ class PackedFile:
             raise CheckpointError(
                 f"version of {path}", got=found, needed=VERSION, remedy="remove the file and pack again"
             )
-        if self.reader.metadata.get("fingerprint") != fingerprint(checkpoint):
-            raise CheckpointError(f"{path} is not of these weight files", remedy="remove the file and pack again")
+        packed_from = self.reader.metadata.get("fingerprint", "")
+        if not packed_from.startswith(f"{SCHEME}:"):
+            raise CheckpointError(
+                f"{path} says in another way which weights it is of",
+                got="a file of another version of slidesparse",
+                remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
+            )
+        if packed_from != fingerprint(checkpoint, checkpoint.config.get(KEY)):
+            raise CheckpointError(
+                f"{path} is not of these weight files",
+                remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
+            )
 
     def read(
         self,
