@@ -11,12 +11,12 @@ from oracles import scaled_product, sparse_int8, vllm_fp8, vllm_int8
 from tolerances import assert_product
 from torch import nn
 
-from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, ops, pack, prune_mask
+from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, ops, pack, prune_mask
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, Switch
 from slidesparse.linear import WeightForm, _log_once, pack_weight
-from slidesparse.quant import quantize_weight
+from slidesparse.quant import QUANTISED, parse_dtype, quantize_weight
 from slidesparse.slide import gather
 from slidesparse.support import following_groups
 
@@ -289,6 +289,122 @@ def test_state_dict_round_trip(dtype: str, backend: str) -> None:
     assert not torch.equal(source(x), target(x))
     target.load_state_dict(source.state_dict())
     assert torch.equal(source(x), target(x))
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%", "dense"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_is_what_a_checkpoint_holds(backend: str, dtype: str, pattern: str) -> None:
+    linear = nn.Linear(K, OUT) if pattern == "dense" else _pruned_linear(pattern)
+    layer = SlideLinear.from_linear(linear, pattern, dtype, backend=backend)
+    weight, storage = linear.weight.detach(), parse_dtype(dtype)
+    expected = {"bias": linear.bias.detach()}
+    if storage in QUANTISED:
+        values, scale = quantize_weight(weight, storage)
+        expected |= {"weight": values, "weight_scale": scale.reshape(OUT, 1)}
+    else:
+        expected["weight"] = weight.to(storage)
+    state = layer.state_dict(prefix="q.")
+    assert state.keys() == {f"q.{name}" for name in expected}  # nothing of a backend's
+    for name, tensor in expected.items():
+        assert state[f"q.{name}"].dtype == tensor.dtype
+        assert torch.equal(state[f"q.{name}"].float(), tensor.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_value_comes_back_whatever_its_scale(dtype: torch.dtype, backend: str) -> None:
+    # All finite values of the type but zeros; scales from tiny to huge, and zero.
+    values = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    values = values[torch.isfinite(values.float()) & (values.float() != 0)]
+    weight = torch.zeros(len(values), 256, dtype=dtype)
+    for row in range(len(values)):
+        weight.view(torch.uint8)[row, 1::4] = values.view(torch.uint8).roll(row)[:64]
+    scale = torch.logspace(-38, 30, len(values)).index_fill_(0, torch.tensor([3]), 0.0)
+    layer = SlideLinear(pack(weight, "2:4", scale=scale), backend=backend)
+    assert torch.equal(layer.unpack().view(torch.uint8), weight.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("pattern", "start"), [("6:8", 3), ("4:6@50%", 5), ("4:6@50%", 0)])
+def test_the_state_of_a_shard_comes_back(pattern: str, start: int, backend: str) -> None:
+    def shard() -> SlideLinear:
+        values, scale = quantize_weight(_pruned_linear(pattern).weight.detach(), torch.int8)
+        part, offset = values[:, start : start + 48], start % Pattern.parse(pattern).group
+        groups = following_groups(part, Pattern.parse(pattern), offset)
+        return SlideLinear(pack(part, pattern, scale=scale, k_offset=offset, groups=groups), backend=backend)
+
+    source, target, x = shard(), shard(), torch.randn(7, 48)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(source(x), target(x))
+    assert torch.equal(source.unpack(), target.unpack())
+
+
+def test_a_weight_is_loaded_where_captured_graphs_read_it() -> None:
+    source, target = (SlideLinear.from_linear(_pruned_linear("6:8"), "6:8") for _ in range(2))
+    before = [tensor.data_ptr() for tensor in (*target.forms[0].tensors, target.weight_scale)]
+    target.load_state_dict(source.state_dict())
+    assert [tensor.data_ptr() for tensor in (*target.forms[0].tensors, target.weight_scale)] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weight": None}, r'Missing key\(s\) in state_dict: "weight"'),
+        ({"weight_scale": None}, r'Missing key\(s\) in state_dict: "weight_scale"'),
+        ({"forms.0.operand_0": torch.zeros(3)}, "Unexpected key"),
+        ({"weight": torch.zeros(OUT, K)}, "form of weight; got torch.float32"),
+        ({"weight": torch.zeros(OUT, 8, dtype=torch.int8)}, "form of weight"),
+        ({"weight": torch.ones(OUT, K, dtype=torch.int8)}, "weight violates 6:8 at row 0, group 0"),
+        ({"weight_scale": torch.ones(3, 1)}, "scale of weight"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, torch.Tensor | None], says: str) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
+    x = torch.randn(3, K)
+    y = layer(x)
+    state = {name: tensor for name, tensor in {**layer.state_dict(), **change}.items() if tensor is not None}
+    with pytest.raises(RuntimeError, match=says):
+        layer.load_state_dict(state)
+    assert torch.equal(layer(x), y)
+
+
+def test_a_weight_that_cannot_be_read_back_is_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise InputError("activations of the hopper backend", got="cpu")
+
+    monkeypatch.setattr(ops, "linear", refuse)
+    with pytest.raises(UnsupportedError, match=r"read a SlideLinear's weight back; .*copy the checkpoint") as error:
+        layer.state_dict()
+    assert "\n" not in str(error.value)
+
+
+def test_a_copy_and_an_empty_layer_have_a_state() -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied.state_dict()["weight"], layer.state_dict()["weight"])
+    empty = copied.to("meta").state_dict()
+    assert {name: (t.shape, t.dtype, t.is_meta) for name, t in empty.items()} == {
+        name: (t.shape, t.dtype, True) for name, t in layer.state_dict().items()
+    }
+
+
+def test_products_of_float32_are_whole_where_a_user_allowed_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen, run = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "fp32"), [], ops.linear
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return run(*arguments)
+
+    monkeypatch.setattr(ops, "linear", watched)
+    torch.set_float32_matmul_precision("high")
+    try:
+        layer.state_dict()
+        assert (seen, torch.get_float32_matmul_precision()) == (["highest"], "high")
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_from_linear_prunes_only_when_asked() -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from slidesparse import ops
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import Form, Switch
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight
+from slidesparse.support import following_groups
 
 ACTIVATION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+UNPACKED_AT_ONCE = 1024
+"""Columns of a weight that one product computes in :meth:`SlideLinear.unpack`."""
 
 _LOG = logging.getLogger("slidesparse")
 
@@ -55,7 +60,7 @@ class WeightForm(nn.Module):
         operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=False)
 
     @property
     def operand(self) -> list[torch.Tensor]:
@@ -84,7 +89,8 @@ class SlideLinear(nn.Module):
     weight each token is quantised on the way in (:mod:`slidesparse.quant`).
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
-    layer but leaves its types alone.
+    layer but leaves its types alone. Its state dict is what a checkpoint holds (docs/format.md) and no backend's own
+    form: ``weight`` [out, in], zeros in place and on the CPU, ``weight_scale`` float32 [out, 1] and ``bias`` [out].
 
     Args:
         packed: The weight; an INT8 or FP8 one with its scale.
@@ -116,19 +122,25 @@ class SlideLinear(nn.Module):
                 needed="a scale for int8 and fp8, none for other types",
             )
         self.out_features, self.in_features = packed.shape
-        self.pattern = packed.pattern
+        self.pattern, self.k_offset = packed.pattern, packed.k_offset
         self.weight_dtype = packed.dtype
         slid = any(segment.kind == "2:4" for segment in packed.segments)
         problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
         self.choice = choose(problem, backend, fallback)
+        self._set_forms(packed)
+        # Not persistent: the state dict has it in the shape of a checkpoint's (state_dict).
+        self.register_buffer("weight_scale", packed.scale, persistent=False)
+        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
+        _log_once(self._summary())
+
+    def _set_forms(self, packed: PackedWeight) -> None:
+        """Bring a packed weight into the form of every backend of ``choice``."""
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
+        self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
         described = tuple(form.describe() for form in self.forms)
         self.switch = Switch(self.out_features, dtype_name(packed.dtype), described, self.choice.routes).to_text()
-        self.register_buffer("weight_scale", packed.scale)
-        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
-        _log_once(self._summary())
 
     @classmethod
     def from_linear(
@@ -195,6 +207,98 @@ class SlideLinear(nn.Module):
         super()._apply(keep_dtype, recurse)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weight is."""
+        return self._forms[0].column_map.device
+
+    @torch.no_grad()
+    def unpack(self) -> torch.Tensor:
+        """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
+
+        Only the backends' forms of the weight are kept, and each has a layout of its own. So the layer multiplies the
+        rows of an identity, whose products are the columns of the weight: every sum has one term that is not zero.
+        Quantised to ``1 = 127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, they come back with an error of a few
+        float32 roundings, and the nearest value of the type is the weight, bit for bit but for the sign of zeros.
+
+        Raises:
+            UnsupportedError: The layer cannot multiply where it is now.
+        """
+        shape = self.out_features, self.in_features
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=self.weight_dtype, device="meta")
+        weight = torch.empty(shape, dtype=self.weight_dtype)
+        ones = None if self.weight_scale is None else torch.ones_like(self.weight_scale)
+        source = torch.float32 if self.weight_dtype in QUANTISED else self.weight_dtype
+        try:
+            with _whole_float32() if source == torch.float32 else nullcontext():
+                for columns in torch.arange(self.in_features, device=self.device).split(UNPACKED_AT_ONCE):
+                    rows = torch.zeros(len(columns), self.in_features, dtype=source, device=self.device)
+                    products = ops.linear(
+                        rows.scatter_(1, columns[:, None], 1), self._tensors(), ones, None, self.switch
+                    )
+                    exact = products.round() if self.weight_dtype == torch.int8 else products
+                    weight[:, columns.cpu()] = exact.to(self.weight_dtype).T.cpu()
+        except SlideSparseError as error:
+            raise UnsupportedError(
+                "cannot read a SlideLinear's weight back", got=error, remedy="copy the checkpoint folder instead"
+            ) from error
+        return weight
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them; nothing of a backend's."""
+        destination[f"{prefix}weight"] = self.unpack()
+        if self.weight_scale is not None:
+            destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Pack the weight of a state dict, whose groups may be others than those of this layer's weight."""
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        own = [f"{prefix}weight", *([] if self.weight_scale is None else [f"{prefix}weight_scale"])]
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
+        missing = [key for key in own if key not in state_dict]
+        missing_keys += missing if strict else []
+        if missing:
+            return
+        try:
+            self._load_weight(*(state_dict[key] for key in own), name=own[0])
+        except SlideSparseError as error:
+            error_msgs.append(str(error))
+
+    def _load_weight(self, weight: torch.Tensor, scale: torch.Tensor | None = None, *, name: str) -> None:
+        if tuple(weight.shape) != (self.out_features, self.in_features) or weight.dtype != self.weight_dtype:
+            needed = f"{self.weight_dtype} [{self.out_features}, {self.in_features}]"
+            raise InputError(f"form of {name}", got=f"{weight.dtype} {list(weight.shape)}", needed=needed)
+        weight = weight.detach().to(self.device)
+        # A uniform pattern holds for all groups; those of a partial one, or of a shard of it, the zeros show.
+        whole = self.pattern == DENSE or (self.pattern.is_uniform and self._all_slid)
+        groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
+        scale = None if scale is None else scale.detach().to(self.device)
+        packed = pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
+        forms, switch, before = self.forms, self.switch, self._tensors()
+        self._set_forms(packed)
+        if self.switch == switch and [t.shape for t in before] == [t.shape for t in self._tensors()]:
+            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs know them by address
+                own.copy_(new)
+            self.forms, self._forms = forms, tuple(forms)
+        if self.weight_scale is not None and packed.scale is not None:
+            self.weight_scale.copy_(packed.scale)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for form in self._forms for tensor in form.tensors]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # its forms are its own affair
 
@@ -209,6 +313,17 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
+
+
+@contextmanager
+def _whole_float32() -> Iterator[None]:
+    """Keep products of float32 in float32, where a user allowed TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -483,6 +483,29 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
+# -- saving what was loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pattern", "dtype"), [("6:8", "int8"), ("4:6@50%", "fp8"), ("6:8", "bf16")])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_loaded_model_is_saved_as_the_checkpoint_that_it_was(
+    pattern: str, dtype: str, backend: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(pattern, dtype))
+    model: Any = slidesparse.load(tmp_path / "s", backend=backend)
+    model.save_pretrained(tmp_path / "again")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("s", "again"))
+    assert one.keys() == two.keys()
+    for name in one:
+        assert one[name].dtype == two[name].dtype
+        assert torch.equal(one[name].float(), two[name].float())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("s", "again")]
+    assert configs[0] == configs[1]
+    logits = slidesparse.load(tmp_path / "again", backend=backend)(tokens()).logits
+    assert torch.equal(logits, model(tokens()).logits)
+
+
 # -- loading what is not right -------------------------------------------------------------------------------------
 
 
