@@ -232,13 +232,13 @@ class SlideLinear(nn.Module):
         source = torch.float32 if self.weight_dtype in QUANTISED else self.weight_dtype
         try:
             with _whole_float32() if source == torch.float32 else nullcontext():
-                for columns in torch.arange(self.in_features, device=self.device).split(UNPACKED_AT_ONCE):
-                    rows = torch.zeros(len(columns), self.in_features, dtype=source, device=self.device)
-                    products = ops.linear(
-                        rows.scatter_(1, columns[:, None], 1), self._tensors(), ones, None, self.switch
-                    )
+                for start in range(0, self.in_features, UNPACKED_AT_ONCE):
+                    end = min(start + UNPACKED_AT_ONCE, self.in_features)
+                    rows = torch.zeros(end - start, self.in_features, dtype=source, device=self.device)
+                    rows.diagonal(start).fill_(1)
+                    products = ops.linear(rows, self._tensors(), ones, None, self.switch)
                     exact = products.round() if self.weight_dtype == torch.int8 else products
-                    weight[:, columns.cpu()] = exact.to(self.weight_dtype).T.cpu()
+                    weight[:, start:end] = exact.to(self.weight_dtype).T.cpu()
         except SlideSparseError as error:
             raise UnsupportedError(
                 "cannot read a SlideLinear's weight back", got=error, remedy="copy the checkpoint folder instead"

@@ -572,6 +572,11 @@ def test_generation_settings_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [2, 7, 9]}')
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     assert slidesparse.load(tmp_path / "s").generation_config.eos_token_id == [2, 7, 9]
+    for wrong in ("[" * 100_000, '{"cache_implementation": "none such"}'):
+        (tmp_path / "s/generation_config.json").write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be") as error:
+            slidesparse.load(tmp_path / "s")
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["ignore", "layers"])

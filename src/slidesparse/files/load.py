@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.errors import CheckpointError, SlideSparseError, first_line
+from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.files.skeleton import Skeleton, skeleton
@@ -19,6 +20,8 @@ from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
+
+GENERATION_FILE = "generation_config.json"
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -96,7 +99,16 @@ def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device
             f" loaded: {', '.join(bones.homeless[:3])}",
             stacklevel=3,
         )
-    if (checkpoint.path / "generation_config.json").exists() and hasattr(model, "generation_config"):
-        from transformers import GenerationConfig
+    if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
+        model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
 
-        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
+
+def _generation_config(path: Path) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_dict(read_json(path))
+    except SlideSparseError:
+        raise
+    except Exception as error:  # whatever a library does with wrong settings
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="mend or remove it") from error

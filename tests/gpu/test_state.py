@@ -1,0 +1,52 @@
+"""The state dict of layers whose weight only a kernel's own layout holds, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse import UnsupportedError, prune_mask
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.packed import PackedWeight
+from slidesparse.pattern import Pattern
+from slidesparse.quant import QUANTISED, parse_dtype
+
+pytestmark = pytest.mark.gpu
+
+K, OUT = 2000, 200  # more columns than one product unpacks, and no multiple of any tile
+
+
+def _packed(pattern: str, dtype: str) -> PackedWeight:
+    weight = torch.randn(OUT, K)
+    return pack_weight(weight * prune_mask(weight, pattern), Pattern.parse(pattern), parse_dtype(dtype))
+
+
+def _layer(packed: PackedWeight, backend: str) -> SlideLinear:
+    problem = Problem(packed.pattern, packed.dtype, OUT, K, torch.device("cuda"))
+    if (why := get_backend(backend).why_not(problem)) is not None:
+        pytest.skip(why)
+    return SlideLinear(packed.to("cuda"), torch.randn(OUT, device="cuda"), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt", "dense", "reference"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
+def test_every_backend_gives_the_weight_back(pattern: str, dtype: str, backend: str) -> None:
+    packed = _packed(pattern, dtype)
+    layer, other = _layer(packed, backend), _layer(_packed(pattern, dtype), backend)
+    state = layer.state_dict()
+    assert state.keys() == {"weight", "bias"} | ({"weight_scale"} if packed.dtype in QUANTISED else set())
+    assert state["weight"].dtype == packed.dtype
+    assert torch.equal(state["weight"].float(), packed.unpack().float())
+    x = torch.randn(33, K, dtype=torch.bfloat16 if packed.dtype in QUANTISED else packed.dtype, device="cuda")
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(state)
+    assert torch.equal(other(x), layer(x))
+
+
+@pytest.mark.parametrize("backend", ["hopper", "cusparselt"])
+def test_a_layer_that_left_its_gpu_says_so(backend: str) -> None:
+    layer = _layer(_packed("6:8", "int8"), backend).cpu()
+    with pytest.raises(UnsupportedError, match=r"read a SlideLinear's weight back; .*copy the checkpoint"):
+        layer.state_dict()
