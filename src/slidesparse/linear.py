@@ -293,6 +293,8 @@ class SlideLinear(nn.Module):
             for own, new in zip(before, self._tensors(), strict=True):  # captured graphs know them by address
                 own.copy_(new)
             self.forms, self._forms = forms, tuple(forms)
+            if self.device.type == "cuda":  # as in Backend.prepare: a product may fetch weights early
+                torch.cuda.current_stream(self.device).synchronize()
         if self.weight_scale is not None and packed.scale is not None:
             self.weight_scale.copy_(packed.scale)
 
