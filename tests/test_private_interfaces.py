@@ -37,7 +37,7 @@ ELSEWHERE = {
     "gemm/dense.py": {"torch.ops._C", "vllm._C", "vllm._C_stable_libtorch"},
     "bench/dense.py": {"vllm._custom_ops"},
     # What a class inherits from torch.nn.Module: no torch can rename it without all modules that exist.
-    "linear.py": {"_apply", "_buffers"},
+    "linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
 }
 """The rest, with its reasons."""
 
