@@ -25,10 +25,8 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.bench.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
-from slidesparse.gemm import get_backend
-from slidesparse.gemm.hopper import run as hopper_run
-from slidesparse.gemm.hopper.compile import Tile
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.layout import SLAB_BYTES
 from slidesparse.pattern import Pattern
@@ -52,7 +50,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def sparse_operand(out: int, slabs: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 2:4 segment that keeps the first two values of every window: see ``hopper_layout.sparse_steps``."""
+    """A 2:4 segment that keeps the first two values of every window: see ``weights.sparse_steps``."""
     steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1), dtype=dtype).view(torch.uint8)
     steps[..., ROWS * STEP_BYTES :] = ZERO_NIBBLE * 0x11
     return steps
@@ -70,15 +68,14 @@ def candidates(tokens: int, out: int) -> list[Tile]:
 
 def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
     """The product by every tile, on each copy of the weight."""
-    backend = get_backend("hopper")
+    backend = Hopper()
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
     no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
     weights = copies_of((sparse_operand(out, slabs, dtype),), copies)
 
     def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
-        hopper_run.choose_tile = lambda *_: tile
-        return backend.matmul(x, scale_x, (sparse, no_dense), scale_w, None, out, torch.bfloat16)
+        return backend.matmul(x, scale_x, (no_dense, sparse), scale_w, None, out, torch.bfloat16, tile)
 
     expected = run(next(iter(TILES)), *weights[0])
     for tile in TILES:

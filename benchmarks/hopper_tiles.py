@@ -26,10 +26,8 @@ from scipy.optimize import nnls
 from slidesparse.bench import environment, operands
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.timing import CudaStopwatch, interleave
-from slidesparse.gemm import get_backend
-from slidesparse.gemm.hopper import run as hopper_run
-from slidesparse.gemm.hopper.compile import Tile
-from slidesparse.gemm.hopper.tiles import TILES, choose_tile, work
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.tiles import TILES, Tile, choose_tile, work
 from slidesparse.quant import parse_dtype, quantize_rows
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}
@@ -53,15 +51,14 @@ def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> li
 
 
 def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, object]:
-    (out, columns), device, backend = SHAPES[layer], torch.device("cuda"), get_backend("hopper")
+    (out, columns), device, backend = SHAPES[layer], torch.device("cuda"), Hopper()
     packed = operands.packed_weight(pattern, dtype, out, columns, device)
     operand = operands.operand("hopper", pattern, dtype, out, columns, device)
     x = operands.gaussian(tokens, columns, dtype=torch.bfloat16, device=device)
     lifted, scale_x = operands.lifted(x, packed, backend.layout, "hopper")
 
     def run(tile: Tile) -> torch.Tensor:
-        hopper_run.choose_tile = lambda *_: tile
-        return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16)
+        return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16, tile)
 
     expected = run(next(iter(WIDE)))
     for tile in WIDE:
@@ -75,9 +72,10 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
             partial(vllm.cutlass_scaled_mm, quantised.values, weight, quantised.scale, scale_w, torch.bfloat16)
         )
     us = [round(t, 2) for t in times(calls, stopwatch)]
-    steps = (operand[0].shape[1], operand[1].shape[1] // 2)
+    dense, sparse = operand
+    slabs = (sparse.shape[1], dense.shape[1] // 2)
     row: dict[str, object] = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern}
-    row |= {"dtype": dtype, "slabs": steps, "us": dict(zip(map(str, WIDE), us[: len(WIDE)], strict=True))}
+    row |= {"dtype": dtype, "slabs": slabs, "us": dict(zip(map(str, WIDE), us[: len(WIDE)], strict=True))}
     return row | ({"dense_us": us[-1]} if len(us) > len(WIDE) else {})
 
 

@@ -59,8 +59,8 @@ def weight(pattern: str, dtype: torch.dtype) -> PackedWeight:
 
 def lifting(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tuple[str, Callable[[], object]]]:
     packed, layout = weight(pattern, dtype), get_backend(backend).layout
-    columns, column_map = layout.columns(packed), layout.column_map(packed)
-    where = (column_map, dtype, backend, columns.pairs, columns.order)
+    columns, column_map = layout.order(packed), layout.column_map(packed)
+    where = (column_map, dtype, backend, columns.pairs, columns.numbers)
     x, residual = torch.randn(2, TOKENS, COLUMNS, dtype=BF16, device="cuda").unbind(0)
     gain, gate_up = torch.randn(COLUMNS, dtype=BF16, device="cuda"), torch.cat([x, residual], 1)
     label = f"{pattern} {dtype_name(dtype)} {backend}"
@@ -77,9 +77,9 @@ def multiplying(pattern: str, dtype: torch.dtype, backend: str) -> Iterator[tupl
     if reason is not None:
         print(f"{backend}: {reason}")
         return
-    columns, column_map = chosen.layout.columns(packed), chosen.layout.column_map(packed)
+    columns, column_map = chosen.layout.order(packed), chosen.layout.column_map(packed)
     x = torch.randn(TOKENS, COLUMNS, dtype=BF16, device="cuda")
-    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.pairs, columns.order)
+    values, scale = ops.quantize_lift(x, column_map, dtype, backend, columns.pairs, columns.numbers)
     operand = list(chosen.prepare(packed))
     rest = (packed.scale, None, OUT, BF16, backend)
     layer = SlideLinear(packed, backend=backend)

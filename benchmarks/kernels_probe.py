@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slidesparse.gemm.backend import slab_view
 from slidesparse.kernels import lift as kernels
 from slidesparse.kernels import pack as packing
 from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure
 from slidesparse.kernels.lift_variant import CHUNKS
-from slidesparse.layout import Columns, Slabs
+from slidesparse.layout import ColumnOrder, Slabs, slab_view
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
-from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
+from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import compress, gather
@@ -43,18 +42,18 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel call: pattern (``identity``: quantise only), K, output type, what comes first, layout, launch."""
+    """One kernel call: pattern (``identity``: quantise only), K, output type, prologue, layout, launch."""
 
     pattern: str
     columns: int
     dtype: torch.dtype = INT8
-    first: str = "none"
+    prologue: Prologue = "none"
     slabs: Slabs | None = None
     launch: Launch | None = None
 
     @property
     def label(self) -> str:
-        what = {"none": "", "rms_norm": " rms", "add_rms_norm": " add+rms", "silu_mul": " silu*up"}[self.first]
+        what = {"none": "", "rms_norm": " rms", "add_rms_norm": " add+rms", "silu_mul": " silu*up"}[self.prologue]
         kind = {INT8: "int8", FP8: "fp8", BF16: "lift"}[self.dtype]
         return f"{self.pattern}{what}{' slabs' if self.slabs else ''} {kind}"
 
@@ -67,22 +66,22 @@ def weight(pattern: str, columns: int):
 
 
 @functools.cache
-def order(pattern: str, columns: int, multiple: int) -> Columns:
+def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
     if pattern == "identity":
-        return Columns.identity(columns, multiple)
-    return Columns.of(weight(pattern, columns).to("cuda"), multiple)
+        return ColumnOrder.identity(columns, multiple)
+    return ColumnOrder.of(weight(pattern, columns).to("cuda"), multiple)
 
 
-def packed_order(case: Case) -> Columns:
+def packed_order(case: Case) -> ColumnOrder:
     return order(case.pattern, case.columns, 128 if case.slabs else MULTIPLE)
 
 
 def inputs(case: Case, tokens: int) -> dict[str, torch.Tensor]:
-    wide = case.columns * (2 if case.first == "silu_mul" else 1)
+    wide = case.columns * (2 if case.prologue == "silu_mul" else 1)
     made = {"x": torch.randn(tokens, wide, dtype=BF16, device="cuda")}
-    if "norm" in case.first:
-        made["weight"] = torch.randn(case.columns, dtype=BF16, device="cuda")
-    if case.first == "add_rms_norm":
+    if "norm" in case.prologue:
+        made["gain"] = torch.randn(case.columns, dtype=BF16, device="cuda")
+    if case.prologue == "add_rms_norm":
         made["residual"] = torch.randn(tokens, wide, dtype=BF16, device="cuda")
     return made
 
@@ -90,13 +89,13 @@ def inputs(case: Case, tokens: int) -> dict[str, torch.Tensor]:
 def use(case: Case) -> None:
     """From here on, calls have the launch of this case."""
     kernels.configure = configure if case.launch is None else (lambda *_: case.launch)
-    kernels.call_for.cache_clear()
+    kernels.find_kernel_lift.cache_clear()
 
 
 def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    columns, eps = packed_order(case), EPS if "norm" in case.first else 0.0
+    columns, eps = packed_order(case), EPS if "norm" in case.prologue else 0.0
     result = kernels.quantize_lift(
-        columns=columns, target=case.dtype, first=case.first, eps=eps, slabs=case.slabs, **made
+        order=columns, target=case.dtype, prologue=case.prologue, eps=eps, slabs=case.slabs, **made
     )
     return tuple(tensor for tensor in result if tensor is not None)
 
@@ -104,13 +103,13 @@ def call(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def moved(case: Case, tokens: int) -> int:
     """Bytes that must be read and written once."""
     width = packed_order(case).width * case.dtype.itemsize
-    read = {"none": 2, "rms_norm": 2, "add_rms_norm": 6, "silu_mul": 4}[case.first] * case.columns
+    read = {"none": 2, "rms_norm": 2, "add_rms_norm": 6, "silu_mul": 4}[case.prologue] * case.columns
     return tokens * (read + width + (4 if case.dtype != BF16 else 0))
 
 
 def launch_of(case: Case, tokens: int) -> Launch:
     quantised = case.dtype != BF16
-    return case.launch or configure(tokens, packed_order(case), 2, case.first, quantised)
+    return case.launch or configure(tokens, packed_order(case), 2, case.prologue, quantised)
 
 
 def launches(columns: int) -> list[Launch]:
@@ -126,12 +125,12 @@ def launches(columns: int) -> list[Launch]:
 
 def twin(case: Case, made: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     x = made["x"]
-    if case.first == "silu_mul":
+    if case.prologue == "silu_mul":
         x = silu_mul(x)
-    elif case.first == "rms_norm":
-        x = rms_norm(x, made["weight"], EPS)
-    elif case.first == "add_rms_norm":
-        x, made["residual"] = add_rms_norm(x, made["residual"], made["weight"], EPS)
+    elif case.prologue == "rms_norm":
+        x = rms_norm(x, made["gain"], EPS)
+    elif case.prologue == "add_rms_norm":
+        x, made["residual"] = add_rms_norm(x, made["residual"], made["gain"], EPS)
     multiple = 128 if case.slabs else MULTIPLE
     if case.pattern == "identity":
         column_map = torch.arange(case.columns, device="cuda")
@@ -166,7 +165,7 @@ def check(case: Case) -> str:
     different = (as_bits(got[0]) != as_bits(wanted[0])).float().mean().item()
     if "residual" in made:
         assert torch.equal(got.pop(), copies["residual"]), f"{case}: residual"
-    if case.first == "none":
+    if case.prologue == "none":
         assert different == 0.0, f"{case}: {different:.2%} of the values differ"
         assert len(got) == 1 or torch.equal(got[1], wanted[1]), f"{case}: scales"
         return "exact"

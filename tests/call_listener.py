@@ -1,4 +1,4 @@
-"""Which calls by address ran, and on what memory."""
+"""Which calls of a runner ran its own way, and on what memory."""
 
 from __future__ import annotations
 
@@ -8,31 +8,43 @@ import pytest
 import torch
 
 
-def listen(monkeypatch: pytest.MonkeyPatch, call: type, module: Any) -> list[bool]:
-    """Listen to a class whose objects allocate, launch by addresses, and give None where they leave that to others.
+def listen(monkeypatch: pytest.MonkeyPatch, runner: type, default: type, module: Any) -> list[bool]:
+    """Listen to a class of runners that launch by addresses, and call a default where they cannot.
 
     Args:
         monkeypatch: Of the test.
-        call: The class.
-        module: Where it finds its ``empty_here``, whose memory is full of poison from now on.
+        runner: The class.
+        default: The class of what they call then.
+        module: Where the runners find their ``empty_here``, whose memory is full of poison from now on.
 
     Returns:
-        Grows with every call: whether it ran.
+        Grows with every call: whether its own way ran, and not the default.
     """
-    given: list[bool] = []
-    run: Any = vars(call)["__call__"]
+    own: list[bool] = []
+    running: list[object] = []
+    run: Any = vars(runner)["__call__"]
+    run_default: Any = vars(default)["__call__"]
     empty = module.empty_here
 
     def heard(self: Any, *arguments: Any) -> Any:
-        answer = run(self, *arguments)
-        given.append(answer is not None)
-        return answer
+        own.append(True)
+        running.append(self)
+        try:
+            return run(self, *arguments)
+        finally:
+            running.pop()
+
+    def heard_default(self: Any, *arguments: Any) -> Any:
+        if running:  # else somebody wants the default itself
+            own[-1] = False
+        return run_default(self, *arguments)
 
     def poisoned(*sizes: Any) -> torch.Tensor:
         tensor: torch.Tensor = empty(*sizes)
         tensor.view(torch.uint8).fill_(0x7F)  # NaN in FP8, huge in the others
         return tensor
 
-    monkeypatch.setattr(call, "__call__", heard)
+    monkeypatch.setattr(runner, "__call__", heard)
+    monkeypatch.setattr(default, "__call__", heard_default)
     monkeypatch.setattr(module, "empty_here", poisoned)
-    return given
+    return own

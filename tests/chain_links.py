@@ -5,29 +5,31 @@ from __future__ import annotations
 import torch
 
 from slidesparse import ops
-from slidesparse.gemm.chain import Link, links_to_text
-from slidesparse.gemm.spec import parse_switch
+from slidesparse.gemm.spec import LinearSpec, chain_text, parse_weight
+from slidesparse.prologue import Prologue
 
 EPS = 1e-6
 
 Weight = tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None, str]
-"""The last arguments of an operator: tensors of all forms, scale, bias, switch."""
+"""The last arguments of an operator: tensors of all forms, scale, bias, spec."""
 
 
-def link(first: str, given: Weight) -> Link:
-    _, scale, bias, switch = given
-    return Link(first, EPS if "norm" in first else 0.0, scale is not None, bias is not None, parse_switch(switch))
+def linear_spec(prologue: Prologue, given: Weight) -> LinearSpec:
+    _, scale, bias, spec = given
+    eps = EPS if "norm" in prologue else 0.0
+    return LinearSpec(prologue, eps, scale is not None, bias is not None, parse_weight(spec))
 
 
 def chained(weights: list[Weight], gains: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
     """Tensors and text of the four linears between two attentions."""
-    tensors, links = [], []
-    firsts = [("none", None), ("add_rms_norm", gains[0]), ("silu_mul", None), ("add_rms_norm", gains[1])]
-    for (first, gain), given in zip(firsts, weights, strict=True):
+    tensors, specs = [], []
+    prologues: list[tuple[Prologue, torch.Tensor | None]]
+    prologues = [("none", None), ("add_rms_norm", gains[0]), ("silu_mul", None), ("add_rms_norm", gains[1])]
+    for (prologue, gain), given in zip(prologues, weights, strict=True):
         own, scale, bias, _ = given
         tensors += [*own, *(tensor for tensor in (scale, bias, gain) if tensor is not None)]
-        links.append(link(first, given))
-    return tensors, links_to_text(links)
+        specs.append(linear_spec(prologue, given))
+    return tensors, chain_text(specs)
 
 
 def one_by_one(

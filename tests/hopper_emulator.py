@@ -64,7 +64,7 @@ def dense_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
     return np.stack([read_row(memory, row, 64).view(TYPES[itemsize]) for row in range(ROWS)])
 
 
-def weights(sparse: np.ndarray, dense: np.ndarray, itemsize: int) -> np.ndarray:
+def weights(dense: np.ndarray, sparse: np.ndarray, itemsize: int) -> np.ndarray:
     """Both segments as the matrix [rows, K'] that multiplies: dense columns, then 2:4 ones, rows padded to tiles."""
     tiles = []
     for tile in range(sparse.shape[0]):

@@ -24,6 +24,7 @@ LAYERS = [
     {"packed", "prune"},
     {"layout"},
     {"kernels"},
+    {"lifting"},
     {"gemm", "packing"},
     {"ops"},
     {"linear"},

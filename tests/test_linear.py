@@ -12,10 +12,12 @@ from tolerances import assert_product
 from torch import nn
 
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, ops, pack, prune_mask
+from slidesparse.base.log import log_once
 from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
-from slidesparse.gemm.spec import Route, Switch
-from slidesparse.linear import WeightForm, _log_once, pack_weight
+from slidesparse.gemm.spec import Route, WeightSpec
+from slidesparse.linear import WeightForm, pack_weight
 from slidesparse.quant import QUANTISED, parse_dtype, quantize_weight
 from slidesparse.slide import gather
 from slidesparse.support import following_groups
@@ -194,10 +196,10 @@ def _arguments(op: str) -> tuple[object, ...]:
         return x, column_map, torch.int8
     if op == "linear":
         forms = [WeightForm(packed, name) for name in ("dense", "reference")]
-        described = tuple(form.describe() for form in forms)
-        switch = Switch(OUT, "int8", described, (Route(0, "dense"), Route(5, "reference")))
+        specs = tuple(form.spec() for form in forms)
+        weight = WeightSpec(OUT, "int8", specs, (Route(0, "dense"), Route(5, "reference")))
         tensors = [tensor for form in forms for tensor in form.tensors]
-        return x, tensors, packed.scale, torch.randn(OUT), switch.to_text()
+        return x, tensors, packed.scale, torch.randn(OUT), weight.text
     xq, scale_x = ops.quantize_lift(x, packed.column_map(), torch.int8)
     return xq, scale_x, [packed.columns()], packed.scale, torch.randn(OUT), OUT, torch.bfloat16, "reference"
 
@@ -224,13 +226,13 @@ def test_the_number_of_tokens_picks_the_backend(
     pattern: str, dtype: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    gemm = ops._gemm
+    for backend in (Dense, Reference):
 
-    def spied(*arguments: Any) -> torch.Tensor:
-        ran.append(arguments[-1])
-        return gemm(*arguments)
+        def spied(self: Any, *arguments: Any, matmul: Any = backend.matmul) -> Any:
+            ran.append(self.name)
+            return matmul(self, *arguments)
 
-    monkeypatch.setattr(ops, "_gemm", spied)
+        monkeypatch.setattr(backend, "matmul", spied)
     torch._dynamo.reset()
     linear = _pruned_linear(pattern)
     layer = SlideLinear.from_linear(linear, pattern, dtype)
@@ -245,7 +247,7 @@ def test_the_number_of_tokens_picks_the_backend(
 
 @pytest.mark.usefixtures("_switched")
 def test_what_is_kept_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level("INFO", logger="slidesparse")
     linear = _pruned_linear("6:8", bias=False)
     layer = SlideLinear.from_linear(linear, "6:8", "int8")
@@ -486,7 +488,7 @@ def test_a_strided_bias_of_the_call_reaches_the_operator_contiguous(monkeypatch:
 def test_activations_on_another_device_are_refused() -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    rest = (layer.weight_scale, None, layer.switch)
+    rest = (layer.weight_scale, None, layer.spec)
     with pytest.raises(InputError, match="on two devices; got meta, cpu") as error:
         ops._linear(torch.zeros(3, K, device="meta"), tensors, *rest)
     assert "\n" not in str(error.value)

@@ -10,9 +10,8 @@ import torch
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
-from slidesparse.gemm.backend import Layout, slab_view
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Slabs
+from slidesparse.layout import Layout, Slabs, slab_view
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
@@ -139,7 +138,7 @@ def in_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Layout]:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_segments_are_whole_slabs(in_tiles: Layout, pattern: str, dtype: torch.dtype) -> None:
     packed = packed_weight(pattern, dtype)
-    columns = in_tiles.columns(packed)
+    columns = in_tiles.order(packed)
     assert columns is not None
     for length in (columns.dense_columns, columns.slid_columns):
         assert length * dtype.itemsize % 128 == 0

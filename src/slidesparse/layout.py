@@ -1,14 +1,19 @@
-"""What the quantise-and-lift kernels must know of the packed column order, and of the layout that they write.
+"""The contract between lifting and multiplying: in which order, and where, activations stand in memory.
 
-:meth:`slidesparse.packed.PackedWeight.column_map` defines the order as an index vector. A kernel that read it would
-load eight bytes of index for every byte that it writes; these few numbers say the same, plus an index of two bytes for
-every pair of columns when a partial pattern moves whole groups.
+A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
+
+:meth:`slidesparse.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
+would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
+plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -24,11 +29,11 @@ CHUNK_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnOrder:
     """The packed column order of one weight: a dense segment, then a slid one; either may be empty.
 
     Attributes:
-        columns: Input columns K.
+        in_features: Input columns K.
         group: Columns of a group, 2N.
         k_offset: Position inside its group at which input column 0 stands.
         dense_groups: Groups in the dense segment.
@@ -39,7 +44,7 @@ class Columns:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
 
-    columns: int
+    in_features: int
     group: int
     k_offset: int
     dense_groups: int
@@ -49,7 +54,7 @@ class Columns:
     pairs: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, packed: PackedWeight, multiple: int = 1) -> Columns:
+    def of(cls, packed: PackedWeight, multiple: int = 1) -> ColumnOrder:
         """The order of ``packed.column_map(multiple)``.
 
         Args:
@@ -62,7 +67,7 @@ class Columns:
         dense, slid = count.get("dense", 0), count.get("2:4", 0)
         moved = _pairs(packed.column_map(multiple), packed.shape[1]) if len(packed.segments) > 1 else None
         return cls(
-            columns=packed.shape[1],
+            in_features=packed.shape[1],
             group=pattern.group,
             k_offset=packed.k_offset,
             dense_groups=dense,
@@ -73,7 +78,7 @@ class Columns:
         )
 
     @classmethod
-    def identity(cls, columns: int, multiple: int = 1) -> Columns:
+    def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
         """Columns as they are, an even number of them, for a dense GEMM: the lift of 2:4 moves nothing."""
         _check_multiple(multiple)
         width = _padded(columns, multiple)
@@ -87,15 +92,15 @@ class Columns:
         return self.dense_groups > 0 and self.slid_groups > 0
 
     @cached_property
-    def without_pairs(self) -> Columns:
-        """The same numbers without the tensor: something to remember calls by."""
+    def without_pairs(self) -> ColumnOrder:
+        """The same numbers without the tensor: a key for caches."""
         return self if self.pairs is None else replace(self, pairs=None)
 
     @property
-    def order(self) -> list[int]:
-        """All fields but ``pairs``, in order: what an operator can take as an argument."""
+    def numbers(self) -> list[int]:
+        """All fields but ``pairs``, in order: an operator can take them as one argument."""
         return [
-            self.columns,
+            self.in_features,
             self.group,
             self.k_offset,
             self.dense_groups,
@@ -107,7 +112,7 @@ class Columns:
     @property
     def index_dtype(self) -> torch.dtype:
         """Type of ``pairs``."""
-        return index_dtype(self.columns)
+        return index_dtype(self.in_features)
 
     @property
     def width(self) -> int:
@@ -155,6 +160,134 @@ class Slabs:
         if self.swizzle:
             chunks = swizzled(chunks, torch.arange(rows, device=values.device) % 8)
         return chunks.reshape(slabs, rows, slab).view(values.dtype)
+
+
+def exact_rows(tokens: int) -> int:
+    """As many rows as tokens."""
+    return tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend wants the activations.
+
+    They are always a contiguous tensor [M, K'], whatever the order of the bytes in it and however much memory follows
+    it: shapes, and all code that reasons about them, stay those of the product.
+
+    Attributes:
+        lifted: False for a backend that multiplies the unpacked weight.
+        multiple: Columns of each segment are padded with zeros to a multiple of this.
+        rows: Tokens M -> rows that its GEMM reads. Whoever makes the activations allocates memory for that many rows,
+            with anything in those past M, and saves :func:`with_rows` a copy. It has no meaning with ``slabs``.
+        slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
+            None: they are row-major.
+    """
+
+    lifted: bool = True
+    multiple: int = 1
+    rows: Callable[[int], int] = exact_rows
+    slabs: Slabs | None = None
+
+    def multiple_of(self, dtype: torch.dtype) -> int:
+        """To what segments of this type are padded: ``multiple``, and whole slabs where there are slabs."""
+        return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
+
+    def order(self, packed: PackedWeight) -> ColumnOrder | None:
+        """Return the column order in the few numbers that the Triton kernels take; None where they cannot write it."""
+        multiple = self.multiple_of(packed.dtype)
+        if self.lifted:
+            return ColumnOrder.of(packed, multiple)
+        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
+        return ColumnOrder.identity(packed.shape[1], multiple) if even else None
+
+    def column_map(self, packed: PackedWeight) -> torch.Tensor:
+        """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""
+        multiple = self.multiple_of(packed.dtype)
+        if self.lifted:
+            return packed.column_map(multiple)
+        columns = torch.arange(packed.shape[1], device=packed.device)
+        return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
+
+
+class LinearTensors(NamedTuple):
+    """The tensors that a linear reads besides activations: they stay from call to call.
+
+    Attributes:
+        column_map: int64 [K'], the input column that feeds every packed column.
+        pairs: :attr:`ColumnOrder.pairs`; empty where the groups are in input order.
+        operand: What a backend's kernel reads of the weight.
+        scale: float32 [out], the weight's scale; None for types that are not quantised.
+        bias: [out], or None.
+        gain: [K], the gain of a norm before it; None without.
+    """
+
+    column_map: torch.Tensor
+    pairs: torch.Tensor | None
+    operand: Sequence[torch.Tensor]
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    gain: torch.Tensor | None
+
+
+class Lifted(NamedTuple):
+    """The result of a lift.
+
+    Attributes:
+        values: [M, K'], 8-bit or in the type of the activations, in the layout asked for.
+        scale: float32 [M, 1]; None when nothing was quantised.
+        residual: [M, K], ``x + residual`` with the prologue ``add_rms_norm``; else None.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    residual: torch.Tensor | None
+
+
+def check_slabs(x: torch.Tensor, needed: int) -> None:
+    """Make sure that so many bytes lie behind activations [M, K'], which were made for a layout in slabs.
+
+    Raises:
+        InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
+            another layout cannot be told apart where there are enough of them.
+    """
+    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if not x.is_contiguous() or held < needed:
+        raise InputError(
+            "activations in slabs",
+            got=f"{held} bytes, strides {x.stride()}",
+            needed=f"{needed} bytes, contiguous",
+            remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
+        )
+
+
+def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
+    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+
+    Raises:
+        InputError: See :func:`check_slabs`.
+    """
+    tokens, width = x.shape
+    shape = slabs.shape(tokens, width, x.element_size())
+    check_slabs(x, math.prod(shape) * x.element_size())
+    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
+
+
+def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Activations [M, K'] as [rows, K'], rows >= M; those past M hold anything.
+
+    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory behind ``x`` costs
+    nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
+    alone, so what stands in the extra rows never reaches a user.
+    """
+    tokens, columns = x.shape
+    if rows == tokens and x.is_contiguous():
+        return x
+    end = (x.storage_offset() + rows * columns) * x.element_size()
+    if x.is_contiguous() and end <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, columns), (columns, 1))
+    padded = x.new_empty(rows, columns)
+    padded[:tokens] = x
+    return padded
 
 
 def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:

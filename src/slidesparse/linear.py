@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from slidesparse import ops
+from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
-from slidesparse.gemm.spec import Form, Switch
+from slidesparse.gemm.spec import FormSpec, WeightSpec
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -27,13 +26,6 @@ ACTIVATION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 UNPACKED_AT_ONCE = 1024
 """Columns of a weight that one product computes in :meth:`SlideLinear.unpack`."""
-
-_LOG = logging.getLogger("slidesparse")
-
-
-@lru_cache(maxsize=4096)
-def _log_once(text: str) -> None:
-    _LOG.info(text)
 
 
 class WeightForm(nn.Module):
@@ -51,12 +43,12 @@ class WeightForm(nn.Module):
         super().__init__()
         chosen = get_backend(backend)
         self.backend = backend
-        columns = chosen.layout.columns(packed)
-        self._order = () if columns is None else tuple(columns.order)
+        order = chosen.layout.order(packed)
+        self._order = () if order is None else tuple(order.numbers)
         self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
-        moved = None if columns is None else columns.pairs
+        pairs = None if order is None else order.pairs
         nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
-        self.register_buffer("pairs", nothing if moved is None else moved, persistent=False)
+        self.register_buffer("pairs", nothing if pairs is None else pairs, persistent=False)
         operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):
@@ -77,9 +69,9 @@ class WeightForm(nn.Module):
         """What the operator ``linear`` takes: all buffers, in the order in which they were registered."""
         return cast("list[torch.Tensor]", list(self._buffers.values()))
 
-    def describe(self) -> Form:
-        """What the operator is told of them."""
-        return Form(self.backend, self._order, len(self.tensors))
+    def spec(self) -> FormSpec:
+        """Return what the operator is told of them."""
+        return FormSpec(self.backend, self._order, len(self.tensors))
 
 
 class SlideLinear(nn.Module):
@@ -101,7 +93,7 @@ class SlideLinear(nn.Module):
     Attributes:
         choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
         forms: The weight in the form of each of these backends.
-        switch: What the operators are told of it (:class:`slidesparse.gemm.spec.Switch`), as text.
+        spec: What the operators are told of it: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
     """
 
     weight_scale: torch.Tensor | None
@@ -131,7 +123,7 @@ class SlideLinear(nn.Module):
         # Not persistent: the state dict has it in the shape of a checkpoint's (state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
-        _log_once(self._summary())
+        log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
         """Bring a packed weight into the form of every backend of ``choice``."""
@@ -139,8 +131,8 @@ class SlideLinear(nn.Module):
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
         self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
-        described = tuple(form.describe() for form in self.forms)
-        self.switch = Switch(self.out_features, dtype_name(packed.dtype), described, self.choice.routes).to_text()
+        specs = tuple(form.spec() for form in self.forms)
+        self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes).text
 
     @classmethod
     def from_linear(
@@ -194,7 +186,7 @@ class SlideLinear(nn.Module):
         own = self._buffers["bias"]
         scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        y = ops.linear(tokens, tensors, *scales, self.switch)
+        y = ops.linear(tokens, tensors, *scales, self.spec)
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 
@@ -236,7 +228,7 @@ class SlideLinear(nn.Module):
                     end = min(start + UNPACKED_AT_ONCE, self.in_features)
                     rows = torch.zeros(end - start, self.in_features, dtype=source, device=self.device)
                     rows.diagonal(start).fill_(1)
-                    products = ops.linear(rows, self._tensors(), ones, None, self.switch)
+                    products = ops.linear(rows, self._tensors(), ones, None, self.spec)
                     exact = products.round() if self.weight_dtype == torch.int8 else products
                     weight[:, start:end] = exact.to(self.weight_dtype).T.cpu()
         except SlideSparseError as error:
@@ -287,9 +279,9 @@ class SlideLinear(nn.Module):
         groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
         scale = None if scale is None else scale.detach().to(self.device)
         packed = pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
-        forms, switch, before = self.forms, self.switch, self._tensors()
+        forms, spec, before = self.forms, self.spec, self._tensors()
         self._set_forms(packed)
-        if self.switch == switch and [t.shape for t in before] == [t.shape for t in self._tensors()]:
+        if self.spec == spec and [t.shape for t in before] == [t.shape for t in self._tensors()]:
             for own, new in zip(before, self._tensors(), strict=True):  # captured graphs know them by address
                 own.copy_(new)
             self.forms, self._forms = forms, tuple(forms)

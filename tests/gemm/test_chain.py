@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chain_links import EPS, Weight, chained, link, one_by_one
+from chain_links import EPS, Weight, chained, linear_spec, one_by_one
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
-from slidesparse.gemm.chain import links_to_text, parse_links
+from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.gemm.backend import Backend, LiftThenMultiply, OneByOne, Problem
 from slidesparse.gemm.dense import Dense
-from slidesparse.gemm.spec import Route, Switch, parse_switch
-from slidesparse.integrations.vllm.fuse_chains import join, links_of
+from slidesparse.gemm.spec import FormSpec, Route, Slots, WeightSpec, chain_text, parse_chain, parse_weight
+from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
+from slidesparse.layout import Layout
+from slidesparse.lifting import TorchLift
 from slidesparse.linear import pack_weight
+from slidesparse.ops.resolve import resolve_chain, resolve_linear
+from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 
@@ -34,10 +40,10 @@ def weight(
     packed = pack_weight(torch.where(prune_mask(dense, pattern), dense, 0), pattern, dtype)
     small, other = (SlideLinear(packed, backend=name) for name in ("reference", "dense"))
     forms = [form for layer in (small, other) for form in layer.forms]
-    described, routes = tuple(form.describe() for form in forms), (Route(0, "reference"), Route(8, large))
-    switch = Switch(out, parse_switch(small.switch).dtype, described, routes)
+    specs, routes = tuple(form.spec() for form in forms), (Route(0, "reference"), Route(8, large))
+    spec = WeightSpec(out, parse_weight(small.spec).dtype, specs, routes)
     tensors = [tensor for form in forms for tensor in form.tensors]
-    return tensors, packed.scale, torch.randn(out) if biased else None, switch.to_text()
+    return tensors, packed.scale, torch.randn(out) if biased else None, spec.text
 
 
 def block(tokens: int, dtype: torch.dtype = torch.int8) -> tuple[Any, ...]:
@@ -48,7 +54,7 @@ def block(tokens: int, dtype: torch.dtype = torch.int8) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("tokens", [0, 7, TOKENS])
-def test_a_chain_gives_the_bits_of_its_links(tokens: int, dtype: torch.dtype) -> None:
+def test_a_chain_gives_the_bits_of_its_linears(tokens: int, dtype: torch.dtype) -> None:
     x, residual, gains, weights = block(tokens, dtype)
     before = residual.clone()
     for got, wanted in zip(
@@ -59,31 +65,96 @@ def test_a_chain_gives_the_bits_of_its_links(tokens: int, dtype: torch.dtype) ->
     assert torch.equal(residual, before)
 
 
-def test_links_of_one_backend_in_a_row_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_one_backend_in_a_row_have_one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual, gains, weights = block(TOKENS)
     weights[2] = weight(*SIZES[2], large="reference")  # down, between two others and one
-    first = ops.add_rms_norm_linear(ops.linear(x, *weights[0]), residual, gains[0], EPS, *weights[1])
-    expected, asked = one_by_one(x, residual, gains, weights), []
-    answers: list[Any] = [None, first, tuple(2 * tensor for tensor in first)]
+    before = ops.add_rms_norm_linear(ops.linear(x, *weights[0]), residual, gains[0], EPS, *weights[1])
+    asked: list[list[Slots]] = []
 
-    def chain_call(links: list[Any]) -> Any:
-        asked.append([placed for _, placed in links])
-        return lambda x, residual, tensors: answers.pop(0)
+    class Doubled(OneByOne):
+        """What the first two give, doubled."""
 
-    monkeypatch.setattr(Dense, "chain_call", staticmethod(chain_call))
-    step = ops._step
-    monkeypatch.setattr(ops, "_step", lambda *sizes: step(*sizes)._replace(whole=lambda *_: None))
-    ops._pieces.cache_clear()
-    tensors, links = chained(weights, gains)
-    for _ in range(2):  # it takes nothing, so the links run; it has done two links, and the others go on with those
-        assert all(torch.equal(a, b) for a, b in zip(ops.chain(x, residual, tensors, links), expected, strict=True))
-    doubled = ops.silu_mul_linear(2 * first[0], *weights[2])
-    last = ops.add_rms_norm_linear(doubled, 2 * first[1], gains[1], EPS, *weights[3])
-    assert all(torch.equal(a, b) for a, b in zip(ops.chain(x, residual, tensors, links), last, strict=True))
-    ops._pieces.cache_clear()
-    (places,) = asked  # once for three calls, and for the two in front alone; the reference form has three tensors
-    assert [placed.adds for placed in places] == [False, True]
-    assert all(placed.of(tensors)[0][0] is weights[i][0][3] for i, placed in enumerate(places))
+        def __call__(self, *given: Any) -> Any:
+            y, total = super().__call__(*given)
+            return (y, total) if len(self.linears) == 1 else (2 * y, 2 * total)
+
+    def chain_runner(self: Dense, linears: list[Any]) -> OneByOne:
+        asked.append([slots for _, slots in linears])
+        return Doubled(linears)
+
+    monkeypatch.setattr(Dense, "chain_runner", chain_runner)
+    resolve_chain.cache_clear()
+    tensors, text = chained(weights, gains)
+    doubled = ops.silu_mul_linear(2 * before[0], *weights[2])
+    last = ops.add_rms_norm_linear(doubled, 2 * before[1], gains[1], EPS, *weights[3])
+    for _ in range(2):  # the others go on with what the first two gave
+        assert all(torch.equal(a, b) for a, b in zip(ops.chain(x, residual, tensors, text), last, strict=True))
+    resolve_chain.cache_clear()
+    first, alone = asked  # once for two calls
+    assert [slots.adds for slots in first] == [False, True]
+    assert [slots.adds for slots in alone] == [True]
+    for slots, given in zip((*first, *alone), (weights[0], weights[1], weights[3]), strict=True):
+        picked = slots.pick(tensors)
+        assert picked.column_map is given[0][3]  # the reference form has three tensors
+        assert picked.scale is given[1]
+        assert picked.bias is given[2]
+    assert [slots.pick(tensors).gain for slots in first] == [None, gains[0]]
+
+
+@pytest.mark.parametrize("name", ["reference", "dense", "hopper", "cusparselt"])
+def test_a_backend_without_a_faster_way_lifts_then_multiplies(name: str) -> None:
+    backend = get_backend(name)
+    lift = TorchLift("none", torch.int8, backend.layout)  # the faster ways need the kernel's
+    runner = backend.runner(lift, 8)
+    assert type(runner) is LiftThenMultiply
+    assert (runner.backend, runner.lift, runner.out_features) == (backend, lift, 8)
+    slots = Slots(range(3), None, None, None, False, 0.0)
+    assert type(backend.chain_runner([(runner, slots), (runner, slots)])) is OneByOne
+
+
+def test_a_backend_needs_no_runner_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[tuple[int, ...]] = []
+
+    class Plain(Backend):
+        """What a backend must have."""
+
+        name, accelerated, layout = "plain", False, Layout(multiple=4)
+
+        def why_not(self, problem: Problem) -> str | None:
+            return None
+
+        def library(self) -> str:
+            return "none"
+
+        def prepare(self, packed: PackedWeight) -> tuple[torch.Tensor, ...]:
+            width = len(self.layout.column_map(packed))
+            return (torch.nn.functional.pad(packed.columns(), (0, width - packed.columns().shape[1])),)
+
+        def matmul(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            products.append(tuple(x.shape))
+            return get_backend("reference").matmul(x, *rest)
+
+    monkeypatch.setitem(BACKENDS, "plain", Plain)
+    linear = torch.nn.Linear(WIDE, HIDDEN).bfloat16()
+    layers = [
+        SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend=name)
+        for name in ("plain", "reference")
+    ]
+    x = torch.randn(TOKENS, WIDE).bfloat16()
+    assert torch.equal(layers[0](x), layers[1](x))
+    assert products == [(TOKENS, len(layers[0].forms[0].column_map))]
+
+
+def test_a_linear_is_resolved_once_for_a_number_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="slidesparse")
+    x, _, _, weights = block(TOKENS)
+    resolve_linear.cache_clear()
+    for tokens in (TOKENS, TOKENS, 3):
+        ops.linear(x[:tokens], *weights[0])
+    assert caplog.messages == [
+        f"{TOKENS} tokens, {HIDDEN} outputs, int8: dense, lift then multiply",
+        f"3 tokens, {HIDDEN} outputs, int8: reference, lift then multiply",
+    ]
 
 
 def test_a_chain_keeps_its_contract() -> None:
@@ -91,19 +162,59 @@ def test_a_chain_keeps_its_contract() -> None:
     torch.library.opcheck(torch.ops.slidesparse.chain.default, (x, residual, *chained(weights, gains)))
 
 
-def test_links_are_text_and_back() -> None:
+def test_a_chain_is_text_and_back() -> None:
     _, _, gains, weights = block(1)
     _, text = chained(weights, gains)
-    links = parse_links(text)
-    assert links_to_text(links) == text
-    assert [found.first for found in links] == ["none", "add_rms_norm", "silu_mul", "add_rms_norm"]
-    assert [found.tensors - found.of_weight for found in links] == [1, 2, 1, 3]
-    assert links[0] == link("none", weights[0])
+    linears = parse_chain(text)
+    assert chain_text(linears) == text
+    assert [found.prologue for found in linears] == ["none", "add_rms_norm", "silu_mul", "add_rms_norm"]
+    assert [found.tensors - found.weight.tensors for found in linears] == [1, 2, 1, 3]
+    assert linears == tuple(linear_spec(found.prologue, given) for found, given in zip(linears, weights, strict=True))
+
+
+def test_a_weight_is_text_and_back() -> None:
+    forms = FormSpec("dense", (), 3), FormSpec("hopper", (64, 8, 0, 0, 8, 0, 128), 4)
+    spec = WeightSpec(48, "fp8", forms, (Route(0, "hopper"), Route(512, "dense"), Route(4096, "hopper")))
+    assert parse_weight(spec.text) == spec
+    assert parse_weight(spec.text).text == spec.text
+    assert spec.text is spec.text  # made once
+    assert spec.tensors == 7
+    assert [spec.pick(tokens) for tokens in (0, 512, 4095, 4096)] == [
+        (forms[1], 3),
+        (forms[0], 0),
+        (forms[0], 0),
+        (forms[1], 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda linear: linear.update(prologue="gelu"),
+            r"spec of a chain\[1\].prologue; got 'gelu'; needed one of 'none'",
+        ),
+        (lambda linear: linear.update(eps="1e-6"), r"spec of a chain\[1\].eps"),
+        (lambda linear: linear.update(first="none"), r"fields of spec of a chain\[1\]; got \['first'\]"),
+        (lambda linear: linear.pop("scaled"), r"fields missing from spec of a chain\[1\]; got \['scaled'\]"),
+        (lambda linear: linear["weight"].update(forms={}), r"spec of a chain\[1\].weight.forms"),
+        (lambda linear: linear["weight"]["routes"][0].update(from_tokens=True), r"weight.routes\[0\].from_tokens"),
+    ],
+)
+def test_a_text_that_is_no_chain_is_refused(change: Callable[[dict[str, Any]], object], says: str) -> None:
+    x, residual, gains, weights = block(1)
+    tensors, text = chained(weights, gains)
+    linears = json.loads(text)
+    change(linears[1])
+    with pytest.raises(InputError, match=says):
+        parse_chain(json.dumps(linears))
+    with pytest.raises(InputError, match=says):
+        ops.chain(x, residual, tensors, json.dumps(linears))
 
 
 def test_a_chain_must_give_a_new_residual() -> None:
     x, residual, _, weights = block(1)
-    text = links_to_text([link("none", weights[0])])
+    text = chain_text([linear_spec("none", weights[0])])
     with pytest.raises(InputError, match="chain of linears"):
         ops.chain(x, residual, [*weights[0][0], weights[0][1]], text)
 
@@ -192,15 +303,15 @@ def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
 def test_linears_in_a_row_become_one_operator(model: Callable[..., Results], chains: list[int]) -> None:
     given = block(TOKENS)
     graph_module = make_fx(model, tracing_mode="fake")(*given)
-    joined = join(graph_module.graph)
+    joined = join_chains(graph_module.graph)
     graph_module.graph.lint()
     graph_module.recompile()
     found = graph_module.graph.find_nodes(op="call_function", target=torch.ops.slidesparse.chain.default)
-    assert [len(parse_links(str(node.args[-1]))) for node in found] == chains
+    assert [len(parse_chain(str(node.args[-1]))) for node in found] == chains
     assert joined == sum(chains)
     wanted = make_fx(model, tracing_mode="fake")(*given).graph
-    firsts = [sorted(link.first for _, link in links_of(graph)) for graph in (graph_module.graph, wanted)]
-    assert firsts[0] == firsts[1]
-    assert len(links_of(wanted)) >= sum(chains)
+    prologues = [sorted(link.prologue for _, link in find_linears(graph)) for graph in (graph_module.graph, wanted)]
+    assert prologues[0] == prologues[1]
+    assert len(find_linears(wanted)) >= sum(chains)
     for got, wanted in zip(graph_module(*given), model(*given), strict=True):
         assert torch.equal(got, wanted)

@@ -12,11 +12,11 @@ import torch
 
 from slidesparse import Pattern, UnsupportedError
 from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
-from slidesparse.gemm.backend import with_rows
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
 from slidesparse.gemm.dense import dense_rows
+from slidesparse.layout import with_rows
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 

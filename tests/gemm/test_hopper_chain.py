@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,18 @@ import pytest
 import torch
 
 from slidesparse import InputError
-from slidesparse.gemm.chain import Placed
+from slidesparse.base.log import log_once
 from slidesparse.gemm.hopper import chain as hopper_chain
-from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.gemm.hopper.linear import Weight
+from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, Known
+from slidesparse.gemm.hopper.launch import WeightAddresses
+from slidesparse.gemm.spec import Slots
+from slidesparse.kernels.lift_launch import LiftInputs
+from slidesparse.layout import LinearTensors
 
 TOKENS, HIDDEN, WIDE = 3, 16, 32
 FLOAT = torch.float32
+ONE_BY_ONE = torch.empty(0), None
+"""What the default gives."""
 
 Chain = tuple[HopperChain, list["Linear"], list[torch.Tensor]]
 
@@ -33,63 +39,68 @@ def at(address: int | None, rows: int, columns: int, stride: int) -> torch.Tenso
 class Linear:
     """Adds, multiplies by a gain, goes through its workspace, multiplies by a weight: what a linear does, roughly."""
 
-    def __init__(self, out: int, columns: int, first: str) -> None:
-        self.first, self.columns, self.out = first, columns, out
-        self.workspace, self.reads = 4 * TOKENS * columns, (first, out, columns)
-        self.checks, self.takes, self.ready = 0, True, True
+    def __init__(self, out: int, columns: int, prologue: str) -> None:
+        self.prologue, self.columns, self.out = prologue, columns, out
+        self.workspace_bytes, self.kind = 4 * TOKENS * columns, (prologue, out, columns)
+        self.checks, self.readable, self.here = 0, True, True
+        self.launcher = SimpleNamespace(ready=True)
         self.lift: Any = SimpleNamespace(
             index=0,
             source=FLOAT,
             tokens=TOKENS,
-            shape=(TOKENS, columns * (2 if first == "silu_mul" else 1)),
-            columns=SimpleNamespace(columns=columns),
-            takes=lambda x: x.shape == self.lift.shape,
+            shape=(TOKENS, columns * (2 if prologue == "silu_mul" else 1)),
+            order=SimpleNamespace(in_features=columns),
+            launcher=self.launcher,
+            is_here=lambda: self.here,
+            is_rows=lambda x: x.shape == self.lift.shape,
             refusal_of_weights=self.refusal_of_weights,
-            can_launch=lambda *read: self.ready and not any((number or 0) % 16 for number in read),
+            can_launch=lambda inputs: self.launcher.ready and not any((number or 0) % 16 for number in inputs),
         )
 
     def refusal_of_weights(self, pairs: torch.Tensor, gain: torch.Tensor | None) -> InputError | None:
-        wanted = self.columns if "norm" in self.first else 0
+        wanted = self.columns if "norm" in self.prologue else 0
         return None if (0 if gain is None else gain.numel()) == wanted else InputError("gain")
 
-    def find(self, form: list[torch.Tensor], scale_w: torch.Tensor | None, bias: torch.Tensor | None) -> Weight | None:
+    def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
         self.checks += 1
-        sparse, dense = form[2:]
-        return (sparse.data_ptr(), dense.data_ptr(), None, None, 0) if self.takes else None
+        dense, sparse = tensors.operand
+        return WeightAddresses(dense.data_ptr(), sparse.data_ptr(), None, None, 0) if self.readable else None
 
-    def launch(self, read: Any, total_at: int | None, workspace_at: int, weight: Weight, y_at: int, eps: float) -> None:
-        x_at, residual_at, gain_at, _, x_stride, residual_stride = read
-        x = at(x_at, *self.lift.shape, x_stride).clone()
-        if self.first == "silu_mul":
+    def launch(
+        self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
+    ) -> None:
+        x = at(inputs.x, *self.lift.shape, inputs.x_stride).clone()
+        if self.prologue == "silu_mul":
             x = x[:, : self.columns] * x[:, self.columns :]
-        if self.first == "add_rms_norm":
-            x += at(residual_at, TOKENS, self.columns, residual_stride)
-            at(total_at, TOKENS, self.columns, self.columns).copy_(x)
-            x = x * at(gain_at, 1, self.columns, self.columns) + eps
-        lifted = at(workspace_at, TOKENS, self.columns, self.columns)
+        if self.prologue == "add_rms_norm":
+            x += at(inputs.residual, TOKENS, self.columns, inputs.residual_stride)
+            at(total, TOKENS, self.columns, self.columns).copy_(x)
+            x = x * at(inputs.gain, 1, self.columns, self.columns) + eps
+        lifted = at(workspace, TOKENS, self.columns, self.columns)
         lifted.copy_(x)
-        w = at(weight[0], self.out, self.columns, self.columns)
-        at(y_at, TOKENS, self.out, self.out).copy_(lifted @ w.T)
-        lifted.fill_(torch.nan)  # no other link may read it
+        w = at(weight.dense, self.out, self.columns, self.columns)
+        at(y, TOKENS, self.out, self.out).copy_(lifted @ w.T)
+        lifted.fill_(torch.nan)  # no other linear may read it
 
 
 SIZES = [(HIDDEN, WIDE), (4 * WIDE, HIDDEN), (HIDDEN, 2 * WIDE), (HIDDEN + 16, HIDDEN)]
 """Rows and columns of o, gate and up, down, and query, key and value."""
 
-FIRSTS = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")
+PROLOGUES = ("none", "add_rms_norm", "silu_mul", "add_rms_norm")
 
 
-def block(firsts: tuple[str, ...] = FIRSTS, sizes: list[tuple[int, int]] = SIZES) -> Chain:
-    links, tensors = [], []
-    for first, size in zip(firsts, sizes, strict=False):
-        linear, start = Linear(*size, first), len(tensors)
+def block(prologues: tuple[str, ...] = PROLOGUES, sizes: list[tuple[int, int]] = SIZES) -> Chain:
+    linears, tensors = [], []
+    for prologue, size in zip(prologues, sizes, strict=False):
+        linear, start = Linear(*size, prologue), len(tensors)
         tensors += [torch.zeros(1), torch.empty(0), torch.randn(size), torch.zeros(1), torch.ones(linear.out)]
-        gain = len(tensors) if "norm" in first else None
+        gain = len(tensors) if "norm" in prologue else None
         tensors += [torch.rand(linear.columns)] if gain is not None else []
         eps = 0.5 if gain is not None else 0.0
-        links.append((linear, Placed(start, start + 4, start + 4, None, gain, first == "add_rms_norm", eps)))
+        slots = Slots(range(start, start + 4), start + 4, None, gain, prologue == "add_rms_norm", eps)
+        linears.append((linear, slots))
     hopper_chain._known.cache_clear()
-    return HopperChain(links), [linear for linear, _ in links], tensors  # type: ignore[arg-type]
+    return HopperChain(linears), [linear for linear, _ in linears], tensors  # type: ignore[arg-type]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +113,9 @@ def one_by_one(
     given = iter(tensors)
     for linear in linears:
         _, _, w, _, _ = (next(given) for _ in range(5))
-        if linear.first == "silu_mul":
+        if linear.prologue == "silu_mul":
             x = x[:, : linear.columns] * x[:, linear.columns :]
-        if linear.first == "add_rms_norm":
+        if linear.prologue == "add_rms_norm":
             residual = x + residual
             x = residual * next(given) + 0.5
         x = x @ w.T
@@ -120,16 +131,19 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full((rows, columns), torch.nan)
 
     monkeypatch.setattr(hopper_chain, "empty_here", empty_here)
+    monkeypatch.setattr(hopper_chain, "OneByOne", lambda linears: lambda *given: ONE_BY_ONE)
+    log_once.cache_clear()
 
 
-@pytest.mark.parametrize("links", [FIRSTS[:2], FIRSTS[:3], FIRSTS, FIRSTS + FIRSTS[1:]])
-def test_a_chain_computes_what_its_links_do(links: tuple[str, ...]) -> None:
-    chain, linears, tensors = block(links, [*SIZES[:3], (HIDDEN, HIDDEN), *SIZES[1:]] if len(links) > 4 else SIZES)
+@pytest.mark.parametrize("prologues", [PROLOGUES[:2], PROLOGUES[:3], PROLOGUES, PROLOGUES + PROLOGUES[1:]])
+def test_a_chain_computes_what_its_linears_do(prologues: tuple[str, ...]) -> None:
+    more = [*SIZES[:3], (HIDDEN, HIDDEN), *SIZES[1:]]
+    chain, linears, tensors = block(prologues, more if len(prologues) > 4 else SIZES)
     for _ in range(2):
         x, residual = inputs()
         before = x.clone(), residual.clone()
         given = chain(x, residual, tensors)
-        assert given is not None
+        assert given is not ONE_BY_ONE
         for got, wanted in zip(given, one_by_one(linears, tensors, x, residual), strict=True):
             torch.testing.assert_close(got, wanted)
         assert torch.equal(x, before[0])
@@ -140,14 +154,14 @@ def test_a_chain_that_adds_nothing_hands_the_residual_on() -> None:
     chain, _, tensors = block(("none", "rms_norm"))
     x, residual = inputs()
     given = chain(x, residual, tensors)
-    assert given is not None
+    assert given is not ONE_BY_ONE
     assert given[1] is residual
 
 
 def test_weights_are_checked_once() -> None:
     chain, linears, tensors = block()
     for _ in range(3):
-        assert chain(*inputs(), tensors) is not None
+        assert chain(*inputs(), tensors) is not ONE_BY_ONE
     assert [linear.checks for linear in linears] == [1, 1, 1, 1]
 
 
@@ -157,55 +171,55 @@ def test_weights_that_changed_are_checked_again() -> None:
     for given in (tensors, other, tensors):  # another layer of the model is not mistaken for this one
         x, residual = inputs()
         found = chain(x, residual, given)
-        assert found is not None
+        assert found is not ONE_BY_ONE
         torch.testing.assert_close(found[0], one_by_one(linears, given, x, residual)[0])
     assert linears[0].checks == 2
     tensors[2].data = torch.randn_like(tensors[2])  # the same object at another address
     x, residual = inputs()
     found = chain(x, residual, tensors)
-    assert found is not None
+    assert found is not ONE_BY_ONE
     torch.testing.assert_close(found[0], one_by_one(linears, tensors, x, residual)[0])
     assert linears[0].checks == 3
     tensors[3] = tensors[3].clone()  # another object
-    assert chain(*inputs(), tensors) is not None
+    assert chain(*inputs(), tensors) is not ONE_BY_ONE
     assert linears[0].checks == 4
     for change in (lambda t: t.view(torch.float16), lambda t: t[:-1]):  # the same one, at the same address
         before, tensors[4].data = tensors[4].data, change(tensors[4].data)
         checks = linears[0].checks
-        assert chain(*inputs(), tensors) is not None
+        assert chain(*inputs(), tensors) is not ONE_BY_ONE
         assert linears[0].checks == checks + 1
         tensors[4].data = before
 
 
 def test_chains_of_another_kind_check_the_same_tensors_for_themselves() -> None:
-    chain, linears, tensors = block(FIRSTS[:2])
-    for change in ("reads", "placed"):
-        others = [Linear(*SIZES[i], first) for i, first in enumerate(FIRSTS[:2])]
-        places = [stage.placed for stage in chain._stages]
-        if change == "reads":
-            others[1].reads = ("another type",)
+    chain, linears, tensors = block(PROLOGUES[:2])
+    for change in ("kind", "slots"):
+        others = [Linear(*SIZES[i], prologue) for i, prologue in enumerate(PROLOGUES[:2])]
+        slots = [chained.slots for chained in chain._linears]
+        if change == "kind":
+            others[1].kind = ("another type",)
         else:
-            places[1] = places[1]._replace(scale_w=places[0].scale_w)
-        other = HopperChain(list(zip(others, places, strict=True)))  # type: ignore[arg-type]
-        assert chain(*inputs(), tensors) is not None
-        assert other(*inputs(), tensors) is not None
+            slots[1] = slots[1]._replace(scale=slots[0].scale)
+        other = HopperChain(list(zip(others, slots, strict=True)))  # type: ignore[arg-type]
+        assert chain(*inputs(), tensors) is not ONE_BY_ONE
+        assert other(*inputs(), tensors) is not ONE_BY_ONE
         assert [linear.checks for linear in others] == [1, 1]
     assert [linear.checks for linear in linears] == [1, 1]
 
 
 @pytest.mark.parametrize("wrong", [None, torch.ones(HIDDEN - 1)])
-def test_a_gain_that_a_link_does_not_take_is_refused(wrong: torch.Tensor | None) -> None:
-    chain, _, tensors = block(FIRSTS[:2])
+def test_a_gain_that_a_linear_does_not_read_is_refused(wrong: torch.Tensor | None) -> None:
+    chain, _, tensors = block(PROLOGUES[:2])
     if wrong is None:
-        chain._stages[1] = chain._stages[1]._replace(placed=chain._stages[1].placed._replace(gain=None))
+        chain._linears[1] = chain._linears[1]._replace(slots=chain._linears[1].slots._replace(gain=None))
     else:
         tensors[10] = wrong
-    assert chain(*inputs(), tensors) is None
+    assert chain(*inputs(), tensors) is ONE_BY_ONE
 
 
 def test_weights_that_are_gone_are_forgotten() -> None:
     chain, _, tensors = block()
-    assert chain(*inputs(), tensors) is not None
+    assert chain(*inputs(), tensors) is not ONE_BY_ONE
     known = chain._known._found
     assert len(known) == 1
     del tensors[3]
@@ -213,24 +227,51 @@ def test_weights_that_are_gone_are_forgotten() -> None:
     assert not known
 
 
-def test_what_a_link_does_not_take_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+WEIGHTS = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
+ROWS = "activations or residual are not aligned rows on the current device"
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Reasons that were logged since this was asked for the last time."""
+    start = f"slidesparse: a chain of 4 linears on hopper ({WIDE} -> {HIDDEN + 16}) run one by one: "
+    assert all(message.startswith(start) for message in caplog.messages)
+    reasons = [message.removeprefix(start) for message in caplog.messages]
+    caplog.clear()
+    return reasons
+
+
+def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="slidesparse")
     chain, linears, tensors = block()
     monkeypatch.setattr(Linear, "launch", lambda *_: pytest.fail("launched"))
     x, residual = inputs()
-    linears[3].ready = False  # nothing is compiled for it yet
-    assert chain(x, residual, tensors) is None
-    linears[3].ready = True
-    assert chain(x[:, 1:], residual, tensors) is None
-    assert chain(x, residual[:, 1:], tensors) is None
-    assert chain(x, None, tensors) is None
-    linears[0].ready = False  # that is how its call says that activations are not aligned
-    assert chain(x, residual, tensors) is None
-    linears[0].ready = True
+    linears[3].launcher.ready = False  # nothing is compiled for it yet, which is no reason
+    assert chain(x, residual, tensors) is ONE_BY_ONE
+    assert said(caplog) == []
+    linears[3].launcher.ready = True
+    assert chain(x[:, 1:], residual, tensors) is ONE_BY_ONE
+    assert said(caplog) == [ROWS]
+    log_once.cache_clear()
+    assert chain(x, residual[:, 1:], tensors) is ONE_BY_ONE
+    assert said(caplog) == [ROWS]
+    assert chain(x, None, tensors) is ONE_BY_ONE
+    assert said(caplog) == []  # once
+    linears[0].here = False  # on a device that is not the current one
+    assert chain(x, residual, tensors) is ONE_BY_ONE
+    linears[0].here = True
+    aside = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    assert aside.data_ptr() % 16
+    assert chain(aside, residual, tensors) is ONE_BY_ONE
     gain = torch.empty(HIDDEN + 1)[1:]
     assert gain.data_ptr() % 16
-    assert chain(x, residual, [*tensors[:10], gain, *tensors[11:]]) is None
-    linears[2].takes = False
-    assert chain(x, residual, [tensor.clone() for tensor in tensors]) is None
+    assert chain(x, residual, [*tensors[:10], gain, *tensors[11:]]) is ONE_BY_ONE
+    assert said(caplog) == [WEIGHTS]
+    log_once.cache_clear()
+    linears[2].readable = False
+    assert chain(x, residual, [tensor.clone() for tensor in tensors]) is ONE_BY_ONE
+    assert said(caplog) == [WEIGHTS]
     assert len(chain._known._found) == 1
 
 
@@ -243,6 +284,53 @@ def test_what_a_link_does_not_take_is_left_alone(monkeypatch: pytest.MonkeyPatch
         [(HIDDEN, WIDE), (2 * WIDE + 8, HIDDEN), (HIDDEN, WIDE + 4)],  # rows of the product between are not aligned
     ],
 )
-def test_links_that_do_not_fit_each_other_are_left_alone(sizes: list[tuple[int, int]]) -> None:
-    chain, _, tensors = block(FIRSTS[: len(sizes)], sizes)
-    assert chain(*inputs(), tensors) is None
+def test_linears_that_do_not_fit_each_other_are_run_one_by_one(
+    sizes: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="slidesparse")
+    chain, linears, tensors = block(PROLOGUES[: len(sizes)], sizes)
+    for _ in range(2):
+        assert chain(*inputs(), tensors) is ONE_BY_ONE
+    (message,) = caplog.messages
+    assert message.startswith(f"slidesparse: a chain of {len(sizes)} linears on hopper ")
+    aligned = all(linear.out % 16 == 0 for linear in linears)
+    assert message.endswith("as the one before it gives" if aligned else "rows that are no multiple of 16 numbers")
+
+
+def _transposed(tensor: torch.Tensor) -> None:
+    tensor.t_()
+
+
+def _resized(tensor: torch.Tensor) -> None:
+    tensor.resize_(tensor.shape[0] - 1, tensor.shape[1])
+
+
+def _flattened(tensor: torch.Tensor) -> None:
+    tensor.resize_(tensor.numel())
+
+
+def _restrided(tensor: torch.Tensor) -> None:
+    tensor.as_strided_(tensor.shape, (1, tensor.shape[0]))
+
+
+def _retyped(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.view(torch.int32)
+
+
+def _moved(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+@pytest.mark.parametrize("change", [_transposed, _resized, _flattened, _restrided, _retyped, _moved])
+@pytest.mark.parametrize("which", [0, 1])
+def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: Callable[[torch.Tensor], None]) -> None:
+    # The same objects with, but for the last change, the same bytes at the same address.
+    known, tensors = Known(), [torch.randn(16, 32), torch.randn(16, 16)]
+    address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, 2, None, None, 0), None, None)]
+    known.add(tensors, weights)
+    assert known.find(tensors) is weights
+    change(tensors[which])
+    assert (tensors[which].data_ptr() == address) == (change is not _moved)
+    assert known.find(tensors) is None
+    known.add(tensors, weights)
+    assert known.find(tensors) is weights

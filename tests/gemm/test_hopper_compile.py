@@ -9,19 +9,8 @@ import torch
 
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper.compile import (
-    BLOCK_BYTES,
-    MULTIPROCESSOR_BYTES,
-    OPERANDS,
-    OUTPUTS,
-    SHARED_BYTES,
-    SOURCE,
-    Tile,
-    compile_source,
-    cubin,
-    options,
-)
-from slidesparse.gemm.hopper.tiles import TILES
+from slidesparse.gemm.hopper.compile import OPERANDS, OUTPUTS, SOURCE, compile_source, cubin, options
+from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, MULTIPROCESSOR_BYTES, SHARED_BYTES, TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
 

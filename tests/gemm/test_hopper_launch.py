@@ -1,16 +1,22 @@
-"""What the driver is told of a launch of the Hopper kernel: cuda-bindings' own structs, and a driver that listens."""
+"""What the driver is told of a launch of the Hopper kernel: our struct, cuda-bindings' own, a driver that listens."""
 
 from __future__ import annotations
 
+import ctypes
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from slidesparse import UnsupportedError
+from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import launch as hopper_launch
-from slidesparse.gemm.hopper.compile import Tile
-from slidesparse.gemm.hopper.launch import INVALID_CONTEXT, Arguments, Kernel
+from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.launch import INVALID_CONTEXT, Arguments, GemmLaunch, Kernel, WeightAddresses, find_launch
+from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile, choose_tile
+from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.layout import ColumnOrder
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -95,3 +101,110 @@ def test_a_launch_that_fails_says_so(listen: Any) -> None:
     listen(700)
     with pytest.raises(UnsupportedError, match="cuLaunchKernelEx failed"):
         kernel(PLAIN).launch(Arguments(), 7, STREAM)
+
+
+# -- the arguments of the kernel -----------------------------------------------------------------------------------
+
+
+def fields_of_the_source() -> list[tuple[str, str]]:
+    """Name and C type of each field of the kernel's struct, as the source has them."""
+    source = re.sub(r"//.*", "", SOURCE.read_text(encoding="utf-8"))
+    (body,) = re.findall(r"struct Arguments \{(.*?)\n\};", source, re.DOTALL)
+    declared = [statement.split() for statement in body.split(";") if statement.strip()]
+    assert all(re.fullmatch(r"\w+", words[-1]) for words in declared), "one plain name a declaration"
+    return [(words[-1], " ".join(words[:-1])) for words in declared]
+
+
+def test_the_struct_has_the_fields_of_the_source_in_their_order() -> None:
+    fields, offset = fields_of_the_source(), 0
+    assert [name for name, _ in fields] == [name for name, _ in Arguments._fields_]
+    for name, written in fields:
+        kind = ctypes.c_void_p if written.endswith("*") else {"int": ctypes.c_int}[written]
+        size = ctypes.sizeof(kind)
+        offset += -offset % size  # as C aligns it
+        field = getattr(Arguments, name)
+        assert dict(Arguments._fields_)[name] is kind, name
+        assert (field.offset, field.size) == (offset, size), name
+        offset += size
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
+    assert ctypes.sizeof(Arguments) == offset + -offset % 8
+
+
+def test_the_kernel_takes_the_struct_alone() -> None:
+    assert re.search(r"sparse_gemm\(const __grid_constant__ Arguments \w+\)", SOURCE.read_text(encoding="utf-8"))
+
+
+class Told:
+    """Stands for a loaded kernel, and keeps what its launches were told."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[dict[str, int | None], int, int]] = []
+
+    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
+        told = {name: getattr(arguments, name) for name, _ in Arguments._fields_}
+        self.launches.append((told, grid, stream))
+
+    def grid(self, tiles: int) -> int:
+        return 1000 + tiles
+
+
+SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "group": 15}
+
+
+def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
+    told: Any = Told()
+    launch = GemmLaunch(told, 3, 77, Arguments(**SIZES), 4096)
+    launch.launch(1, 2, WeightAddresses(dense=3, sparse=4, scale=5, bias=6, bias_type=7), 8)
+    launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
+    first, second = told.launches
+    addresses = {"x": 1, "dense": 3, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
+    assert first == (SIZES | addresses, 77, STREAM + 3)
+    addresses = {"x": 21, "dense": 23, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
+    assert second == (SIZES | addresses | {"bias_type": 0}, 77, STREAM + 3)  # nothing of the launch before
+
+
+ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)
+"""One dense slab, two of 2:4."""
+
+OUT = 300
+
+
+@pytest.mark.parametrize("tile", [None, PLAIN])
+def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
+    loaded: list[tuple[Any, ...]] = []
+    told: Any = Told()
+    monkeypatch.setattr(hopper_launch, "load", lambda *given: loaded.append(given) or told)
+    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
+    hopper_launch._launch.cache_clear()
+    sizes = torch.Size((70, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
+    launch = find_launch(*sizes, tile)
+    assert find_launch(*sizes, tile) is launch
+    chosen = choose_tile(70, OUT, 2, 1) if tile is None else tile
+    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5)]
+    assert launch.slab_bytes == 3 * 72 * 128
+    launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+    ((arguments, grid, _),) = told.launches
+    numbers = {"tokens": 70, "channels": OUT, "dense_slabs": 1, "sparse_slabs": 2, "group": GROUP}
+    assert {name: arguments[name] for name in numbers} == numbers
+    assert grid == 1000 + chosen.count(70, OUT)
+    assert find_launch(*sizes, next(t for t in TILES if t != chosen)) is not launch
+    hopper_launch._launch.cache_clear()  # it holds a kernel that is none
+
+
+def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_launch, "load", lambda *_: pytest.fail("loaded"))
+    dense, sparse = step_shapes(ORDER, 1, OUT)
+    x, rest = torch.Size((70, ORDER.width)), (OUT, torch.bfloat16, 0)
+    for activations, operand, out in (
+        (torch.Size((70, ORDER.width - 128)), (dense, sparse), OUT),
+        (x, (sparse, dense), OUT),  # the one for the other
+        (x, (dense, sparse), 513),
+    ):
+        with pytest.raises(InputError, match="as the weight was prepared"):
+            find_launch(activations, torch.int8, *operand, out, *rest[1:])
+    with pytest.raises(InputError, match="output type of the Hopper kernel"):
+        find_launch(x, torch.int8, dense, sparse, OUT, torch.float64, 0)
+    nothing = find_launch(torch.Size((0, ORDER.width)), torch.int8, dense, sparse, *rest)
+    assert nothing.kernel is None
+    nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from slidesparse.gemm.backend import slab_view
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.weights import SLABS, step_shapes
+from slidesparse.layout import slab_view
 from slidesparse.ops import quantize_lift
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -30,8 +30,8 @@ def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: 
 
 
 def _decoded(packed: PackedWeight) -> np.ndarray:
-    sparse, dense = (tensor.numpy() for tensor in Hopper().prepare(packed))
-    return emulator.weights(sparse, dense, packed.dtype.itemsize)
+    dense, sparse = (tensor.numpy() for tensor in Hopper().prepare(packed))
+    return emulator.weights(dense, sparse, packed.dtype.itemsize)
 
 
 def _bits(matrix: torch.Tensor) -> np.ndarray:
@@ -59,10 +59,10 @@ def test_the_hardware_reads_the_weight_behind_the_column_map(pattern: str, dtype
 def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: torch.dtype) -> None:
     for out, columns, k_offset in ((70, 333, 0), (256, 1024, 0), (257, 16, 0), (70, 400, 3)):
         packed = _packed(pattern, dtype, out, columns, k_offset % Pattern.parse(pattern).group)
-        order = Hopper.layout.columns(packed)
+        order = Hopper.layout.order(packed)
         assert order is not None
-        sparse, dense = Hopper().prepare(packed)
-        assert step_shapes(order, dtype.itemsize, out) == (sparse.shape, dense.shape)
+        operand = Hopper().prepare(packed)
+        assert step_shapes(order, dtype.itemsize, out) == (operand.dense.shape, operand.sparse.shape)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -94,8 +94,8 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
 
 def test_the_emulator_notices_a_wrong_index() -> None:
     packed = _packed("6:8", torch.int8, 64, 128)
-    sparse, dense = (tensor.numpy() for tensor in Hopper().prepare(packed))
-    before = emulator.weights(sparse, dense, 1)
+    dense, sparse = (tensor.numpy() for tensor in Hopper().prepare(packed))
+    before = emulator.weights(dense, sparse, 1)
     nibble = sparse[0, 0, 0, 4096] & 15  # window 0 of row 0
     sparse[0, 0, 0, 4096] ^= nibble ^ min(emulator.LEGAL - {int(nibble)})
-    assert not np.array_equal(before, emulator.weights(sparse, dense, 1))
+    assert not np.array_equal(before, emulator.weights(dense, sparse, 1))

@@ -1,56 +1,73 @@
-"""Which tensors a whole linear takes, what its two launches are told, and what runs where it takes none."""
+"""Which tensors a whole linear reads, what its two launches are told, and what runs where it cannot read them."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slidesparse import InputError, ops
+from slidesparse.base.log import log_once
+from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import linear as hopper_linear
-from slidesparse.gemm.hopper.launch import BIAS_TYPES
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
+from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.layout import Columns
-from slidesparse.linear import SlideLinear
+from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.layout import ColumnOrder, LinearTensors
+from slidesparse.lifting import TorchLift
 
 BF16 = torch.bfloat16
 TOKENS, OUT = 5, 40
-COLUMNS = Columns(64, 8, 0, 8, 0, 128, 0)
-VALUES = 8 * COLUMNS.width
+ORDER = ColumnOrder(64, 8, 0, 8, 0, 128, 0)
+VALUES = 8 * ORDER.width
 """Bytes of the lifted values, padded tokens included."""
 
-READ = (16, None, None, None, 64, 0)
-"""What the lifting call says of the tensors that it reads."""
+INPUTS = LiftInputs(16, None, None, None, 64, 0)
+"""What the lift says of the tensors that it reads."""
 
-Weight = tuple[list[torch.Tensor], torch.Tensor]
-"""A form (column map, pairs, operand) and its scale."""
+PARTS = torch.empty(0), None
+"""What the default gives."""
 
 
 class Launches:
-    """Stands for the lifting call and for the product's run, and keeps what they were told."""
+    """Stands for the lift, for the product's launch and for the default, and keeps what they were told."""
 
     slab_bytes = VALUES
+    kernel = None
 
-    def __init__(self, *, quantised: bool = True, takes: bool = True) -> None:
+    def __init__(self, *, quantised: bool = True, takes: bool = True, reason: str | None = None) -> None:
         self.lifted: list[tuple[Any, ...]] = []
         self.multiplied: list[tuple[Any, ...]] = []
+        self.by_parts: list[tuple[Any, ...]] = []
         self.lift: Any = SimpleNamespace(
             launch=lambda *arguments: self.lifted.append(arguments),
-            read=lambda *tensors: READ if takes else None,
-            columns=COLUMNS,
-            first="none",
+            inputs=lambda *tensors: INPUTS if takes else None,
+            why_not=lambda *tensors: reason,
+            launcher=SimpleNamespace(ready=True),
+            order=ORDER,
+            prologue="none",
             source=BF16,
             target=torch.int8,
             quantised=quantised,
             device=torch.device("cpu"),
             index=0,
             tokens=TOKENS,
-            width=COLUMNS.width,
-            shape=(TOKENS, COLUMNS.columns),
+            width=ORDER.width,
+            shape=(TOKENS, ORDER.in_features),
         )
+
+    @property
+    def out_features(self) -> int:
+        return OUT
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.by_parts.append(arguments)
+        return PARTS
 
     def launch(self, *arguments: Any) -> None:
         self.multiplied.append(arguments)
@@ -61,102 +78,140 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         hopper_linear, "empty_here", lambda rows, columns, dtype: torch.empty(rows, columns, dtype=dtype)
     )
+    log_once.cache_clear()
 
 
-def made(monkeypatch: pytest.MonkeyPatch, **options: bool) -> tuple[HopperLinear, Launches]:
-    launches = Launches(**options)
-    monkeypatch.setattr(hopper_linear, "find_run", lambda *_: launches)
-    return HopperLinear(launches.lift, OUT), launches
+def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> HopperLinear:
+    monkeypatch.setattr(hopper_linear, "find_launch", lambda *_: launches)
+    by_parts: Any = launches
+    return HopperLinear(launches.lift, by_parts)
 
 
-def weight() -> Weight:
-    operand = [torch.empty(shape, dtype=torch.uint8) for shape in step_shapes(COLUMNS, 1, OUT)]
-    return [torch.empty(0), torch.empty(0), *operand], torch.ones(OUT)
+def weight() -> LinearTensors:
+    operand = [torch.empty(shape, dtype=torch.uint8) for shape in step_shapes(ORDER, 1, OUT)]
+    return LinearTensors(torch.empty(0), torch.empty(0), operand, torch.ones(OUT), None, None)
 
 
 def rows() -> torch.Tensor:
-    return torch.ones(TOKENS, COLUMNS.columns, dtype=BF16)
+    return torch.ones(TOKENS, ORDER.in_features, dtype=BF16)
 
 
 def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch)
-    (form, scale), x, bias = weight(), rows(), torch.ones(OUT)
-    given = linear(x, form, scale, bias, None, None, 0.0)
-    assert given is not None
-    y, total = given
+    launches = Launches()
+    bias = torch.ones(OUT)
+    tensors = weight()._replace(bias=bias)
+    y, total = made(monkeypatch, launches)(rows(), None, tensors, 0.0)
     assert y.shape == (TOKENS, OUT)
     assert y.dtype == BF16
     assert total is None
-    ((device, *read, total_at, values_at, scale_at, eps),) = launches.lifted
-    assert tuple(read) == READ
-    assert (device, total_at, scale_at, eps) == (0, None, values_at + VALUES, 0.0)
-    sparse, dense = form[2:]
-    of_weight = sparse.data_ptr(), dense.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
-    assert launches.multiplied == [(values_at, scale_at, *of_weight, y.data_ptr())]
+    ((inputs, outputs, eps),) = launches.lifted
+    assert inputs is INPUTS
+    assert (outputs.total, outputs.scale, eps) == (None, outputs.values + VALUES, 0.0)
+    (dense, sparse), scale = tensors.operand, tensors.scale
+    assert scale is not None
+    addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
+    assert launches.multiplied == [(outputs.values, outputs.scale, WeightAddresses(*addresses), y.data_ptr())]
+    assert not launches.by_parts
+
+
+def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, asked = Launches(), []
+    monkeypatch.setattr(hopper_linear, "find_launch", lambda *sizes: asked.append(sizes) or launches)
+    by_parts: Any = launches
+    tile = next(iter(TILES))
+    for given in (None, tile):
+        HopperLinear(launches.lift, by_parts, given)
+    shapes = (torch.Size((TOKENS, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
+    assert asked == [(*shapes, None), (*shapes, tile)]
 
 
 def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch)
-    form, scale = weight()
-    given = linear(rows(), form, scale, None, torch.ones(COLUMNS.columns, dtype=BF16), rows(), 1e-6)
-    assert given is not None
-    total = given[1]
+    launches = Launches()
+    gain = torch.ones(ORDER.in_features, dtype=BF16)
+    _, total = made(monkeypatch, launches)(rows(), rows(), weight()._replace(gain=gain), 1e-6)
     assert total is not None
     assert (total.shape, total.dtype) == (rows().shape, BF16)
-    ((*_, total_at, _, _, eps),) = launches.lifted
-    assert (total_at, eps) == (total.data_ptr(), 1e-6)
+    ((_, outputs, eps),) = launches.lifted
+    assert (outputs.total, eps) == (total.data_ptr(), 1e-6)
 
 
 def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch, quantised=False)
-    form, _ = weight()
-    assert linear(rows(), form, None, None, None, None, 0.0) is not None
-    ((*_, scale_at, _),) = launches.lifted
-    ((_, scale_x_at, _, _, *scale_and_bias, _),) = launches.multiplied
-    assert (scale_at, scale_x_at, *scale_and_bias) == (None, None, None, None, 0)
+    launches = Launches(quantised=False)
+    made(monkeypatch, launches)(rows(), None, weight()._replace(scale=None), 0.0)
+    ((_, outputs, _),) = launches.lifted
+    ((_, scale_x, addresses, _),) = launches.multiplied
+    assert isinstance(outputs, LiftOutputs)
+    assert (outputs.scale, scale_x, *addresses[2:]) == (None, None, None, None, 0)
 
 
-SPARSE, DENSE = weight()[0][2:]
+DENSE, SPARSE = weight().operand
 
 
 @pytest.mark.parametrize(
     ("operand", "scale", "bias"),
     [
-        ([SPARSE[:, :0], SPARSE[:, :0]], torch.ones(OUT), None),
-        ([SPARSE, DENSE[:, :1]], torch.ones(OUT), None),
-        ([SPARSE, DENSE.to("meta")], torch.ones(OUT), None),
-        ([SPARSE, DENSE], torch.ones(OUT - 1), None),
-        ([SPARSE, DENSE], torch.ones(OUT, dtype=BF16), None),
-        ([SPARSE, DENSE], torch.ones(2 * OUT)[::2], None),
-        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT - 1)),
-        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
-        ([SPARSE, DENSE], torch.ones(OUT), torch.ones(OUT, device="meta")),
+        ([DENSE[:, :0], DENSE[:, :0]], torch.ones(OUT), None),
+        ([SPARSE, DENSE], torch.ones(OUT), None),
+        ([DENSE[:, :1], SPARSE], torch.ones(OUT), None),
+        ([DENSE.to("meta"), SPARSE], torch.ones(OUT), None),
+        ([DENSE.view(torch.int8), SPARSE], torch.ones(OUT), None),
+        ([DENSE.transpose(1, 2).contiguous().transpose(1, 2), SPARSE], torch.ones(OUT), None),
+        ([DENSE, SPARSE], torch.ones(OUT - 1), None),
+        ([DENSE, SPARSE], torch.ones(OUT, dtype=BF16), None),
+        ([DENSE, SPARSE], torch.ones(2 * OUT)[::2], None),
+        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT - 1)),
+        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, dtype=torch.int32)),
+        ([DENSE, SPARSE], torch.ones(OUT), torch.ones(OUT, device="meta")),
     ],
 )
-def test_a_weight_that_the_kernel_could_not_read_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, operand: list[torch.Tensor], scale: torch.Tensor, bias: torch.Tensor | None
+def test_a_weight_that_the_kernel_could_not_read_is_left_to_the_parts(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operand: list[torch.Tensor],
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> None:
-    linear, launches = made(monkeypatch)
-    assert linear(rows(), [torch.empty(0), torch.empty(0), *operand], scale, bias, None, None, 0.0) is None
+    caplog.set_level(logging.INFO, logger="slidesparse")
+    launches = Launches()
+    tensors, x = LinearTensors(torch.empty(0), torch.empty(0), operand, scale, bias, None), rows()
+    linear = made(monkeypatch, launches)
+    for _ in range(2):
+        assert linear(x, None, tensors, 0.5) is PARTS
+    assert launches.by_parts == 2 * [(x, None, tensors, 0.5)]
     assert not launches.lifted
+    reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
+    assert caplog.messages == [f"slidesparse: hopper nothing runs by its parts: {reason}"]
 
 
-def test_activations_that_the_lifting_call_does_not_take_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, launches = made(monkeypatch, takes=False)
-    assert linear(rows(), *weight(), None, None, None, 0.0) is None
+def test_activations_that_the_lift_does_not_take_are_left_to_the_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="slidesparse")
+    launches = Launches(takes=False, reason="they are somewhere else")
+    linear = made(monkeypatch, launches)
+    for _ in range(2):
+        assert linear(rows(), None, weight(), 0.0) is PARTS
     assert not launches.lifted
+    assert caplog.messages == ["slidesparse: hopper nothing runs by its parts: they are somewhere else"]
 
 
-def test_the_operator_runs_the_parts_where_the_whole_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = torch.nn.Linear(64, 32).to(BF16)
-    layer = SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend="reference")
-    x, own = torch.randn(3, 64, dtype=BF16), torch.randn(3, 32, dtype=BF16)
-    expected, step = layer(x), ops._step
-    answers: list[tuple[torch.Tensor, None] | None] = [None, (own, None), None]
-    whole = lambda *_: answers.pop(0)  # noqa: E731
-    monkeypatch.setattr(ops, "_step", lambda *sizes: step(*sizes)._replace(whole=whole))
-    assert torch.equal(layer(x), expected)
-    assert torch.equal(layer(x), own)
-    with pytest.raises(InputError, match="NaN"):
-        layer(x * torch.nan)
-    assert not answers
+def test_the_first_compilation_is_no_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="slidesparse")
+    launches = Launches(takes=False)
+    launches.lift.launcher.ready = False
+    assert made(monkeypatch, launches)(rows(), None, weight(), 0.0) is PARTS
+    assert not caplog.messages
+
+
+def test_the_backend_gives_a_whole_linear_where_there_is_something_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, hopper = Launches(), Hopper()
+    monkeypatch.setattr(hopper_linear, "find_launch", lambda *_: launches)
+    runner = hopper.runner(launches.lift, OUT)
+    assert isinstance(runner, HopperLinear)
+    assert isinstance(runner._by_parts, LiftThenMultiply)
+    assert (runner._by_parts.backend, runner._by_parts.lift) == (hopper, launches.lift)
+    torchs = TorchLift("none", torch.int8, hopper.layout)
+    assert isinstance(hopper.runner(torchs, OUT), LiftThenMultiply)
+    assert isinstance(hopper.runner(launches.lift, 0), LiftThenMultiply)
+    launches.lift.tokens = 0
+    assert isinstance(hopper.runner(launches.lift, OUT), LiftThenMultiply)

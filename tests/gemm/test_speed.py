@@ -8,7 +8,7 @@ import torch
 
 from slidesparse import InputError
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.spec import Form, Route, Switch, describe_routes, parse_switch
+from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, describe_routes, parse_weight
 from slidesparse.gemm.speed import (
     DENSE,
     MARGIN,
@@ -236,15 +236,15 @@ def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: s
     assert "\n" not in str(error.value)
 
 
-# -- the switch ----------------------------------------------------------------------------------------------------
+# -- the spec of a weight ------------------------------------------------------------------------------------------
 
 
-def test_a_switch_picks_the_form_and_its_tensors() -> None:
-    forms = Form("dense", (64, 4), 3), Form("quick", (), 5)
-    switch = Switch(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
-    assert parse_switch(switch.to_text()) == switch
-    assert switch.weight_dtype == torch.float8_e4m3fn
-    picked = [switch.pick(tokens) for tokens in (0, 15, 16, 63, 64, 10**9)]
+def test_a_spec_picks_the_form_and_its_tensors() -> None:
+    forms = FormSpec("dense", (64, 4), 3), FormSpec("quick", (), 5)
+    spec = WeightSpec(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
+    assert parse_weight(spec.text) == spec
+    assert spec.weight_dtype == torch.float8_e4m3fn
+    picked = [spec.pick(tokens) for tokens in (0, 15, 16, 63, 64, 10**9)]
     assert picked == [(forms[0], 0), (forms[0], 0), (forms[1], 3), (forms[1], 3), (forms[0], 0), (forms[0], 0)]
 
 
@@ -258,10 +258,10 @@ def test_a_switch_picks_the_form_and_its_tensors() -> None:
         (70, 80, [(0, "dense"), (16, "quick"), (64, "dense"), (70, "quick"), (81, "dense")]),
     ],
 )
-def test_a_switch_takes_another_route_for_a_while(first: int, last: int, routes: list[tuple[int, str]]) -> None:
-    forms = Form("dense", (64, 4), 3), Form("quick", (), 5)
-    switch = Switch(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
-    assert switch.through("quick", first, last).routes == tuple(Route(*route) for route in routes)
+def test_a_spec_takes_another_route_for_a_while(first: int, last: int, routes: list[tuple[int, str]]) -> None:
+    forms = FormSpec("dense", (64, 4), 3), FormSpec("quick", (), 5)
+    spec = WeightSpec(96, "fp8", forms, (Route(0, "dense"), Route(16, "quick"), Route(64, "dense")))
+    assert spec.through("quick", first, last).routes == tuple(Route(*route) for route in routes)
 
 
 def test_one_route_is_described_without_a_limit() -> None:

@@ -12,12 +12,14 @@ from chain_links import Weight, chained, one_by_one
 from torch import nn
 
 from slidesparse import InputError, ops
-from slidesparse.gemm.chain import parse_links
+from slidesparse.gemm.backend import OneByOne
 from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.integrations.vllm.warmup import Rehearsal
-from slidesparse.kernels import lift as quantize_lift
+from slidesparse.gemm.spec import parse_chain
+from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.kernels import lift
 from slidesparse.linear import SlideLinear
+from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
 from slidesparse.support import as_bits
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +38,8 @@ def _can_run() -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call of a chain, whether it ran, on memory full of poison, or left it to its links."""
-    return listen(monkeypatch, HopperChain, hopper_chain)
+    """Of every call of a chain, whether it ran as one, on memory full of poison, and not one by one."""
+    return listen(monkeypatch, HopperChain, OneByOne, hopper_chain)
 
 
 def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weight]:
@@ -47,7 +49,7 @@ def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weigh
         linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else "hopper"
         layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
         tensors = [tensor for form in layer.forms for tensor in form.tensors]
-        found.append((tensors, layer.weight_scale, layer.bias, layer.switch))
+        found.append((tensors, layer.weight_scale, layer.bias, layer.spec))
     return found
 
 
@@ -82,14 +84,14 @@ def test_chains_of_other_activations(dtype: torch.dtype, answers: list[bool]) ->
     assert answers == [True]
 
 
-def test_behind_a_rehearsal_a_chain_finds_all_kernels(answers: list[bool]) -> None:
+def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8"), inputs(600)
-    for cache in (quantize_lift._launcher, quantize_lift.call_for, ops._kernel_call, ops._step, ops._pieces):
+    for cache in (lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, resolve_chain):
         cache.cache_clear()
-    rehearsal, (tensors, links) = Rehearsal(700, BF16), chained(given, gains)
+    warmup, (tensors, links) = WarmUp(700, BF16), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
-    for link in parse_links(links):
-        rehearsal.lift(link.first, link.weight, x.device)
+    for link in parse_chain(links):
+        warmup.lift(link.prologue, link.weight, x.device)
     assert same(ops.chain(x, residual, tensors, links), one_by_one(x, residual, gains, given))
     assert answers == [True]
 

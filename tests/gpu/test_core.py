@@ -12,7 +12,7 @@ from torch import nn
 import slidesparse
 from slidesparse import ops
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.layout import Columns
+from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import pack
 from slidesparse.prune import prune_mask
@@ -104,10 +104,10 @@ def test_every_pattern_on_the_gpu(pattern: str, dtype: torch.dtype) -> None:
     for columns in (320, 2560, 3584, 5120):
         weight = torch.randn(4, columns)
         packed = pack(weight * prune_mask(weight, pattern), pattern).to("cuda")
-        order, column_map = Columns.of(packed, 32), packed.column_map(32)
+        order, column_map = ColumnOrder.of(packed, 32), packed.column_map(32)
         for m in (1, 64, 300):
             x = torch.randn(m, columns, dtype=torch.bfloat16, device="cuda")
-            values, scale = ops.quantize_lift(x, column_map, dtype, pairs=order.pairs, order=order.order)
+            values, scale = ops.quantize_lift(x, column_map, dtype, pairs=order.pairs, order=order.numbers)
             expected = quantize_rows(x, dtype)
             assert torch.equal(scale, expected.scale)
             assert torch.equal(as_bits(values), as_bits(gather(expected.values, column_map)))

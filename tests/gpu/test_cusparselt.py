@@ -13,13 +13,13 @@ from torch import nn
 
 from slidesparse import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.gemm.backend import with_rows
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
-from slidesparse.gemm.cusparselt.backend import Plan, Shape, compress, plan_for, token_bucket
+from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress, plan_for, token_bucket
 from slidesparse.gemm.cusparselt.table import load_table, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.layout import with_rows
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
@@ -243,9 +243,9 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
     tried = 0
     for rows in (32, 1024):
         shape = Shape(0, 128, 256, 256, rows, dtype, accumulator)
-        for number in range(Plan(shape, None).algorithms):
+        for number in range(MatmulPlan(shape, None).algorithms):
             try:
-                plan = Plan(shape, cusparselt.Algorithm(number))
+                plan = MatmulPlan(shape, cusparselt.Algorithm(number))
             except UnsupportedError:
                 continue
             handle, structure = pointer(plan._handle.address), pointer(plan._plan)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from call_listener import listen
 from tolerances import ACCUMULATION, FP8_TENSOR_CORE, assert_product
 from torch import nn
 
 from slidesparse import ops
 from slidesparse.gemm import dense, get_backend
+from slidesparse.gemm.backend import LiftThenMultiply
+from slidesparse.gemm.dense import DenseLinear
 from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.ops.resolve import ResolvedLinear, resolve_chain, resolve_linear
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -31,7 +34,7 @@ SIZES = ((100, 333), (128, 1024))
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
     """No test has what was made with other kernels at hand."""
-    caches = ops._step, ops._pieces
+    caches = resolve_linear, resolve_chain
     for cache in caches:
         cache.cache_clear()
     yield
@@ -84,6 +87,13 @@ def test_quantised_stays_within_the_table(
         assert_product(y, exact, magnitude, dtype, FP8_TENSOR_CORE if dtype == FP8 else None)
 
 
+def _by_parts(*sizes: Any) -> ResolvedLinear:
+    """What :func:`resolve_linear` gives, with the default in place of a whole linear."""
+    found = resolve_linear(*sizes)
+    runner = found.runner._by_parts if isinstance(found.runner, DenseLinear) else found.runner
+    return found._replace(runner=runner)
+
+
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
@@ -97,27 +107,14 @@ def test_a_whole_linear_has_the_bits_of_its_parts(
     kept = torch.randn(out, columns, device="cuda")
     packed = pack_weight(kept * prune_mask(kept, "6:8"), Pattern.parse("6:8"), dtype)
     layer, gain = SlideLinear(packed, bias, backend="dense"), torch.rand(columns, dtype=BF16, device="cuda")
-    weight, found = (list(layer.forms[0].tensors), layer.weight_scale, layer.bias, layer.switch), ops._step
-    taken: list[bool] = []
-
-    def step(*sizes: Any, parts: bool) -> Any:
-        made = found(*sizes)
-        if parts or made.whole is None:
-            return made._replace(whole=None)
-
-        def whole(*tensors: Any) -> Any:
-            given = made.whole(*tensors)
-            taken.append(given is not None)
-            return given
-
-        return made._replace(whole=whole)
-
+    weight = list(layer.forms[0].tensors), layer.weight_scale, layer.bias, layer.spec
+    taken = listen(monkeypatch, DenseLinear, LiftThenMultiply, dense)
     for tokens in (7, 32, 199, 1000):
         wide = torch.randn(tokens, 2 * columns, dtype=BF16, device="cuda")
         x, residual = wide.chunk(2, 1)
         results = []
-        for parts in (True, False):  # by parts first, which compiles what a whole linear launches
-            monkeypatch.setattr(ops, "_step", partial(step, parts=parts))
+        for resolve in (_by_parts, resolve_linear):  # by parts first, which compiles what a whole linear launches
+            monkeypatch.setattr(ops, "resolve_linear", resolve)
             results.append(
                 [
                     ops.linear(x, *weight),

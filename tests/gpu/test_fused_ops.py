@@ -12,9 +12,8 @@ from triton import knobs
 
 from slidesparse import Pattern, ops, pack
 from slidesparse.gemm import select
-from slidesparse.gemm.backend import Layout
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Slabs
+from slidesparse.layout import Layout, Slabs
 from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -42,7 +41,7 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
     groups = None if parsed.is_uniform else torch.arange(1, parsed.groups(columns), 2)
     packed = pack(torch.zeros(1, columns, dtype=torch.int8), parsed, groups=groups).to("cuda")
     layout = select.get_backend(backend).layout
-    order = layout.columns(packed)
+    order = layout.order(packed)
     x, residual = torch.randn(2, tokens, columns, dtype=torch.bfloat16, device="cuda").unbind(0)
     weight = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
     given = {
@@ -51,7 +50,7 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
         "silu_mul": (torch.cat([x, residual], 1),),
     }[first]
     run = getattr(ops, f"{first}_quantize_lift")
-    return given, (layout.column_map(packed), (backend, order.pairs, order.order)), run
+    return given, (layout.column_map(packed), (backend, order.pairs, order.numbers)), run
 
 
 def test_a_kernel_compiles_while_somebody_listens_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +154,7 @@ def test_a_remembered_launch_follows_the_current_stream() -> None:
 
 def test_a_remembered_launch_belongs_to_its_types_and_alignment() -> None:
     packed = pack(torch.zeros(1, 512, dtype=torch.int8), "6:8").to("cuda")
-    order, column_map = Layout(multiple=32).columns(packed), packed.column_map(32)
+    order, column_map = Layout(multiple=32).order(packed), packed.column_map(32)
     for source in (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
         for start, stride in ((0, 512), (1, 513), (0, 520), (8, 528), (0, 512)):
             x = torch.randn(9, 512, device="cuda").to(source)
@@ -165,7 +164,7 @@ def test_a_remembered_launch_belongs_to_its_types_and_alignment() -> None:
                 .copy_(x)
             )
             for target in EIGHT_BITS:
-                values, scale = ops.quantize_lift(x, column_map, target, order=order.order)
+                values, scale = ops.quantize_lift(x, column_map, target, order=order.numbers)
                 wanted = quantize_rows(x, target)
                 assert torch.equal(scale, wanted.scale)
                 assert torch.equal(as_bits(values), as_bits(gather(wanted.values, column_map)))

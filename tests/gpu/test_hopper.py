@@ -16,18 +16,18 @@ from torch import nn
 
 from slidesparse import InputError, UnsupportedError, ops
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.gemm.backend import slab_view
+from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper import linear as hopper_linear
-from slidesparse.gemm.hopper import run as hopper_run
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.compile import Tile
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.integrations.vllm.warmup import Rehearsal
+from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.layout import slab_view
 from slidesparse.linear import SlideLinear
+from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -53,18 +53,16 @@ def _can_run() -> None:
 
 
 @pytest.fixture(params=TILES, ids=str)
-def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
+def tile(request: pytest.FixtureRequest) -> Tile:
     """Every tile in turn, whatever the sizes would choose."""
     chosen: Tile = request.param
-    monkeypatch.setattr(hopper_run, "choose_tile", lambda *_: chosen)
     return chosen
 
 
 @pytest.fixture(params=[tile for tile in TILES if tile.split > 1], ids=str)
-def split_tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tile:
+def split_tile(request: pytest.FixtureRequest) -> Tile:
     """Every tile whose steps several blocks share."""
     chosen: Tile = request.param
-    monkeypatch.setattr(hopper_run, "choose_tile", lambda *_: chosen)
     return chosen
 
 
@@ -107,12 +105,12 @@ def _layer(
 @pytest.mark.parametrize("out", [OUT, 320])  # stored number by number, and 16 bytes at a time
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_int8_has_the_bits_of_the_reference(pattern: str, out: int, tile: Tile) -> None:
-    packed, backend = _packed(INT8, pattern, out), get_backend("hopper")
+    packed, backend = _packed(INT8, pattern, out), Hopper()
     operand, bias = backend.prepare(packed), torch.randn(out, device="cuda")
     for m in TOKENS:
         x, scale_x = _tokens(INT8, m), torch.rand(m, 1, device="cuda")
         for out_dtype in (BF16, FP16, FP32):
-            y = backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, out, out_dtype)
+            y = backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, out, out_dtype, tile)
             expected = apply_scales(product(x, packed.unpack()), scale_x, packed.scale, bias, out_dtype)
             assert torch.equal(y, expected)
 
@@ -120,45 +118,45 @@ def test_int8_has_the_bits_of_the_reference(pattern: str, out: int, tile: Tile) 
 @pytest.mark.parametrize("pattern", ["6:8", "dense", "4:6@50%"])
 @pytest.mark.parametrize("columns", [60, 200, 500])
 def test_a_split_into_more_parts_than_there_are_steps(columns: int, pattern: str, split_tile: Tile) -> None:
-    packed, backend = _packed(INT8, pattern, OUT, columns), get_backend("hopper")
+    packed, backend = _packed(INT8, pattern, OUT, columns), Hopper()
     operand = backend.prepare(packed)
     for m in (3, 130):
         x = _tokens(INT8, m, columns)
-        y = backend.matmul(_lifted(x, packed), None, operand, packed.scale, None, OUT, BF16)
+        y = backend.matmul(_lifted(x, packed), None, operand, packed.scale, None, OUT, BF16, split_tile)
         assert torch.equal(y, apply_scales(product(x, packed.unpack()), None, packed.scale, None, BF16))
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF16], ids=str)
 def test_a_split_sums_in_the_same_order_every_time(dtype: torch.dtype, split_tile: Tile) -> None:
-    packed, backend = _packed(dtype, "4:6@50%", 1024, 2000), get_backend("hopper")
+    packed, backend = _packed(dtype, "4:6@50%", 1024, 2000), Hopper()
     x, operand = _lifted(_tokens(dtype, 100, 2000), packed), backend.prepare(packed)
-    expected = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32)
+    expected = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32, split_tile)
     assert torch.isfinite(expected).all()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
-        y = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32)
+        y = backend.matmul(x, None, operand, packed.scale, None, 1024, FP32, split_tile)
         different += (y.view(torch.int32) != expected.view(torch.int32)).any()
     assert int(different) == 0
 
 
 @pytest.mark.parametrize("out", [1, 63, 257, 320])
 def test_any_number_of_channels(out: int, tile: Tile) -> None:
-    packed, backend = _packed(INT8, "6:8", out, 256), get_backend("hopper")
+    packed, backend = _packed(INT8, "6:8", out, 256), Hopper()
     x = _tokens(INT8, 200, 256)
     for bias in (None, torch.randn(out, device="cuda").to(BF16), torch.randn(out, device="cuda").to(FP16)):
-        y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, bias, out, BF16)
+        y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, bias, out, BF16, tile)
         assert torch.equal(y, apply_scales(product(x, packed.unpack()), None, packed.scale, bias, BF16))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("dtype", [FP8, BF16, FP16], ids=str)
 def test_floats_stay_within_the_table(pattern: str, dtype: torch.dtype, tile: Tile) -> None:
-    packed, backend = _packed(dtype, pattern), get_backend("hopper")
+    packed, backend = _packed(dtype, pattern), Hopper()
     operand, bias = backend.prepare(packed), torch.randn(OUT, device="cuda") * 1e-2
     weight, scale_w = packed.unpack().double(), packed.scale
     for m in TOKENS:
         x, scale_x = _tokens(dtype, m), torch.rand(m, 1, device="cuda") if scale_w is not None else None
-        y = backend.matmul(_lifted(x, packed), scale_x, operand, scale_w, bias, OUT, BF16)
+        y = backend.matmul(_lifted(x, packed), scale_x, operand, scale_w, bias, OUT, BF16, tile)
         scale = 1.0 if scale_x is None or scale_w is None else scale_x.double() * scale_w.double()
         exact = scale * (x.double() @ weight.T) + bias.double()
         magnitude = scale * (x.double().abs() @ weight.abs().T) + bias.double().abs()
@@ -282,9 +280,9 @@ def test_a_product_waits_for_what_the_kernel_before_it_writes(tokens: int, dtype
 def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
     out, columns, backend = 4736, 18944, get_backend("hopper")
     packed = _packed(INT8, "6:8", out, columns)
-    order, operand = backend.layout.columns(packed), list(backend.prepare(packed))
+    order, operand = backend.layout.order(packed), list(backend.prepare(packed))
     assert order is not None
-    where = (backend.layout.column_map(packed), INT8, "hopper", order.pairs, order.order)
+    where = (backend.layout.column_map(packed), INT8, "hopper", order.pairs, order.numbers)
     rest = (packed.scale, None, out, BF16, "hopper")
     inputs, expected = torch.randn(12, tokens, columns, dtype=BF16, device="cuda"), []
     for x in inputs:
@@ -300,8 +298,8 @@ def test_long_rows_are_written_before_a_product_reads_them(tokens: int) -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call of a whole linear, whether it ran, on memory full of poison, or left it to its parts."""
-    return listen(monkeypatch, HopperLinear, hopper_linear)
+    """Of every call of a linear, whether it ran as a whole, on memory full of poison, and not by its parts."""
+    return listen(monkeypatch, HopperLinear, LiftThenMultiply, hopper_linear)
 
 
 @pytest.fixture(params=[COLUMNS, ALIGNED])
@@ -316,7 +314,7 @@ def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, 
     x, residual = torch.randn(2, tokens, ALIGNED, dtype=source, device="cuda").unbind(0)
     gain, gate_up = torch.randn(ALIGNED, dtype=source, device="cuda"), torch.cat([x, residual], 1)
     tensors = [tensor for form in layer.forms for tensor in form.tensors]
-    weight = (tensors, layer.weight_scale, layer.bias, layer.switch)
+    weight = (tensors, layer.weight_scale, layer.bias, layer.spec)
     linears: dict[str, Callable[[], Any]] = {
         "none": lambda: ops.linear(x, *weight),
         "strided": lambda: ops.linear(gate_up[:, :ALIGNED], *weight),
@@ -328,6 +326,13 @@ def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, 
         "add_rms_norm": lambda: ops.add_rms_norm_linear(x, residual, gain, 1e-6, *weight),
         "silu_mul": lambda: ops.silu_mul_linear(gate_up, *weight),
     }
+
+
+def _by_parts(*sizes: Any) -> ResolvedLinear:
+    """What :func:`resolve_linear` gives, with the default in place of a whole linear."""
+    found = resolve_linear(*sizes)
+    assert isinstance(found.runner, HopperLinear)
+    return found._replace(runner=found.runner._by_parts)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -342,9 +347,11 @@ def test_a_whole_linear_has_the_bits_of_its_parts(
         linear()  # compiles
         whole = linear()
         assert answers.pop()
+        answers.clear()
         with monkeypatch.context() as apart:
-            apart.setattr(HopperLinear, "__call__", lambda *_: None)
+            apart.setattr(ops, "resolve_linear", _by_parts)
             by_parts = linear()
+        assert not answers
         pairs = zip(by_parts, whole, strict=True) if isinstance(whole, tuple) else [(by_parts, whole)]
         assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -379,19 +386,19 @@ def test_what_a_whole_linear_does_not_take_is_run_or_refused_by_its_parts(answer
     assert torch.equal(layer(x.t().contiguous().t()), expected)
     for wrong in (bias[:-1], bias.to(torch.int32), bias.cpu(), bias.repeat(2)[::2]):
         with pytest.raises(InputError, match="bias"):
-            ops.linear(x, *weight, wrong, layer.switch)
+            ops.linear(x, *weight, wrong, layer.spec)
         with pytest.raises(InputError, match="channel scales"):
-            ops.linear(x, tensors, wrong, None, layer.switch)
+            ops.linear(x, tensors, wrong, None, layer.spec)
     with pytest.raises(InputError, match="activations and weight on two devices"):
-        ops.linear(x.cpu(), *weight, None, layer.switch)
+        ops.linear(x.cpu(), *weight, None, layer.spec)
     with pytest.raises(InputError, match="activations to lift"):
-        ops.linear(x[:, :-8].contiguous(), *weight, None, layer.switch)
+        ops.linear(x[:, :-8].contiguous(), *weight, None, layer.spec)
     gain = torch.ones(ALIGNED, dtype=BF16, device="cuda")
     for wrong in (gain[:-1], gain.float(), gain.cpu()):
         with pytest.raises(InputError):
-            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer.switch)
+            ops.rms_norm_linear(x, wrong, 1e-6, *weight, None, layer.spec)
     with pytest.raises(InputError, match="residual"):
-        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer.switch)
+        ops.add_rms_norm_linear(x, x[:-1], gain, 1e-6, *weight, None, layer.spec)
     assert not any(answers)
     assert torch.equal(layer(x), expected)
     assert answers[-1]
@@ -425,15 +432,14 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    hopper_launch.load.cache_clear()
-    hopper_run._run.cache_clear()
-    ops._step.cache_clear()
+    for cache in (hopper_launch.load, hopper_launch._launch, resolve_linear):
+        cache.cache_clear()
 
 
-def test_behind_a_rehearsal_any_batch_can_be_captured(columns: int) -> None:
+def test_after_a_warm_up_any_batch_can_be_captured(columns: int) -> None:
     forget_kernels()
     layer = _layer("6:8", "int8", columns=columns)
-    Rehearsal(3000, BF16).run(layer)
+    WarmUp(3000, BF16).layer(layer)
     for tokens in range(1, 3001, 97):
         x = torch.randn(tokens, columns, dtype=BF16, device="cuda")
         graph = torch.cuda.CUDAGraph()
@@ -477,10 +483,10 @@ def test_wrong_types_are_refused() -> None:
 
 def test_quantise_and_lift_writes_what_the_kernel_reads() -> None:
     packed = _packed(INT8, "6:8")
-    columns = Hopper.layout.columns(packed)
-    assert columns is not None
+    order = Hopper.layout.order(packed)
+    assert order is not None
     x = torch.randn(100, COLUMNS, dtype=BF16, device="cuda")
-    lifted, scale = ops.quantize_lift(x, Hopper.layout.column_map(packed), INT8, "hopper", columns.pairs, columns.order)
+    lifted, scale = ops.quantize_lift(x, Hopper.layout.column_map(packed), INT8, "hopper", order.pairs, order.numbers)
     y = get_backend("hopper").matmul(
         lifted, scale, get_backend("hopper").prepare(packed), packed.scale, None, OUT, BF16
     )

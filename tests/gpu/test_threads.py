@@ -56,7 +56,7 @@ def _layer(linear: nn.Linear) -> SlideLinear:
 
 
 def _weight(layer: SlideLinear) -> Weight:
-    return [t for form in layer.forms for t in form.tensors], layer.weight_scale, layer.bias, layer.switch
+    return [t for form in layer.forms for t in form.tensors], layer.weight_scale, layer.bias, layer.spec
 
 
 def _inputs(width: int) -> list[list[torch.Tensor]]:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 MISSING = "vLLM's Python is not installed here: python tests/integrations/fetch_vllm.py does that, as CI does"
+
+SMALL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4} | {
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +55,23 @@ def vllm_config(vllm_on_cpu: None) -> Iterator[Any]:
     config = VllmConfig()
     with set_current_vllm_config(config):
         yield config
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Pattern and type -> a small checkpoint, made once."""
+    import torch
+
+    from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
+    from slidesparse.pattern import Pattern
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def make(pattern: str, dtype: torch.dtype = torch.int8) -> Path:
+        path: Path = folder / f"{pattern.replace(':', 'of').replace('%', '')}-{dtype}"
+        if not path.exists():
+            config = model_config("Qwen2.5-7B", 1) | SMALL
+            write_checkpoint(path, config, dtype, Pattern.parse(pattern), torch.device("cpu"))
+        return path
+
+    return make

@@ -1,78 +1,87 @@
-"""Which links of a chain change their backend where the host is the slower side of a model in vLLM."""
+"""Which linears of a chain change their backend where the host is the slower side of a model in vLLM."""
 
 from __future__ import annotations
 
 import pytest
 
-from slidesparse.gemm.chain import Link
-from slidesparse.gemm.spec import Form, Route, Switch
+from slidesparse.gemm.spec import FormSpec, LinearSpec, Route, WeightSpec
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.integrations.vllm.host_bound import HOST_US, unite
+from slidesparse.integrations.vllm.host_bound import HOST_US, keep_one_backend
 
 TOKENS = (512, 1024, 2048, 4096)
 QUICK = (1.0, 1.0, 1.0, 1.0)
-FORMS = Form("dense", (), 3), Form("hopper", (), 4)
+FORMS = FormSpec("dense", (), 3), FormSpec("hopper", (), 4)
 SPARSE, MIXED = (Route(0, "hopper"),), (Route(0, "hopper"), Route(513, "dense"), Route(8192, "hopper"))
 
 
 Times = tuple[float | None, ...]
 
 
-def chain(*routes: tuple[Route, ...], forms: tuple[Form, ...] = FORMS) -> list[Link]:
-    return [Link("none", 0.0, True, False, Switch(64 + i, "int8", forms, route)) for i, route in enumerate(routes)]
+def chain(*routes: tuple[Route, ...], forms: tuple[FormSpec, ...] = FORMS) -> list[LinearSpec]:
+    return [
+        LinearSpec("none", 0.0, True, False, WeightSpec(64 + i, "int8", forms, route)) for i, route in enumerate(routes)
+    ]
 
 
-def speeds(links: list[Link], dense: Times, sparse: Times) -> dict[str, LayerSpeed]:
+def speeds(linears: list[LinearSpec], dense: Times, sparse: Times) -> dict[str, LayerSpeed]:
     us = {"dense": dense, "hopper": sparse}
-    return {link.weight.to_text(): LayerSpeed("int8", 64, 64, TOKENS, us) for link in links}
+    return {linear.weight.text: LayerSpeed("int8", 64, 64, TOKENS, us) for linear in linears}
 
 
-def routes(links: list[Link]) -> list[tuple[Route, ...]]:
-    return [link.weight.routes for link in links]
+def routes(linears: list[LinearSpec]) -> list[tuple[Route, ...]]:
+    return [linear.weight.routes for linear in linears]
 
 
-def test_links_stay_on_one_backend_up_to_where_the_gpu_is_the_slower_side() -> None:
-    links, times = chain(SPARSE, MIXED), (10.0, HOST_US / 2, HOST_US, 4 * HOST_US)
-    united, last = unite(links, speeds(links, times, times), 512)
+def test_linears_stay_on_one_backend_up_to_where_the_gpu_is_the_slower_side() -> None:
+    linears, times = chain(SPARSE, MIXED), (10.0, HOST_US / 2, HOST_US, 4 * HOST_US)
+    routed, last = keep_one_backend(linears, speeds(linears, times, times), 512)
     assert last == 2048
-    assert routes(united) == [SPARSE, (Route(0, "hopper"), Route(2049, "dense"), Route(8192, "hopper"))]
-    assert [link.weight.forms for link in united] == [link.weight.forms for link in links]
+    assert routes(routed) == [SPARSE, (Route(0, "hopper"), Route(2049, "dense"), Route(8192, "hopper"))]
+    assert [linear.weight.forms for linear in routed] == [linear.weight.forms for linear in linears]
 
 
 def test_the_gpu_must_be_done_first_on_that_backend() -> None:
-    links, slow = chain(MIXED, MIXED), (1.0, 1.1 * HOST_US, 1.1 * HOST_US, 1.1 * HOST_US)
-    assert unite(links, speeds(links, QUICK, slow), 512) == (links, 512)
-    assert unite(links, speeds(links, slow, QUICK), 512)[1] == TOKENS[-1]
+    linears, slow = chain(MIXED, MIXED), (1.0, 1.1 * HOST_US, 1.1 * HOST_US, 1.1 * HOST_US)
+    assert keep_one_backend(linears, speeds(linears, QUICK, slow), 512) == (linears, 512)
+    assert keep_one_backend(linears, speeds(linears, slow, QUICK), 512)[1] == TOKENS[-1]
 
 
 def test_what_has_a_graph_is_left_alone() -> None:
     before = Route(0, "dense"), Route(16, "hopper"), Route(1500, "dense")
-    links = chain(SPARSE, before)
-    known = speeds(links, QUICK, QUICK)
-    assert unite(links, known, 4096) == (links, 4096)
-    united, last = unite(links, known, 2048)
+    linears = chain(SPARSE, before)
+    known = speeds(linears, QUICK, QUICK)
+    assert keep_one_backend(linears, known, 4096) == (linears, 4096)
+    routed, last = keep_one_backend(linears, known, 2048)
     assert last == 4096
-    assert routes(united)[1] == (*before, Route(2049, "hopper"), Route(4097, "dense"))
+    assert routes(routed)[1] == (*before, Route(2049, "hopper"), Route(4097, "dense"))
 
 
-def test_the_times_of_all_links_together_decide() -> None:
-    links = chain(MIXED, MIXED)
-    quick = speeds(links[1:], QUICK, QUICK)
+def test_the_times_of_all_linears_together_decide() -> None:
+    linears = chain(MIXED, MIXED)
+    quick = speeds(linears[1:], QUICK, QUICK)
     for share, last in ((1.9, 1024), (2.1, 512)):
-        slow = speeds(links[:1], *2 * [(1.0, share * HOST_US, 9e9, 9e9)])
-        assert unite(links, slow | quick, 512)[1] == last
+        slow = speeds(linears[:1], *2 * [(1.0, share * HOST_US, 9e9, 9e9)])
+        assert keep_one_backend(linears, slow | quick, 512)[1] == last
 
 
 @pytest.mark.parametrize("sparse", [(1.0, None, 1.0, 1.0), (None, None, None, None)])
 def test_a_backend_without_a_time_is_not_taken(sparse: tuple[float | None, ...]) -> None:
-    links = chain(MIXED, MIXED)
-    assert unite(links, speeds(links, QUICK, sparse), 512) == (links, 512)
+    linears = chain(MIXED, MIXED)
+    assert keep_one_backend(linears, speeds(linears, QUICK, sparse), 512) == (linears, 512)
 
 
 def test_without_times_or_a_form_in_common_nothing_changes() -> None:
-    links = chain(MIXED, MIXED)
-    known = speeds(links[:1], QUICK, QUICK)
-    assert unite(links, known, 512) == (links, 512)
+    linears = chain(MIXED, MIXED)
+    known = speeds(linears[:1], QUICK, QUICK)
+    assert keep_one_backend(linears, known, 512) == (linears, 512)
     alone = chain((Route(0, "dense"),), forms=FORMS[:1])
-    both = links[:1] + alone
-    assert unite(both, known | speeds(alone, QUICK, QUICK), 512) == (both, 512)
+    both = linears[:1] + alone
+    assert keep_one_backend(both, known | speeds(alone, QUICK, QUICK), 512) == (both, 512)
+
+
+def test_the_user_says_how_long_the_host_takes() -> None:
+    linears, times = chain(MIXED, MIXED), (1.0, HOST_US / 4, HOST_US / 2, HOST_US)
+    known = speeds(linears, times, times)
+    ends = [keep_one_backend(linears, known, 512, share * HOST_US)[1] for share in (1, 0.5, 0.25, 0.2, 0)]
+    assert ends == [4096, 2048, 1024, 512, 512]
+    assert keep_one_backend(linears, known, 512, 0)[0] == linears

@@ -12,47 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_models import REFERENCE, configured, loaded
 
 import slidesparse as ss
-from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
-
-SMALL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4} | {
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
-REFERENCE = {"slidesparse": {"backend": "reference"}}
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Pattern and type -> a small checkpoint, made once."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(pattern: str, dtype: torch.dtype = torch.int8) -> Path:
-        path: Path = folder / f"{pattern.replace(':', 'of').replace('%', '')}-{dtype}"
-        if not path.exists():
-            config = model_config("Qwen2.5-7B", 1) | SMALL
-            write_checkpoint(path, config, dtype, Pattern.parse(pattern), torch.device("cpu"))
-        return path
-
-    return make
-
-
-def configured(path: Path, **settings: Any) -> Any:
-    from vllm.config import ModelConfig
-
-    return ModelConfig(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, **settings)
 
 
 def edited(path: Path, folder: Path, **changes: Any) -> Path:
@@ -151,20 +123,6 @@ def test_registering_again_changes_nothing() -> None:
 # -- whole models through vLLM's loader ----------------------------------------------------------------------------
 
 
-def loaded(model: Any, additional: dict[str, Any]) -> Any:
-    """A model of vLLM's, built and loaded by vLLM."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.model_executor.model_loader import get_model
-
-    config = VllmConfig(model_config=model, additional_config=additional)
-    with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
-            parallel_state.initialize_model_parallel(1, 1)
-        return get_model(vllm_config=config, model_config=model)
-
-
 def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "slidesparse:" in r.getMessage()]
 
@@ -201,6 +159,26 @@ def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, 
     assert torch.equal(layer.self_attn.o_proj(x)[0], oracle(x, *stored("self_attn.o_proj")))
     assert not hasattr(layer.mlp.down_proj, "weight")  # the dense weight is gone
     assert layer.mlp.down_proj.slide.pattern == Pattern.parse(pattern)
+
+
+def test_an_engine_is_prepared_once_for_a_model(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import config
+
+    states = []
+    prepare = config.prepare_engine
+    monkeypatch.setattr(config, "prepare_engine", lambda *given: states.append(prepare(*given)) or states[-1])
+    loaded(configured(checkpoints("6:8")), REFERENCE)
+    (state,) = states
+    assert set(state.specs) == set(state.status.outcomes) != set()
+    assert len([line for line in caplog.messages if line.startswith("slidesparse options: ")]) == 1
+
+
+def test_packed_weights_are_not_handed_to_other_processes() -> None:
+    from slidesparse.integrations.vllm.scheme import SlideUnquantizedMethod
+
+    assert SlideUnquantizedMethod.supports_pre_processed_weights is False
 
 
 def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
@@ -293,7 +271,8 @@ def test_a_layer_that_was_left_to_vllm_is_left_to_it_again(vllm_config: Any) -> 
     config = registered()()
     layer = replicated(config, "o_proj", torch.ones(32, 64))
     sparse = torch.ones(32, 64) * ss.prune_mask(torch.ones(32, 64), "6:8")
-    config.ledger.outcomes["other"] = config.ledger.outcomes.pop("o_proj")
+    outcomes = config.prepare_model().status.outcomes
+    outcomes["other"] = outcomes.pop("o_proj")
     layer.weight.data.copy_(sparse)
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "slide")
@@ -309,7 +288,7 @@ def replicated(config: Any, name: str, weight: torch.Tensor) -> Any:
 
     out, columns = weight.shape
     settings = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16}
-    config.ledger.outcomes["before"] = Outcome(True, True, "6:8")
+    config.prepare_model().status.outcomes["before"] = Outcome(True, True, "6:8")
     layer = ReplicatedLinear(columns, out, prefix=name, **settings)
     layer.weight.weight_loader(layer.weight, weight.bfloat16())
     layer.quant_method.process_weights_after_loading(layer)
@@ -330,7 +309,7 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
     name = "model.layers.0.self_attn.kv_b_proj"
     layer = replicated(config, name, weight)
     assert torch.equal(get_and_maybe_dequant_weights(layer), weight.bfloat16())
-    assert "latent attention" in config.ledger.outcomes[name].text
+    assert "latent attention" in config.prepare_model().status.outcomes[name].text
     assert hasattr(replicated(config, "model.layers.0.self_attn.o_proj", weight), "slide")
 
 
@@ -373,58 +352,7 @@ def registered() -> Any:
     return get_quantization_config("slidesparse")
 
 
-# -- fusion --------------------------------------------------------------------------------------------------------
-
-
-def sparse_linear(out: int, columns: int) -> ss.SlideLinear:
-    linear = torch.nn.Linear(columns, out, bias=False)
-    return ss.SlideLinear.from_linear(linear, "6:8", "int8", method="magnitude", backend="reference")
-
-
-class Block(torch.nn.Module):
-    """What stands around the linears of a decoder layer, as vLLM's compiled graph has it."""
-
-    def __init__(self, reads_twice: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.o = sparse_linear(96, 64), sparse_linear(64, 96)
-        self.gate_up, self.down = sparse_linear(256, 64), sparse_linear(64, 128)
-        self.gains = torch.nn.ParameterList(torch.rand(64).bfloat16() for _ in range(2))
-        self.reads_twice = reads_twice
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        from vllm.model_executor.layers.activation import SiluAndMul
-
-        normed = torch.ops.vllm_ir.rms_norm(x, self.gains[0], 1e-6)
-        y = self.o(self.qkv(normed))
-        y, residual = torch.ops.vllm_ir.fused_add_rms_norm(y, x, self.gains[1], 1e-6)
-        y = self.down(SiluAndMul.forward_native(self.gate_up(y)))
-        return (y, residual, normed) if self.reads_twice else (y, residual)
-
-
-@pytest.mark.parametrize("reads_twice", [False, True])
-def test_norms_and_activations_are_joined_with_the_linear_behind_them(reads_twice: bool) -> None:
-    import vllm.ir.ops  # noqa: F401
-    from torch._inductor import config as inductor
-
-    from slidesparse.integrations.vllm.fuse_chains import join
-    from slidesparse.integrations.vllm.fuse_norms import fuse
-
-    block, found = Block(reads_twice).eval(), []
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-    def rewrite(graph: torch.fx.Graph) -> None:
-        found.append(dict(fuse(graph)) | {"in a chain": join(graph)})
-
-    with torch.no_grad(), inductor.patch(post_grad_custom_post_pass=rewrite):
-        torch._dynamo.reset()
-        compiled = torch.compile(block, dynamic=True, fullgraph=True)
-        for rows in (9, 4):
-            # The joined operators round as their definitions do, and the unjoined as vLLM's: some bf16 steps apart.
-            torch.testing.assert_close(compiled(x[:rows]), block(x[:rows]), rtol=2e-2, atol=3e-2)
-    joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1, "in a chain": 4}
-    assert found
-    assert all(counts == (joined if reads_twice else joined | {"rms_norm": 1}) for counts in found)
+# -- the process -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("module", "name", "loop"), LOOPS)
@@ -435,33 +363,3 @@ def test_vllm_has_the_loops_that_get_room(module: str, name: str, loop: str) -> 
     tree = ast.parse(source.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     assert loop in {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
-
-
-def test_the_compile_cache_key_holds_what_was_chosen() -> None:
-    from slidesparse.integrations.vllm.fuse_norms import FusionPass
-    from slidesparse.integrations.vllm.status import Ledger, Outcome
-
-    def key(text: str = "6:8 by hopper", fuse: bool = True, graphed: int = 512, us: float = 1.0) -> str:
-        speeds = {"switch": LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})}
-        return FusionPass(Ledger({}, {"a": Outcome(True, True, text)}, None, speeds), fuse, graphed).uuid()
-
-    assert key() == key()
-    assert len({key(), key(fuse=False), key("4:6 by hopper"), key(graphed=1024), key(us=2.0)}) == 5
-
-
-def test_the_compile_cache_key_holds_the_sources_of_what_a_graph_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from slidesparse.integrations.vllm import fuse_norms as fusion
-    from slidesparse.integrations.vllm.status import Ledger
-
-    sources = {"fusion.py", "chains.py", "host_bound.py", "ops.py", "chain.py", "speed.py", "switch.py", "columns.py"}
-    assert {path.name for path in fusion.SOURCES} == sources
-    key, copied = fusion.FusionPass(Ledger(), True, 512).uuid(), []
-    for path in fusion.SOURCES:
-        copied.append(tmp_path / path.name)
-        copied[-1].write_bytes(path.read_bytes())
-    monkeypatch.setattr(fusion, "SOURCES", copied)
-    assert fusion.FusionPass(Ledger(), True, 512).uuid() == key
-    copied[2].write_text(copied[2].read_text() + "\n")
-    assert fusion.FusionPass(Ledger(), True, 512).uuid() != key

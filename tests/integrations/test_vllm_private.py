@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.base import torch_private
 from slidesparse.integrations.vllm import private
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
@@ -63,7 +62,7 @@ def test_without_a_silu_of_plain_torch_none_is_joined(
     source, graph = SimpleNamespace(meta={"val": torch.empty(4, 8)}), torch.fx.Graph()
     fuse_norms._silu_pattern.cache_clear()
     for _ in range(2):
-        assert fuse_norms._behind_silu(graph, None, source, [], {}) is None
+        assert fuse_norms._join_silu(graph, None, source, [], {}) is None
     fuse_norms._silu_pattern.cache_clear()
     (line,) = caplog.messages
     assert f"has no {SILU}: no SiLU is joined" in line
@@ -89,7 +88,7 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
 
     monkeypatch.delattr(inductor_pass, "InductorPass")
     monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", [])
-    for module in ("config", "fuse_norms"):
+    for module in ("config", "engine", "graph_pass"):
         monkeypatch.delitem(sys.modules, f"slidesparse.integrations.vllm.{module}")
     register()
     assert NAME not in quantization.QUANTIZATION_METHODS
@@ -98,15 +97,19 @@ def test_without_a_class_of_passes_registering_says_so_in_one_line(
     assert "sparse checkpoints run dense" in line
 
 
-def test_without_torchs_matcher_the_pass_is_a_part_of_the_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slidesparse.integrations.vllm import fuse_norms
-    from slidesparse.integrations.vllm.status import Ledger
+def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import model_state
 
-    def installed() -> Any:
-        config = SimpleNamespace(inductor_compile_config={}, cudagraph_capture_sizes=[8])
-        fuse_norms.install(config, Ledger(), True)
-        return config.inductor_compile_config[private.POST_PASS]
+    def joins() -> bool:
+        model = SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
+        scheduler, compilation = SimpleNamespace(max_num_batched_tokens=8), SimpleNamespace(mode=3, backend="inductor")
+        parts = {"model_config": model, "scheduler_config": scheduler, "compilation_config": compilation}
+        return model_state.ModelState.create(SimpleNamespace(additional_config={}, **parts)).options.fuse
 
-    assert installed().fuse
-    monkeypatch.setattr(torch_private, "can_match_graphs", lambda: False)
-    assert not installed().fuse
+    caplog.set_level(logging.INFO)
+    assert joins()
+    monkeypatch.setattr(model_state, "can_match_graphs", lambda: False)
+    assert not joins()
+    assert "no norm or activation is joined with a linear: this torch has another interface" in caplog.messages[-1]

@@ -24,12 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift import make_plan
+from slidesparse.kernels.lift import make_variant
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
-from slidesparse.layout import Columns, Slabs
+from slidesparse.layout import ColumnOrder, Slabs
 from slidesparse.packed import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import QUANTISED
@@ -87,50 +87,54 @@ def accesses(ptx: str) -> dict[str, object]:
     return {**widths, "shuffles": ptx.count("shfl.sync")}
 
 
-def order(pattern: str, columns: int, multiple: int) -> Columns:
+def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
     parsed = Pattern.parse(pattern)
     total = parsed.groups(columns)
     groups = None if parsed.is_uniform else torch.arange(0, total, 2)
-    return Columns.of(pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
+    return ColumnOrder.of(pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Pattern, K, source, target, first, slabs."""
+    """Pattern, K, source, target, prologue, slabs."""
     types = [INT8] + ([FP8] if arch >= FP8_ARCH else [])
     cases = [(p, 4096, BF16, t, "none", None) for p in ("4:6", "6:8", "8:10", "14:16", "4:6@50%") for t in types]
     cases += [(p, 2048, BF16, INT8, "none", None) for p in ("6:8", "4:6@50%")]
     cases += [("6:8", 8192, BF16, t, "silu_mul", None) for t in types]
-    cases += [(p, 18944, BF16, types[-1], first, None) for p in ("6:8", "4:6@50%") for first in ("none", "silu_mul")]
-    cases += [("6:8", 40960, BF16, types[-1], first, None) for first in ("none", "silu_mul")]  # too long to be held
-    cases += [("6:8", 4096, BF16, types[-1], first, None) for first in ("rms_norm", "add_rms_norm")]
+    cases += [
+        (p, 18944, BF16, types[-1], prologue, None) for p in ("6:8", "4:6@50%") for prologue in ("none", "silu_mul")
+    ]
+    cases += [
+        ("6:8", 40960, BF16, types[-1], prologue, None) for prologue in ("none", "silu_mul")
+    ]  # too long to be held
+    cases += [("6:8", 4096, BF16, types[-1], prologue, None) for prologue in ("rms_norm", "add_rms_norm")]
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
     cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
-    for pattern, columns, source, target, first, slabs in cases:
+    for pattern, columns, source, target, prologue, slabs in cases:
         packed = order(pattern, columns, 128)
-        launch = configure(4096, packed, source.itemsize, first, target in QUANTISED)
-        plan = make_plan(packed, source, target, first, slabs, launch, early=arch >= EARLY_ARCH)
+        launch = configure(4096, packed, source.itemsize, prologue, target in QUANTISED)
+        variant = make_variant(packed, source, target, prologue, slabs, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
-        added = first == "add_rms_norm"
+        added = prologue == "add_rms_norm"
         arguments = {
-            "x": pointer,
-            "residual": pointer if added else (None,),
-            "total": pointer if added else (None,),
-            "weight": pointer if "norm" in first else (None,),
-            "map_of_pairs": (None,) if packed.pairs is None else "*i16",
-            "out": pointer if plan.quant == "none" else "*i16" if plan.held else "*i8",
-            "scales": "*fp32",
+            "x_ptr": pointer,
+            "residual_ptr": pointer if added else (None,),
+            "total_ptr": pointer if added else (None,),
+            "gain_ptr": pointer if "norm" in prologue else (None,),
+            "pairs_ptr": (None,) if packed.pairs is None else "*i16",
+            "out_ptr": pointer if variant.quant == "none" else "*i16" if variant.held else "*i8",
+            "scales_ptr": "*fp32",
             "tokens": "i32",
             "x_stride": "i32",
             "residual_stride": "i32" if added else (0,),
             "eps": "fp32",
-            "P": (plan,),
+            "P": (variant,),
         }
-        label = f"{pattern} {columns} {NAMES[source]}->{target} {first}{' slabs' if slabs else ''} {launch}"
+        label = f"{pattern} {columns} {NAMES[source]}->{target} {prologue}{' slabs' if slabs else ''} {launch}"
         yield (
             label,
             build(
-                held_kernel if plan.held else walking_kernel,
+                held_kernel if variant.held else walking_kernel,
                 arguments,
                 arch,
                 launch.num_warps,

@@ -1,4 +1,4 @@
-"""What a launcher spares a kernel while Triton compiles it."""
+"""What a launcher spares a kernel while Triton compiles it, and what the kernels that lift are told in which order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from slidesparse.kernels import lift as lifts
 from slidesparse.kernels import triton_launcher
+from slidesparse.kernels.lift import KernelLift
+from slidesparse.kernels.lift_held import held_kernel
+from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.triton_launcher import Launcher
+from slidesparse.layout import ColumnOrder
+
+ORDER = ColumnOrder(64, 8, 0, 0, 8, 0, 96)
 
 
 class Kernel:
@@ -214,3 +223,53 @@ def test_kernels_start_early_where_triton_knows_how(
     triton_launcher.early_start.cache_clear()
     assert triton_launcher.early_start() == {}
     assert "no kernel starts before" in caplog.text
+
+
+NUMBERS = {
+    "x_ptr": 16,
+    "residual_ptr": 32,
+    "total_ptr": 48,
+    "gain_ptr": 64,
+    "pairs_ptr": 80,
+    "out_ptr": 96,
+    "scales_ptr": 112,
+    "tokens": 5,
+    "x_stride": 128,
+    "residual_stride": 144,
+    "eps": 0.25,
+}
+"""Parameter of the kernels that lift -> a number that no other has."""
+
+
+@pytest.mark.parametrize("kernel", [held_kernel, walking_kernel], ids=["held", "walking"])
+def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    lift = KernelLift(ORDER, torch.bfloat16, torch.int8, "add_rms_norm", 5, torch.device("cpu"), None, None)
+    launcher = Launcher(kernel, ("constants",))
+    launcher._run = lambda *arguments: told.append(arguments)
+    lift.launcher = launcher
+    monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
+    inputs = LiftInputs(x=16, residual=32, gain=64, pairs=80, x_stride=128, residual_stride=144)
+    lift.launch(inputs, LiftOutputs(total=48, values=96, scale=112), 0.25)
+    (arguments,) = told
+    assert arguments[:4] == (5, 1, 1, 4096)
+    assert kernel.arg_names == [*NUMBERS, "P"]
+    assert dict(zip(kernel.arg_names, arguments[9:], strict=True)) == NUMBERS | {"P": "constants"}
+
+
+def test_triton_is_told_the_same_parameters() -> None:
+    told: list[tuple[Any, ...]] = []
+    lift = KernelLift(ORDER, torch.bfloat16, torch.int8, "add_rms_norm", 5, torch.device("cpu"), None, None)
+    lift.launcher = SimpleNamespace(ready=False, compile_and_launch=lambda *given: told.append(given))
+    x, residual = torch.randn(2, 5, 128).bfloat16()[..., :64].unbind(0)
+    gain = torch.ones(64, dtype=torch.bfloat16)
+    lifted = lift.run(x, residual, None, gain, 0.25)
+    ((programs, arguments, _),) = told
+    given = dict(zip(held_kernel.arg_names, arguments, strict=False))
+    assert [*given] == [*NUMBERS]
+    assert programs == 5
+    tensors = {"x_ptr": x, "residual_ptr": residual, "gain_ptr": gain, "total_ptr": lifted.residual}
+    tensors |= {"pairs_ptr": None, "scales_ptr": lifted.scale}
+    assert all(given[name] is tensor for name, tensor in tensors.items())
+    assert given["out_ptr"].data_ptr() == lifted.values.data_ptr()
+    assert [given[name] for name in ("tokens", "x_stride", "residual_stride", "eps")] == [5, 128, 128, 0.25]

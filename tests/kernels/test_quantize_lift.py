@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.backend import slab_view
 from slidesparse.kernels import lift as kernels
 from slidesparse.kernels.lift import quantize_lift
-from slidesparse.kernels.lift_launch import Launch
-from slidesparse.layout import Columns, Slabs
+from slidesparse.kernels.lift_launch import Launch, LiftInputs
+from slidesparse.layout import ColumnOrder, LinearTensors, Slabs, slab_view
 from slidesparse.packed import PackedWeight, pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows
@@ -42,8 +41,8 @@ def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple
     return gather(values, packed.column_map(multiple).to(x.device)), scale
 
 
-def on(device: str, packed: PackedWeight, multiple: int = 1) -> Columns:
-    return Columns.of(packed.to(device), multiple)
+def on(device: str, packed: PackedWeight, multiple: int = 1) -> ColumnOrder:
+    return ColumnOrder.of(packed.to(device), multiple)
 
 
 def same_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -72,10 +71,10 @@ def rows(columns: int) -> torch.Tensor:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A chunk has 64 columns and a step writes 128: rows of more than 512 columns are walked, in steps of 64."""
-    kernels.call_for.cache_clear()
+    kernels.find_kernel_lift.cache_clear()
     monkeypatch.setattr(kernels, "configure", lambda *_: Launch(read=64, write=128, num_warps=1))
     yield
-    kernels.call_for.cache_clear()
+    kernels.find_kernel_lift.cache_clear()
 
 
 # -- the column order ----------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) ->
     weight = torch.randn(500).to(device, torch.bfloat16)
     total = x.to(torch.float32) + residual.to(torch.float32)
     columns = on(device, packed, 32)
-    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
+    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=weight, residual=residual, eps=1e-6)
     assert_same(got, expected(rms_norm(total, weight, 1e-6), packed, torch.int8, 32))
     assert same_bits(after, total.to(torch.bfloat16))
 
@@ -132,22 +131,22 @@ def test_held_and_walked_rows_agree_with_the_definition(
     assert_same(quantize_lift(x, on(device, packed, 32), torch.int8), expected(x, packed, torch.int8, 32))
 
 
-@pytest.mark.parametrize("first", ["rms_norm", "add_rms_norm", "silu_mul"])
+@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_walked_rows_are_held_rows(
-    device: str, monkeypatch: pytest.MonkeyPatch, first: str, dtype: torch.dtype
+    device: str, monkeypatch: pytest.MonkeyPatch, prologue: str, dtype: torch.dtype
 ) -> None:
     packed = packed_weight("6:8", 700)
     x, residual = torch.randint(-40, 41, (2, 2, 700)).div(8).to(device, torch.bfloat16).unbind(0)
     weight = torch.randn(700).to(device, torch.bfloat16)
-    given = {"x": torch.cat([x, residual], 1)} if first == "silu_mul" else {"x": x, "weight": weight, "eps": 1e-6}
-    given |= {"residual": residual} if first == "add_rms_norm" else {}
+    given = {"x": torch.cat([x, residual], 1)} if prologue == "silu_mul" else {"x": x, "gain": weight, "eps": 1e-6}
+    given |= {"residual": residual} if prologue == "add_rms_norm" else {}
     results = []
     for read in (1024, 64):  # held in one chunk, and walked
-        kernels.call_for.cache_clear()
+        kernels.find_kernel_lift.cache_clear()
         monkeypatch.setattr(kernels, "configure", lambda *_, read=read: Launch(read, 256, 1))
-        results.append(quantize_lift(columns=on(device, packed, 32), target=dtype, first=first, **given))
-    kernels.call_for.cache_clear()
+        results.append(quantize_lift(order=on(device, packed, 32), target=dtype, prologue=prologue, **given))
+    kernels.find_kernel_lift.cache_clear()
     for one, other in zip(*results, strict=True):
         assert one is None if other is None else same_bits(one, other)
 
@@ -157,7 +156,7 @@ def test_columns_as_they_are(device: str, multiple: int) -> None:
     x = torch.randn(3, 90, dtype=torch.bfloat16, device=device)
     values, scale = quantize_rows(x, torch.int8)
     padded = torch.nn.functional.pad(values, (0, -90 % multiple))
-    assert_same(quantize_lift(x, Columns.identity(90, multiple), torch.int8), (padded, scale))
+    assert_same(quantize_lift(x, ColumnOrder.identity(90, multiple), torch.int8), (padded, scale))
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------------
@@ -241,6 +240,16 @@ def test_rows_may_lie_anywhere(device: str, stride: int, start: int) -> None:
     assert_same(quantize_lift(x[::2], on(device, packed), torch.int8), expected(x[::2], packed, torch.int8))
 
 
+def test_a_linears_lift_takes_any_strides(device: str) -> None:
+    packed = packed_weight("6:8", 64)
+    order, where = on(device, packed), torch.randn(1, device=device).device
+    x, residual = (torch.randn(64, 5, device=device).T for _ in range(2))
+    tensors = LinearTensors(packed.column_map(), order.pairs, (), None, None, torch.ones(64, device=device))
+    lift = kernels.find_kernel_lift(order.without_pairs, x.dtype, torch.int8, "add_rms_norm", 5, where, None, None)
+    wanted = lift(x.contiguous(), residual.contiguous(), tensors, 1e-6)
+    assert all(torch.equal(*both) for both in zip(lift(x, residual, tensors, 1e-6), wanted, strict=True))
+
+
 def test_one_variant_serves_all_rows(device: str) -> None:
     # On a GPU the second call launches what the first compiled; unaligned rows must not get it, nor make it unfit.
     packed = packed_weight("6:8", 64)
@@ -281,24 +290,24 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
-@pytest.mark.parametrize("first", ["rms_norm", "add_rms_norm", "silu_mul"])
-def test_fused_kernels_write_slabs_too(device: str, pattern: str, first: str) -> None:
+@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
+def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str) -> None:
     packed, slabs = packed_weight(pattern, 90), Slabs(24, swizzle=True)
     columns = on(device, packed, 128)
     x, residual = torch.randn(2, 9, 90, dtype=torch.bfloat16, device=device).unbind(0)
     weight = torch.randn(90, dtype=torch.bfloat16, device=device)
     given = {
-        "rms_norm": {"x": x, "weight": weight, "eps": 1e-6},
-        "add_rms_norm": {"x": x, "weight": weight, "residual": residual, "eps": 1e-6},
+        "rms_norm": {"x": x, "gain": weight, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "gain": weight, "residual": residual, "eps": 1e-6},
         "silu_mul": {"x": torch.cat([x, residual], 1)},
-    }[first]
+    }[prologue]
     # The row-major results are tested below; here the same bytes must stand elsewhere, and all else be the same.
-    wanted = quantize_lift(columns=columns, target=torch.int8, first=first, **given)
-    got = quantize_lift(columns=columns, target=torch.int8, first=first, slabs=slabs, **given)
+    wanted = quantize_lift(order=columns, target=torch.int8, prologue=prologue, **given)
+    got = quantize_lift(order=columns, target=torch.int8, prologue=prologue, slabs=slabs, **given)
     view = slab_view(got.values, slabs)
     assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.values.cpu(), slabs))
     assert torch.equal(got.scale, wanted.scale)
-    assert (got.residual is None) == (first != "add_rms_norm")
+    assert (got.residual is None) == (prologue != "add_rms_norm")
     assert got.residual is None or torch.equal(got.residual, wanted.residual)
 
 
@@ -351,11 +360,11 @@ def test_rms_norm_first(
     wanted = expected(rms_norm(total, weight, 1e-6), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
-        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", weight=weight, residual=residual, eps=1e-6)
+        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", gain=weight, residual=residual, eps=1e-6)
         assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
-        got = quantize_lift(x, columns, dtype, "rms_norm", weight=weight, eps=1e-6)
+        got = quantize_lift(x, columns, dtype, "rms_norm", gain=weight, eps=1e-6)
     assert_same(got, wanted)
 
 
@@ -403,16 +412,16 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
         quantize_lift(x, columns, torch.int8, "silu_mul")
     with pytest.raises(InputError, match="type to lift to"):
         quantize_lift(x, columns, torch.bfloat16)
-    with pytest.raises(InputError, match="weight of RMSNorm"):
-        quantize_lift(x, columns, torch.int8, "rms_norm", weight=x[0, :32], eps=1e-6)
-    with pytest.raises(InputError, match="weight of RMSNorm"):
+    with pytest.raises(InputError, match="gain of RMSNorm"):
+        quantize_lift(x, columns, torch.int8, "rms_norm", gain=x[0, :32], eps=1e-6)
+    with pytest.raises(InputError, match="gain of RMSNorm"):
         quantize_lift(x, columns, torch.int8, "rms_norm")
     with pytest.raises(InputError, match="residual"):
-        quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=x[0], residual=x[:2], eps=1e-6)
+        quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=x[0], residual=x[:2], eps=1e-6)
     with pytest.raises(InputError, match="residual"):
-        quantize_lift(x, columns, torch.int8, "add_rms_norm", weight=x[0], eps=1e-6)
+        quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=x[0], eps=1e-6)
     elsewhere = x.to("cpu" if device == "cuda" else "meta")
-    for given in ({"weight": elsewhere[0]}, {"weight": x[0], "residual": elsewhere}):
+    for given in ({"gain": elsewhere[0]}, {"gain": x[0], "residual": elsewhere}):
         with pytest.raises(InputError, match=f"on {elsewhere.device}, strides .* on {x.device}"):
             quantize_lift(x, columns, torch.int8, "add_rms_norm" if len(given) > 1 else "rms_norm", eps=1e-6, **given)
     moved = on(device, packed_weight("4:6@50%", 64))
@@ -423,9 +432,9 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
         with pytest.raises(InputError, match="index of pairs"):
             quantize_lift(x, moved.without_pairs, torch.int8, pairs=pairs)
     with pytest.raises(InputError, match="even number"):
-        Columns.of(packed, 3)
+        ColumnOrder.of(packed, 3)
     with pytest.raises(InputError, match="even number"):
-        Columns.identity(63)
+        ColumnOrder.identity(63)
     with pytest.raises(InputError, match="slab"):
         Slabs(12)
     with pytest.raises(InputError, match="slabs"):
@@ -438,11 +447,11 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     # A step that ends inside a slab would be written elsewhere.
     whole, launch = on(device, packed_weight("6:8", 128), 64), Launch(read=64, write=32, num_warps=1)
     with pytest.raises(InputError, match="steps of a launch that writes slabs"):
-        kernels.make_plan(whole, torch.bfloat16, torch.bfloat16, "none", Slabs(8), launch)
+        kernels.make_variant(whole, torch.bfloat16, torch.bfloat16, "none", Slabs(8), launch)
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.call_for.cache_clear()
+    kernels.find_kernel_lift.cache_clear()
     monkeypatch.setattr(kernels, "device_arch", lambda _: 80)
     with pytest.raises(UnsupportedError, match="sm_89"):
         quantize_lift(torch.randn(1, 64, device=device), on(device, packed_weight("6:8", 64)), torch.float8_e4m3fn)
@@ -451,25 +460,39 @@ def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatc
 def test_what_a_launch_by_address_is_told_of_what_it_reads(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     columns, bf16 = on(device, packed_weight("6:8", 64)), torch.bfloat16
     where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
-    call = kernels.Call(columns.without_pairs, bf16, torch.int8, "add_rms_norm", 5, where, None, None)
+    lift = kernels.KernelLift(columns.without_pairs, bf16, torch.int8, "add_rms_norm", 5, where, None, None)
     both, gain = torch.ones(5, 128, dtype=bf16, device=device), torch.ones(64, dtype=bf16, device=device)
     (x, residual), none = both.chunk(2, 1), torch.empty(0, device=device)
     current = True
     monkeypatch.setattr(kernels, "is_current", lambda _: current)
-    monkeypatch.setattr(call.launcher, "_run", None)
-    assert call.read(x, none, gain, residual) is None  # nothing is compiled yet
-    monkeypatch.setattr(call.launcher, "_run", "a kernel")
-    told = (x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, 128, 128)
-    assert call.read(x, none, gain, residual) == told
-    for x_, gain_, residual_ in (
-        (x[:4], gain, residual),
-        (x.half(), gain, residual),
-        (both[:, 1:65], gain, residual),  # not a multiple of 16 bytes
-        (x, gain[1:], residual),
-        (x, None, residual),
-        (x, gain, residual.to("meta")),
-        (x, gain, None),
+    monkeypatch.setattr(lift.launcher, "_run", None)
+    assert lift.inputs(x, residual, none, gain) is None  # nothing is compiled yet
+    assert lift.why_not(x, residual, none, gain) is None
+    monkeypatch.setattr(lift.launcher, "_run", "a kernel")
+    told = LiftInputs(x.data_ptr(), residual.data_ptr(), gain.data_ptr(), None, 128, 128)
+    assert lift.inputs(x, residual, none, gain) == told
+    assert lift.why_not(x, residual, none, gain) is None
+    for reason, x_, gain_, residual_ in (
+        ("activations to lift", x[:4], gain, residual),
+        ("activations to lift", x.half(), gain, residual),
+        ("multiples of 16 bytes", both[:, 1:65], gain, residual),
+        ("gain of RMSNorm", x, gain[1:], residual),
+        ("gain of RMSNorm", x, None, residual),
+        ("residual", x, gain, residual.to("meta")),
+        ("residual", x, gain, None),
     ):
-        assert call.read(x_, none, gain_, residual_) is None
+        assert lift.inputs(x_, residual_, none, gain_) is None
+        assert reason in str(lift.why_not(x_, residual_, none, gain_))
     current = False
-    assert call.read(x, none, gain, residual) is None
+    assert lift.inputs(x, residual, none, gain) is None
+    assert "not the current device" in str(lift.why_not(x, residual, none, gain))
+
+
+def test_a_reason_is_the_same_for_every_number_of_tokens(device: str) -> None:
+    order, where = on(device, packed_weight("6:8", 64)), torch.randn(1, device=device).device
+    reasons = set()
+    for tokens in (5, 6):
+        x = torch.randn(64, tokens, device=device).T
+        lift = kernels.find_kernel_lift(order.without_pairs, x.dtype, torch.int8, "none", tokens, where, None, None)
+        reasons.add(lift.why_not(x, None, None, None))
+    assert reasons == {"activations to lift: of another size, type, stride or device than the kernel reads"}

@@ -8,7 +8,7 @@ import math
 import types
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from slidesparse.errors import InputError
 
@@ -78,10 +78,11 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild ``value`` as ``kind``: a dataclass, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None`` or a plain type.
+    """Rebuild ``value`` as ``kind``.
 
     Args:
-        kind: The type to make. A dataclass may check its fields: the InputError of its ``__post_init__`` passes.
+        kind: A dataclass, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None``, a Literal or a plain type. A dataclass
+            may check its fields: the InputError of its ``__post_init__`` passes.
         value: The value that :func:`parse_json` returned.
         where: What error messages call it.
 
@@ -92,6 +93,9 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         inner = next(option for option in get_args(kind) if option is not type(None))
         return None if value is None else decode(inner, value, where)
+    if origin is Literal:
+        _expect(value in get_args(kind), where, value, f"one of {', '.join(map(repr, get_args(kind)))}")
+        return value
     if origin is tuple:
         _expect(isinstance(value, list), where, value, "a list")
         return tuple(decode(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(value))

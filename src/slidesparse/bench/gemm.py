@@ -13,7 +13,8 @@ from slidesparse.bench.comparison import Refusal, Session, Subject, compare, end
 from slidesparse.bench.dense import kernels
 from slidesparse.bench.operands import activations, expected, float_type, lifted, operand, packed_weight, problem_of
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
-from slidesparse.gemm import Backend, Layout, Operand, Problem, get_backend
+from slidesparse.gemm import Backend, Operand, Problem, get_backend
+from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
 from slidesparse.records import ALONE, DENSE, LIBRARY, Case, Record, Tried

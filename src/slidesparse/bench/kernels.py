@@ -16,7 +16,7 @@ from slidesparse.bench.comparison import Session, Subject, compare, ends, relati
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.operands import activations, gaussian
 from slidesparse.bench.problems import HEADLINE
-from slidesparse.layout import Columns
+from slidesparse.layout import ColumnOrder
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
@@ -41,7 +41,7 @@ def measure(session: Session, case: Case) -> list[Record]:
             QUANTIZE,
             "slidesparse",
             "",
-            partial(_quantize_lift, dtype, Columns.identity(case.in_features).order),
+            partial(_quantize_lift, dtype, ColumnOrder.identity(case.in_features).numbers),
             (x, columns, None),
             moved,
             _check(x, columns, dtype),
@@ -55,9 +55,9 @@ def measure(session: Session, case: Case) -> list[Record]:
         if variant == CONTROL:
             continue  # nobody lifts for it: its columns do not repeat
         packed = any_weight(Pattern.parse(variant), case.in_features, session.device)
-        lifted, order = packed.column_map(MULTIPLE), Columns.of(packed, MULTIPLE)
+        lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE)
         moved = x.nbytes + case.tokens * (len(lifted) + 4)
-        run, operands = partial(_quantize_lift, dtype, order.order), (x, lifted, order.pairs)
+        run, operands = partial(_quantize_lift, dtype, order.numbers), (x, lifted, order.pairs)
         subjects.append(Subject(f"lift {variant}", "slidesparse", "", run, operands, moved, _check(x, lifted, dtype)))
     return compare(session, case, subjects + _fused_subjects(session, case, x))
 
@@ -65,7 +65,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subject]:
     """Quantise and lift behind each of what it can be fused with, at one pattern."""
     packed, dtype = any_weight(Pattern.parse(HEADLINE), case.in_features, session.device), parse_dtype(case.dtype)
-    lifted, order = packed.column_map(MULTIPLE), Columns.of(packed, MULTIPLE).order
+    lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE).numbers
     more = partial(gaussian, dtype=x.dtype, device=session.device)
     residual, weight = more(*x.shape, seed=2), more(case.in_features, seed=3)
     written = case.tokens * (len(lifted) + 4)

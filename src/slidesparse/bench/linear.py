@@ -18,7 +18,7 @@ from slidesparse.bench.operands import activations, float_type, packed_weight, p
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
-from slidesparse.layout import Columns
+from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
@@ -115,7 +115,7 @@ def _dense_linear(
     if quantiser == "vllm":
         values, scale = vllm_quantize(x, dtype)
     else:
-        values, scale = ops.quantize_lift(x, columns, dtype, order=Columns.identity(x.shape[1]).order)
+        values, scale = ops.quantize_lift(x, columns, dtype, order=ColumnOrder.identity(x.shape[1]).numbers)
     return kernel.run(values, weight, scale, scale_w)
 
 

@@ -13,8 +13,9 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.comparison import ends
 from slidesparse.bench.problems import resolve
-from slidesparse.gemm import Layout, Operand, Problem, get_backend
+from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.layout import Layout
 from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
@@ -77,8 +78,8 @@ def lifted(
     x: torch.Tensor, packed: PackedWeight, layout: Layout, backend: str = "reference"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Activations [M, K] as a backend of this layout wants them, with their scale [M, 1] if they are quantised."""
-    columns, column_map = layout.columns(packed), layout.column_map(packed)
-    order = {} if columns is None else {"pairs": columns.pairs, "order": columns.order}
+    columns, column_map = layout.order(packed), layout.column_map(packed)
+    order = {} if columns is None else {"pairs": columns.pairs, "order": columns.numbers}
     if packed.dtype not in QUANTISED:
         return ops.lift(x, column_map, backend, **order), None
     values, scale = ops.quantize_lift(x, column_map, packed.dtype, backend, **order)

@@ -1,6 +1,6 @@
 """Matrix multiplication of lifted activations by packed weights: one contract, several backends."""
 
-from slidesparse.gemm.backend import Backend, Layout, Operand, Problem
+from slidesparse.gemm.backend import Backend, Operand, Problem
 from slidesparse.gemm.select import BACKENDS, Choice, choose, get_backend
 
-__all__ = ["BACKENDS", "Backend", "Choice", "Layout", "Operand", "Problem", "choose", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Choice", "Operand", "Problem", "choose", "get_backend"]

@@ -6,25 +6,33 @@ A backend computes, for activations ``X`` that :func:`slidesparse.ops.quantize_l
 
 with the product accumulated in int32 (INT8) or float32 (all others), the rest in float32 and one rounding to the output
 type at the end. This is vLLM's order of operations (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``).
+
+A *runner* runs a linear, or several in a row, for one number of tokens. It is made once, when that number is first
+seen (:mod:`slidesparse.ops.resolve`), and called often. Every backend can lift, then multiply: that is the default. A
+backend with a faster way gives a runner of its own, which takes the default where its own way cannot run, and logs the
+reason once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
-from slidesparse.layout import SLAB_BYTES, Columns, Slabs
+from slidesparse.gemm.spec import Slots
+from slidesparse.layout import Layout, LinearTensors
+from slidesparse.lifting import Lift
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import Pattern
 
 if TYPE_CHECKING:
-    from slidesparse.gemm.chain import Placed
-    from slidesparse.kernels.lift import Call  # needs Triton
+    from slidesparse.kernels.lift import KernelLift  # needs Triton
+
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
 """What a backend's kernel reads of a weight, in the backend's own layout: plain tensors, which can be buffers."""
@@ -51,82 +59,6 @@ class Problem:
     slid: bool = True
 
 
-def exact_rows(tokens: int) -> int:
-    """As many rows as tokens."""
-    return tokens
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a backend wants the activations.
-
-    They are always a contiguous tensor [M, K'], whatever the order of the bytes in it and however much memory lies
-    behind it: shapes, and all that reasons about them, stay those of the product.
-
-    Attributes:
-        lifted: False for a backend that multiplies the unpacked weight.
-        multiple: Columns of each segment are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads. Whoever makes the activations gives the memory behind them so many
-            rows, with anything in those past M, and saves :func:`with_rows` a copy. Without meaning under ``slabs``.
-        slabs: The bytes stand slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
-            None: they are row-major.
-    """
-
-    lifted: bool = True
-    multiple: int = 1
-    rows: Callable[[int], int] = exact_rows
-    slabs: Slabs | None = None
-
-    def multiple_of(self, dtype: torch.dtype) -> int:
-        """To what segments of this type are padded: ``multiple``, and whole slabs where there are slabs."""
-        return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
-
-    def columns(self, packed: PackedWeight) -> Columns | None:
-        """The same order in the few numbers that the Triton kernels take; None where they cannot write it."""
-        multiple = self.multiple_of(packed.dtype)
-        if self.lifted:
-            return Columns.of(packed, multiple)
-        even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
-        return Columns.identity(packed.shape[1], multiple) if even else None
-
-    def column_map(self, packed: PackedWeight) -> torch.Tensor:
-        """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""
-        multiple = self.multiple_of(packed.dtype)
-        if self.lifted:
-            return packed.column_map(multiple)
-        columns = torch.arange(packed.shape[1], device=packed.device)
-        return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
-
-
-def check_slabs(x: torch.Tensor, needed: int) -> None:
-    """Make sure that so many bytes lie behind activations [M, K'], which were made for a layout in slabs.
-
-    Raises:
-        InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
-            another layout cannot be told apart where there are enough of them.
-    """
-    held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if not x.is_contiguous() or held < needed:
-        raise InputError(
-            "activations in slabs",
-            got=f"{held} bytes, strides {x.stride()}",
-            needed=f"{needed} bytes, contiguous",
-            remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
-        )
-
-
-def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
-
-    Raises:
-        InputError: See :func:`check_slabs`.
-    """
-    tokens, width = x.shape
-    shape = slabs.shape(tokens, width, x.element_size())
-    check_slabs(x, math.prod(shape) * x.element_size())
-    return x.as_strided(shape, (shape[1] * shape[2], shape[2], 1))
-
-
 def gpu_of(x: torch.Tensor, backend: str) -> int:
     """The GPU on which activations are.
 
@@ -144,24 +76,6 @@ def gpu_of(x: torch.Tensor, backend: str) -> int:
     return device
 
 
-def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Activations [M, K'] as [rows, K'], rows >= M; those past M hold anything.
-
-    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory behind ``x`` costs
-    nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
-    alone, so what stands in the extra rows never reaches a user.
-    """
-    tokens, columns = x.shape
-    if rows == tokens and x.is_contiguous():
-        return x
-    end = (x.storage_offset() + rows * columns) * x.element_size()
-    if x.is_contiguous() and end <= x.untyped_storage().nbytes():
-        return x.as_strided((rows, columns), (columns, 1))
-    padded = x.new_empty(rows, columns)
-    padded[:tokens] = x
-    return padded
-
-
 def release(name: str, version: str) -> str:
     """A library and its version without the patch.
 
@@ -171,97 +85,144 @@ def release(name: str, version: str) -> str:
     return f"{name} {'.'.join(version.split('.')[:2])}"
 
 
-class LinearCall(Protocol):
-    """Lifting and multiplying as one, for one number of tokens and weights of one size and type."""
+Products = tuple[torch.Tensor, "torch.Tensor | None"]
+"""The product [M, out] in the type of the activations, and the new residual [M, K] or None."""
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        form: Sequence[torch.Tensor],
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Quantise, lift and multiply.
+
+class Runner(Protocol):
+    """One linear for one number of tokens, and weights of one size and type."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
+        """Apply the prologue, quantise, lift and multiply.
 
         Args:
-            x: [M, K], or [M, 2K], as :class:`slidesparse.kernels.lift.Call` takes it.
-            form: Of the weight: column map, pairs (empty where the lifting call takes none), and the operand, from
-                :meth:`Backend.prepare`.
-            scale_w: As of :meth:`Backend.matmul`.
-            bias: As of :meth:`Backend.matmul`.
-            gain: [K], the weight of a norm.
-            residual: As of the lifting call.
+            x: [M, K], or [M, 2K] for the prologue ``silu_mul``.
+            residual: [M, K] for the prologue ``add_rms_norm``, else None.
+            tensors: Of the linear.
             eps: Of the norm.
 
-        Returns:
-            The product and the new residual. None where it does not take these tensors: nothing was launched, and the
-            lifting call, then :meth:`Backend.matmul`, run them or say what is wrong.
+        Raises:
+            InputError: When the tensors are not those that the runner was made for.
         """
         ...
 
 
-class ChainCall(Protocol):
-    """Several linears, each of which takes what the one before it gives, for one number of tokens."""
+class ChainRunner(Protocol):
+    """Several linears, each of which takes the product of the one before it, for one number of tokens."""
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
         """Run them.
 
         Args:
-            x: [M, K], what the first one takes.
-            residual: What the first one behind ``add_rms_norm`` adds.
-            tensors: Those of the chain, of which :class:`slidesparse.gemm.chain.Placed` says whose is which.
+            x: [M, K], the activations of the first one.
+            residual: [M, K], which the first one with the prologue ``add_rms_norm`` adds.
+            tensors: Those of all linears; their :class:`slidesparse.gemm.spec.Slots` say whose is which.
 
         Returns:
-            The last product, and the last new residual, or ``residual`` where none is added. None where it does not
-            take these tensors: nothing was launched, and one linear after the other runs.
+            The last product, and the last new residual, or ``residual`` where none is added.
         """
         ...
 
 
-class Backend(Protocol):
-    """A way to multiply. Stateless; whatever belongs to one weight is in its operand."""
+class LiftThenMultiply:
+    """The default: one call that lifts, then one that multiplies.
+
+    Args:
+        backend: Multiplies.
+        lift: Lifts, in the backend's layout.
+        out_features: Rows of the weight.
+    """
+
+    def __init__(self, backend: Backend, lift: Lift, out_features: int) -> None:
+        self.backend, self.lift, self.out_features = backend, lift, out_features
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
+        """See :class:`Runner`."""
+        if tensors.column_map.device != x.device:
+            raise InputError(
+                "activations and weight on two devices",
+                got=f"{x.device}, {tensors.column_map.device}",
+                needed="one device",
+                remedy="move the activations; build the layer on the device on which it runs",
+            )
+        values, scale_x, total = self.lift(x, residual, tensors, eps)
+        operand = tuple(tensors.operand)
+        rest = tensors.scale, tensors.bias, self.out_features, x.dtype
+        return self.backend.matmul(values, scale_x, operand, *rest), total
+
+    def __repr__(self) -> str:
+        return f"{self.backend.name}, lift then multiply"
+
+
+def log_by_parts(
+    runner: Runner, lift: KernelLift, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors
+) -> None:
+    """Log once why a runner takes the default way; nothing where only the first compilation is missing.
+
+    Args:
+        runner: The runner.
+        lift: Its lift.
+        x: Activations that it was given.
+        residual: The residual, too.
+        tensors: And the linear's tensors.
+    """
+    reason = lift.why_not(x, residual, tensors.pairs, tensors.gain)
+    if reason is None and lift.launcher.ready:
+        reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
+    if reason is not None:
+        log_once(f"slidesparse: {runner!r} runs by its parts: {reason}")
+
+
+class OneByOne:
+    """The default for a chain: one runner after the other.
+
+    Args:
+        linears: The runner of each, and where its tensors are.
+    """
+
+    def __init__(self, linears: Sequence[tuple[Runner, Slots]]) -> None:
+        self.linears = tuple(linears)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
+        """See :class:`ChainRunner`."""
+        for runner, slots in self.linears:
+            x, total = runner(x, residual if slots.adds else None, slots.pick(tensors), slots.eps)
+            residual = total if slots.adds else residual
+        return x, residual
+
+    def __repr__(self) -> str:
+        return f"{len(self.linears)} one by one"
+
+
+class Backend(ABC):
+    """A way to multiply. It has no state: everything that belongs to one weight is in its operand.
+
+    Attributes:
+        name: As users write it.
+        accelerated: ``auto`` may choose it for its speed.
+        layout: How it reads activations.
+    """
 
     name: str
     accelerated: bool
     layout: Layout
 
-    @property
-    def linear_call(self) -> Callable[[Call, int], LinearCall | None] | None:
-        """Makes a :class:`LinearCall` of a lifting call, for at least one token, and of a weight's rows, at least one.
-
-        None, or where it makes None: there is no such thing, and a linear is the lifting call, then :meth:`matmul`.
-        """
-        ...
-
-    @property
-    def chain_call(self) -> Callable[[Sequence[tuple[Any, Placed]]], ChainCall] | None:
-        """Makes a :class:`ChainCall` of two or more of its own linear calls; None: there is no such thing."""
-        ...
-
-    def __hash__(self) -> int:
-        """Of the object: what belongs to a backend is looked up by it."""
-        ...
-
+    @abstractmethod
     def why_not(self, problem: Problem) -> str | None:
-        """Why this backend cannot run ``problem``, in one sentence, or None when it can."""
-        ...
+        """Say why this backend cannot run ``problem``, in one sentence; None when it can."""
 
+    @abstractmethod
     def library(self) -> str:
-        """Whose kernels run here, with the version by which their speed may change, patches left out: ``vLLM 0.22``.
+        """Name the library whose kernels run here, with the version by which their speed may change: ``vLLM 0.22``.
 
-        Measured times hold for one of these (gemm/speed.py). Asked only where :meth:`why_not` answers None.
+        Measured times are kept with this name (gemm/speed.py). Asked only where :meth:`why_not` answers None.
         """
-        ...
 
+    @abstractmethod
     def prepare(self, packed: PackedWeight) -> Operand:
-        """Reorder a packed weight, once, into what the kernel reads."""
-        ...
+        """Reorder a packed weight, once, into the tensors that the kernel reads."""
 
+    @abstractmethod
     def matmul(
         self,
         x: torch.Tensor,
@@ -287,4 +248,32 @@ class Backend(Protocol):
         Returns:
             [M, out] in ``out_dtype``.
         """
-        ...
+
+    def runner(self, lift: Lift, out_features: int) -> Runner:
+        """Return the runner of a linear for one number of tokens; the default lifts, then multiplies.
+
+        Args:
+            lift: The lift for that number of tokens, in this backend's layout.
+            out_features: Rows of the weight.
+
+        Raises:
+            UnsupportedError: A kernel cannot be loaded.
+        """
+        return LiftThenMultiply(self, lift, out_features)
+
+    def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
+        """Return the runner of linears in a row, all of this backend; the default runs one after the other.
+
+        Args:
+            linears: Runners that :meth:`runner` made for one number of tokens, and where their tensors are.
+        """
+        return OneByOne(linears)
+
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
+        """Load every kernel that some number of tokens may choose; the default has none to load.
+
+        Args:
+            dtype: Type of the weight.
+            out_dtype: Type of the activations and products.
+            device: Where.
+        """

@@ -20,21 +20,24 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 
 from slidesparse.base import torch_private
-from slidesparse.gemm.backend import Layout, LinearCall, Operand, release, with_rows
-from slidesparse.gemm.dense_linear import DenseLinear, Multiply
+from slidesparse.base.torch_private import empty_here
+from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
+from slidesparse.kernels.lift_launch import LiftOutputs
+from slidesparse.layout import Layout, LinearTensors, with_rows
+from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.support import as_bits
+from slidesparse.support import as_bits, is_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import Call  # needs Triton
+    from slidesparse.kernels.lift import KernelLift  # needs Triton
 
 MULTIPLE = 16
 """8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
@@ -74,10 +77,14 @@ class Dense(Reference):
         vllm_scaled_mm()
         return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
 
-    @property
-    def linear_call(self) -> Callable[[Call, int], LinearCall | None]:
-        """See :class:`slidesparse.gemm.backend.Backend`."""
-        return _linear_call
+    def runner(self, lift: Lift, out_features: int) -> Runner:
+        """See :class:`slidesparse.gemm.backend.Backend`: fused where a kernel applies scales and bias itself."""
+        by_parts = LiftThenMultiply(self, lift, out_features)
+        if isinstance(lift, TorchLift) or not out_features:
+            return by_parts
+        kernel_lift = cast("KernelLift", lift)
+        multiply = _fused_after(kernel_lift) if kernel_lift.tokens else None
+        return by_parts if multiply is None else DenseLinear(kernel_lift, by_parts, multiply)
 
     def matmul(
         self,
@@ -99,11 +106,58 @@ class Dense(Reference):
         return apply_scales(product(x, weight)[:, :out_features], scale_x, scale_w, bias, out_dtype)
 
 
-def _linear_call(lift: Call, out_features: int) -> LinearCall | None:
+Multiply = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor
+]
+"""(x [M, K], weight [out, K], scale_x [M, 1], scale_w [out], bias [out], type) -> [M, out] of that type."""
+
+
+def _fused_after(lift: KernelLift) -> Multiply | None:
     if not lift.quantised or lift.padded != lift.tokens or not _has_kernels(lift.target, lift.index):
         return None
-    multiply = fused_product(lift.target, lift.source, lift.tokens, lift.index)
-    return None if multiply is None else DenseLinear(lift, out_features, multiply)
+    return fused_product(lift.target, lift.source, lift.tokens, lift.index)
+
+
+class DenseLinear:
+    """Quantise, then multiply, with little more than allocations between the two; see :class:`Runner`.
+
+    Layers that ``auto`` leaves dense for some numbers of tokens run here, in a model whose host may be the slower side.
+
+    Args:
+        lift: Quantises, row-major and without padding.
+        by_parts: Runs what this cannot.
+        multiply: Multiplies, for biases of the activations' type.
+    """
+
+    __slots__ = ("_by_parts", "_lift", "_multiply", "_out", "_shape")
+
+    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, multiply: Multiply) -> None:
+        self._lift, self._by_parts, self._multiply, self._out = lift, by_parts, multiply, by_parts.out_features
+        self._shape = torch.Size((self._out, lift.width))
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
+        """See :class:`slidesparse.gemm.backend.Runner`."""
+        lift, (_, pairs, operand, scale_w, bias, gain) = self._lift, tensors
+        inputs = lift.inputs(x, residual, pairs, gain)
+        if inputs is None or scale_w is None or not self._reads(operand[0], scale_w, bias):
+            log_by_parts(self, lift, x, residual, tensors)
+            return self._by_parts(x, residual, tensors, eps)
+        total = None if residual is None else empty_here(*lift.shape, lift.source)
+        values, scale = empty_here(lift.tokens, lift.width, lift.target), empty_here(lift.tokens, 1, torch.float32)
+        total_at = None if total is None else total.data_ptr()
+        lift.launch(inputs, LiftOutputs(total_at, values.data_ptr(), scale.data_ptr()), eps)
+        return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), total
+
+    def _reads(self, weight: torch.Tensor, scale_w: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        lift = self._lift
+        if weight.shape != self._shape or weight.dtype != lift.target or weight.device != lift.device:
+            return False
+        if not is_vector(scale_w, self._out, lift.device, (torch.float32,)):
+            return False
+        return bias is None or is_vector(bias, self._out, lift.device, (lift.source,))
+
+    def __repr__(self) -> str:
+        return "dense, fused"
 
 
 def _quantised(

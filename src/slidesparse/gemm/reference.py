@@ -7,16 +7,11 @@ GEMM (fast on a CPU) without rounding and are summed in int32. On a GPU the sum 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch
 
-from slidesparse.gemm.backend import Layout, LinearCall, Operand, Problem, release
+from slidesparse.gemm.backend import Backend, Operand, Problem, release
+from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
-
-if TYPE_CHECKING:
-    from slidesparse.kernels.lift import Call  # needs Triton
 
 EXACT_BLOCK = 1024
 
@@ -59,22 +54,12 @@ def apply_scales(
     return y.to(out_dtype).contiguous()
 
 
-class Reference:
+class Reference(Backend):
     """Slid weights times lifted activations, exactly; slow."""
 
     name = "reference"
     accelerated = False
     layout = Layout(lifted=True)
-
-    @property
-    def linear_call(self) -> Callable[[Call, int], LinearCall | None] | None:
-        """None."""
-        return None
-
-    @property
-    def chain_call(self) -> None:
-        """None."""
-        return None
 
     def why_not(self, problem: Problem) -> str | None:
         """Never refuses."""

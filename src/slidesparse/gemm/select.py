@@ -69,7 +69,7 @@ class Choice:
 
     def at(self, tokens: int) -> str:
         """The backend that runs M tokens."""
-        return next(route.backend for route in reversed(self.routes) if route.first <= tokens)
+        return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
         """``dense up to 4095 tokens, cusparselt beyond``."""

@@ -1,40 +1,50 @@
-"""What the operator ``linear`` is told of a weight, in one string: its size and type, and which form runs when.
+"""Specs: what the operators are told of a linear, or of several in a row, as one string.
 
-A layer keeps its weight in the form of every backend that some number of tokens needs. Their activations differ as
-well, so the number of tokens decides before anything is quantised; and since it is known only when the operator runs,
-under torch.compile and CUDA graphs too, the decision is the operator's. One string says all of it, since every argument
-of an operator costs host time on every call, and a longer string costs no more than a short one.
+A layer keeps its weight in the form of every backend that some number of tokens needs. Backends want different
+activations, so the number of tokens decides before anything is quantised; and since it is known only when the operator
+runs, under torch.compile and CUDA graphs too, the operator decides. One string says everything that does not change
+from call to call: every argument of an operator costs host time on every call, and a longer string costs no more than
+a short one.
+
+Between two attentions a decoder layer is four linears in a row: the output projection, gate and up after a norm, down
+after SiLU, and the next layer's query, key and value after a norm. As one operator, ``chain``, they cost the host one
+dispatch.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
 from slidesparse.base.typed_json import decode
+from slidesparse.errors import InputError
+from slidesparse.layout import LinearTensors
+from slidesparse.prologue import NORMS, Prologue
 from slidesparse.quant import parse_dtype
 
 
 @dataclass(frozen=True)
 class Route:
-    """From ``first`` tokens on, up to the next route's, this backend runs."""
+    """From ``from_tokens`` tokens on, up to the next route's, this backend runs."""
 
-    first: int
+    from_tokens: int
     backend: str
 
 
 @dataclass(frozen=True)
-class Form:
+class FormSpec:
     """One form of a weight.
 
     Attributes:
-        backend: Whose.
-        order: :attr:`slidesparse.layout.Columns.order` of its activations; empty where the torch definition
+        backend: The backend that reads it.
+        order: :attr:`slidesparse.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
             must write them.
         tensors: How many of the operator's tensors are its own: column map, index of pairs (or an empty tensor),
             operand.
@@ -46,7 +56,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Switch:
+class WeightSpec:
     """A layer's weight.
 
     Attributes:
@@ -58,28 +68,31 @@ class Switch:
 
     out_features: int
     dtype: str
-    forms: tuple[Form, ...]
+    forms: tuple[FormSpec, ...]
     routes: tuple[Route, ...]
 
-    def to_text(self) -> str:
-        """What :func:`parse_switch` reads."""
-        return self._text
+    @property
+    def tensors(self) -> int:
+        """How many of the operator's tensors are its own."""
+        return sum(form.tensors for form in self.forms)
 
-    def pick(self, tokens: int) -> tuple[Form, int]:
-        """The form that multiplies M tokens, and where its tensors begin."""
-        return self._chosen[bisect_right(self._firsts, tokens) - 1]
+    def pick(self, tokens: int) -> tuple[FormSpec, int]:
+        """Return the form that multiplies M tokens, and where its tensors begin."""
+        return self._chosen[bisect_right(self._starts, tokens) - 1]
 
-    def through(self, backend: str, first: int, last: int) -> Switch:
-        """The same weight, which from ``first`` to ``last`` tokens runs on one of its backends."""
+    def through(self, backend: str, first: int, last: int) -> WeightSpec:
+        """Return the same weight, which from ``first`` to ``last`` tokens runs on one of its backends."""
         after = Route(last + 1, self.pick(last + 1)[0].backend)
-        before, behind = (r for r in self.routes if r.first < first), (r for r in self.routes if r.first > after.first)
-        routes = [*before, Route(first, backend), after, *behind]
+        before = (route for route in self.routes if route.from_tokens < first)
+        rest = (route for route in self.routes if route.from_tokens > after.from_tokens)
+        routes = [*before, Route(first, backend), after, *rest]
         changes = [r for i, r in enumerate(routes) if not i or r.backend != routes[i - 1].backend]
         return replace(self, routes=tuple(changes))
 
     @cached_property
-    def _text(self) -> str:  # takes longer than two launches, and is asked for with every new number of tokens
-        return json.dumps(asdict(self), separators=(",", ":"))
+    def text(self) -> str:
+        """The spec as a string, for :func:`parse_weight`. Making it takes longer than two launches, so it is kept."""
+        return _to_text(self)
 
     @cached_property
     def weight_dtype(self) -> torch.dtype:
@@ -87,30 +100,138 @@ class Switch:
         return parse_dtype(self.dtype)
 
     @cached_property
-    def _firsts(self) -> list[int]:
-        return [route.first for route in self.routes]
+    def _starts(self) -> list[int]:
+        return [route.from_tokens for route in self.routes]
 
     @cached_property
-    def _chosen(self) -> list[tuple[Form, int]]:
+    def _chosen(self) -> list[tuple[FormSpec, int]]:
         starts = accumulate((form.tensors for form in self.forms), initial=0)
         forms = {form.backend: (form, start) for form, start in zip(self.forms, starts, strict=False)}
         return [forms[route.backend] for route in self.routes]
 
 
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear of a chain. Its tensors are those of its weight, then scale, bias and gain if it has them.
+
+    Attributes:
+        prologue: Applied to its activations before they are quantised.
+        eps: Of the norm.
+        scaled: Its weight has a scale.
+        biased: It has a bias.
+        weight: The weight.
+    """
+
+    prologue: Prologue
+    eps: float
+    scaled: bool
+    biased: bool
+    weight: WeightSpec
+
+    @property
+    def tensors(self) -> int:
+        """How many of the operator's tensors are its own."""
+        return self.weight.tensors + self.scaled + self.biased + (self.prologue in NORMS)
+
+
+class Slots(NamedTuple):
+    """Where the tensors of one linear are among those of its chain.
+
+    Attributes:
+        form: Those of the form of its weight that runs: column map, index of pairs, operand.
+        scale: Its scale; None without, as below.
+        bias: Its bias.
+        gain: Its gain.
+        adds: It takes the residual, and gives a new one.
+        eps: Of its norm.
+    """
+
+    form: range
+    scale: int | None
+    bias: int | None
+    gain: int | None
+    adds: bool
+    eps: float
+
+    @property
+    def read(self) -> list[int]:
+        """Slots of the tensors that kernels read: all but the column map."""
+        slots = *self.form[1:], self.scale, self.bias, self.gain
+        return [slot for slot in slots if slot is not None]
+
+    def pick(self, tensors: Sequence[torch.Tensor]) -> LinearTensors:
+        """Return the linear's tensors among the chain's."""
+        form, scale, bias, gain, _, _ = self
+        column_map, pairs, *operand = tensors[form.start : form.stop]
+        return LinearTensors(
+            column_map,
+            pairs,
+            operand,
+            None if scale is None else tensors[scale],
+            None if bias is None else tensors[bias],
+            None if gain is None else tensors[gain],
+        )
+
+
+def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
+    """Return the slots of a linear for M tokens.
+
+    Args:
+        linear: The linear.
+        start: Where its tensors begin among the chain's.
+        tokens: M.
+    """
+    form, offset = linear.weight.pick(tokens)
+    rest = iter(range(start + linear.weight.tensors, start + linear.tensors))
+    there = linear.scaled, linear.biased, linear.prologue in NORMS
+    scale, bias, gain = (next(rest) if has else None for has in there)
+    own = range(start + offset, start + offset + form.tensors)
+    return Slots(own, scale, bias, gain, linear.prologue == "add_rms_norm", linear.eps)
+
+
+# -- the codec -----------------------------------------------------------------------------------------------------
+
+
+def _to_text(spec: Any) -> str:
+    return json.dumps([asdict(s) for s in spec] if isinstance(spec, tuple) else asdict(spec), separators=(",", ":"))
+
+
+def chain_text(linears: Sequence[LinearSpec]) -> str:
+    """Return a chain's spec as a string, for :func:`parse_chain`."""
+    return _to_text(tuple(linears))
+
+
 @lru_cache(maxsize=4096)
-def parse_switch(text: str) -> Switch:
-    """The inverse of :meth:`Switch.to_text`."""
-    switch: Switch = decode(Switch, json.loads(text), "switch")
-    return switch
+def parse_weight(text: str) -> WeightSpec:
+    """Return the spec of a :attr:`WeightSpec.text`.
+
+    Raises:
+        InputError: For any other text.
+    """
+    spec: WeightSpec = decode(WeightSpec, json.loads(text), "spec of a weight")
+    return spec
+
+
+@lru_cache(maxsize=4096)
+def parse_chain(text: str) -> tuple[LinearSpec, ...]:
+    """Return the linears of a :func:`chain_text`.
+
+    Raises:
+        InputError: For any other text, or a chain that adds no residual: the operator must give a new one.
+    """
+    linears: tuple[LinearSpec, ...] = decode(tuple[LinearSpec, ...], json.loads(text), "spec of a chain")
+    if not any(linear.prologue == "add_rms_norm" for linear in linears):
+        raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one with add_rms_norm")
+    return linears
 
 
 def describe_routes(routes: tuple[Route, ...]) -> str:
-    """For people.
+    """Return routes as a person would say them.
 
     >>> describe_routes((Route(0, "dense"), Route(512, "cusparselt"), Route(4096, "dense")))
     'dense up to 511 tokens, cusparselt up to 4095, dense beyond'
     """
-    ends = [f"up to {after.first - 1}" for after in routes[1:]]
+    ends = [f"up to {after.from_tokens - 1}" for after in routes[1:]]
     parts = [f"{route.backend} {end}" for route, end in zip(routes, [*ends, "beyond"], strict=True)]
     if len(parts) == 1:
         return f"{routes[0].backend} for any number of tokens"

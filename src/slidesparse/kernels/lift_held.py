@@ -11,7 +11,7 @@ Columns that two windows share are so read, transformed and rounded once. That i
 the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
 
 It needs pairs that stay pairs (an even ``k_offset``) and a row that fits
-(:attr:`slidesparse.kernels.lift_variant.Plan.held`).
+(:attr:`slidesparse.kernels.lift_variant.LiftVariant.held`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slidesparse.kernels.lift_math import (
     add,
     begin,
     normed,
+    offset_in_row,
     offset_of_row,
-    place,
     quotient,
     row_scale,
     rstd_of,
@@ -33,39 +33,39 @@ from slidesparse.kernels.lift_math import (
 
 
 @triton.jit
-def _load(x, chunk, P: tl.constexpr):
+def _load(x_ptr, chunk, P: tl.constexpr):
     """Columns of a chunk [READ], 0 past the end of the row."""
     column = chunk * P.read + tl.arange(0, P.read)
-    if (chunk + 1) * P.read > P.columns:
-        value = tl.load(x + column, mask=column < P.columns, other=0.0)
+    if (chunk + 1) * P.read > P.in_features:
+        value = tl.load(x_ptr + column, mask=column < P.in_features, other=0.0)
     else:
-        value = tl.load(x + column)
+        value = tl.load(x_ptr + column)
     return value
 
 
 @triton.jit
-def _hold(x, residual, total, weight, eps, P: tl.constexpr):
+def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
     """What is to be quantised: a tuple of chunks [READ] in the row's type."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
     CHUNKS: tl.constexpr = P.chunks
     for chunk in tl.static_range(0, CHUNKS):
-        value = _load(x, chunk, P)
-        if P.first == "silu_mul":
-            value = silu_times(value, _load(x + P.columns, chunk, P))
-        if P.first == "add_rms_norm":
-            value = add(value, _load(residual, chunk, P))
+        value = _load(x_ptr, chunk, P)
+        if P.prologue == "silu_mul":
+            value = silu_times(value, _load(x_ptr + P.in_features, chunk, P))
+        if P.prologue == "add_rms_norm":
+            value = add(value, _load(residual_ptr, chunk, P))
             column = chunk * P.read + tl.arange(0, P.read)
-            tl.store(total + column, value.to(total.dtype.element_ty), mask=column < P.columns)
-        if P.first == "rms_norm" or P.first == "add_rms_norm":
+            tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=column < P.in_features)
+        if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
             squares += value.to(tl.float32) * value.to(tl.float32)
         row = row + (value,)
-    if P.first == "rms_norm" or P.first == "add_rms_norm":
+    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
         rstd = rstd_of(squares, eps, P)
         held = row
         row = ()
         for chunk in tl.static_range(0, CHUNKS):
-            row = row + (normed(held[chunk], _load(weight, chunk, P), rstd),)
+            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd),)
     return row
 
 
@@ -163,26 +163,26 @@ def _in_order(pairs, P: tl.constexpr):
 
 
 @triton.jit
-def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
-    """The input pairs behind a step's positions in a segment, int32 [WRITE / 2]; outside the row where none is."""
+def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
+    """The input pairs that feed a step's positions in a segment, int32 [WRITE / 2]; outside the row where none is."""
     if P.gathered:
         START: tl.constexpr = P.dense_columns if SLID else 0
         LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
         position = start // 2 + tl.arange(0, P.write // 2)
-        column = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2)
+        column = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2)
         source = column.to(tl.int32) >> 1
     else:
         SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
         SPANS: tl.constexpr = P.half - 1 if SLID else P.half
         span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
-        first = span // SPANS * P.half + span % SPANS - P.k_offset // 2
-        source = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
+        leading = span // SPANS * P.half + span % SPANS - P.k_offset // 2
+        source = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
     return source
 
 
 @triton.jit
-def _lift(whole, map_of_pairs, out, row, SLID: tl.constexpr, P: tl.constexpr):
-    """Write one segment of a row: int16 ``out``."""
+def _lift(whole, pairs_ptr, out_ptr, row, SLID: tl.constexpr, P: tl.constexpr):
+    """Write one segment of a row: int16 ``out_ptr``."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     GROUP: tl.constexpr = 4 * (P.half - 1) if SLID else 2 * P.half
@@ -191,20 +191,20 @@ def _lift(whole, map_of_pairs, out, row, SLID: tl.constexpr, P: tl.constexpr):
     END: tl.constexpr = ((P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)) * GROUP
     STEP: tl.constexpr = P.write
     for start in tl.static_range(0, LENGTH, STEP):
-        source = _source(map_of_pairs, start, SLID, P)
+        source = _source(pairs_ptr, start, SLID, P)
         if start < BEGIN or start + P.write > END:
-            exists = (source >= 0) & (2 * source < P.columns)
+            exists = (source >= 0) & (2 * source < P.in_features)
             pairs = tl.where(exists, tl.gather(whole, tl.where(exists, source, 0), 0), 0)
         else:
             pairs = tl.gather(whole, source, 0)
         step = tl.arange(0, P.write // 2)
-        at = place((START + start) // 2, step, row, 2, P)
-        tl.store(out + at, pairs, mask=start // 2 + step < LENGTH // 2)
+        at = offset_in_row((START + start) // 2, step, row, 2, P)
+        tl.store(out_ptr + at, pairs, mask=start // 2 + step < LENGTH // 2)
 
 
 @triton.jit
-def _copy(pairs, out, row, P: tl.constexpr):
-    """Write a row whose columns stay where they are: int16 ``out``."""
+def _copy(pairs, out_ptr, row, P: tl.constexpr):
+    """Write a row whose columns stay where they are: int16 ``out_ptr``."""
     WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
     HALF: tl.constexpr = P.read // 2
     for chunk in tl.static_range(0, (WIDTH + P.read - 1) // P.read):
@@ -212,34 +212,45 @@ def _copy(pairs, out, row, P: tl.constexpr):
         value = tl.full((HALF,), 0, tl.int16)
         if chunk < P.chunks:
             value = pairs[chunk]
-        tl.store(out + place(chunk * HALF, step, row, 2, P), value, mask=chunk * HALF + step < WIDTH // 2)
+        tl.store(out_ptr + offset_in_row(chunk * HALF, step, row, 2, P), value, mask=chunk * HALF + step < WIDTH // 2)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def held_kernel(
-    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    gain_ptr,
+    pairs_ptr,
+    out_ptr,
+    scales_ptr,
+    tokens,
+    x_stride,
+    residual_stride,
+    eps,
+    P: tl.constexpr,
 ):
     """One row a program; see the top of this file.
 
-    Where slabs are padded, programs past the last row repeat it. ``out`` is int16, a pair of columns each.
+    Where slabs are padded, programs past the last row repeat it. ``out_ptr`` is int16, a pair of columns each.
     """
     begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
-    x += token * x_stride
-    if P.first == "add_rms_norm":
-        residual += token * residual_stride
-        total += token * P.columns
-    out += offset_of_row(row, 2, P)
-    held = _hold(x, residual, total, weight, eps, P)
+    x_ptr += token * x_stride
+    if P.prologue == "add_rms_norm":
+        residual_ptr += token * residual_stride
+        total_ptr += token * P.in_features
+    out_ptr += offset_of_row(row, 2, P)
+    held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
-    tl.store(scales + token, scale)
+    tl.store(scales_ptr + token, scale)
     pairs = _quantise(held, scale, inverse, P)
     if P.in_place:
-        _copy(pairs, out, row, P)
+        _copy(pairs, out_ptr, row, P)
     else:
         whole = _in_order(pairs, P)
         if P.dense_columns > 0:
-            _lift(whole, map_of_pairs, out, row, False, P)
+            _lift(whole, pairs_ptr, out_ptr, row, False, P)
         if P.slid_columns > 0:
-            _lift(whole, map_of_pairs, out, row, True, P)
+            _lift(whole, pairs_ptr, out_ptr, row, True, P)

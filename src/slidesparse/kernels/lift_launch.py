@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels.lift_variant import CHUNKS
-from slidesparse.layout import Columns
+from slidesparse.layout import ColumnOrder
 
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
@@ -73,43 +74,77 @@ class Launch:
                 raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
 
 
+class LiftInputs(NamedTuple):
+    """Addresses and strides of what a launch reads.
+
+    Attributes:
+        x: Address of the activations.
+        residual: Of the residual; None where the kernel reads none, as below.
+        gain: Of the gain of the norm.
+        pairs: Of the index of pairs.
+        x_stride: Elements between two rows of the activations.
+        residual_stride: The same of the residual; 0 without.
+    """
+
+    x: int
+    residual: int | None
+    gain: int | None
+    pairs: int | None
+    x_stride: int
+    residual_stride: int
+
+
+class LiftOutputs(NamedTuple):
+    """Addresses of what a launch writes, all multiples of 16.
+
+    Attributes:
+        total: Memory for the new residual [M, K]; None where there is none.
+        values: Memory for the values, ``padded`` rows of ``width``.
+        scale: Memory for M scales, float32; None where nothing is quantised.
+    """
+
+    total: int | None
+    values: int
+    scale: int | None
+
+
 @lru_cache(maxsize=4096)
-def configure(tokens: int, columns: Columns, itemsize: int, first: str, quantised: bool = True) -> Launch:
+def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
     """Choose the launch of a quantise-and-lift kernel.
 
     Args:
         tokens: Rows M.
-        columns: The packed column order.
+        order: The packed column order.
         itemsize: Bytes of an input value.
-        first: The function applied before quantising (``none``, ``rms_norm``, ``add_rms_norm``, ``silu_mul``).
+        prologue: ``none``, ``rms_norm``, ``add_rms_norm`` or ``silu_mul``.
         quantised: False to lift only.
 
-    >>> configure(4096, Columns.identity(8192), 2, "none")
+    >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
     Launch(read=1024, write=4096, num_warps=4, registers=0)
     """
     able = [warps for warps in WARPS if warps >= FEWEST_HOLDING]
-    holding = [warps for warps in able if columns.columns <= CHUNKS * HELD_COLUMNS * warps]
-    if not quantised or columns.k_offset % 2 or not holding:
-        return _walk(tokens, columns, itemsize, first)
-    return _hold(tokens, columns, itemsize, first, holding)
+    holding = [warps for warps in able if order.in_features <= CHUNKS * HELD_COLUMNS * warps]
+    if not quantised or order.k_offset % 2 or not holding:
+        return _walk(tokens, order, itemsize, prologue)
+    return _hold(tokens, order, itemsize, prologue, holding)
 
 
-def _hold(tokens: int, columns: Columns, itemsize: int, first: str, holding: list[int]) -> Launch:
+def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding: list[int]) -> Launch:
     most = max(WARPS)
     if tokens > FEW_TOKENS:
         # What also writes the sum of its rows has more to wait for: four times the lanes were 10 % faster on an H200.
-        warps = min(holding[0] * (4 if first == "add_rms_norm" else 1), most)
+        warps = min(holding[0] * (4 if prologue == "add_rms_norm" else 1), most)
     else:
-        warps = max([w for w in holding if HELD_COLUMNS * w <= columns.columns], default=holding[0])
+        warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
     # With more than 6 chunks of a 16-bit type, or a function of the columns first, a lane needs more than that.
-    light = first == "none" and itemsize == 2 and columns.columns <= 6 * HELD_COLUMNS * warps
+    light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
     stores = 1 if warps == most else 2
     registers = THREE_PROGRAMS if warps == most and light else 0
     return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)
 
 
-def _walk(tokens: int, columns: Columns, itemsize: int, first: str) -> Launch:
-    row_bytes = columns.columns * itemsize * (2 if first == "silu_mul" else 1)
+def _walk(tokens: int, order: ColumnOrder, itemsize: int, prologue: str) -> Launch:
+    row_bytes = order.in_features * itemsize * (2 if prologue == "silu_mul" else 1)
     useful = [warps for warps in WARPS if warps == 1 or 32 * warps * LOAD_BYTES <= row_bytes]
     cached = [warps for warps in useful if warps >= 4 and RESIDENT_WARPS // warps * row_bytes <= L1_BYTES]
     warps = min(cached) if cached and tokens > FEW_TOKENS else max(useful)

@@ -19,7 +19,7 @@ _CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
 def begin(P: tl.constexpr):
     """Programmatic dependent launch (PTX ISA, "griddepcontrol"), the first thing that a program does.
 
-    Wait until the kernel before this one has ended, if this one was started early; then allow the kernel behind it to
+    Wait until the kernel before this one has ended, if this one was started early; then allow the kernel after it to
     start: a GEMM has weights to fetch before it waits for what this kernel writes. In this order whatever was written
     before this kernel is visible to that one.
     """
@@ -73,7 +73,7 @@ def normed(x, gain, rstd):
 @triton.jit
 def rstd_of(squares, eps, P: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of a row, from squares that remain to be summed."""
-    mean = tl.div_rn(tl.sum(squares), P.columns * 1.0)
+    mean = tl.div_rn(tl.sum(squares), P.in_features * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
@@ -110,7 +110,7 @@ def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def place(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
+def offset_in_row(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
     """Where the items of ITEM bytes ``start + step`` of a row stand, from the row's own start on.
 
     ``start`` is where a slab begins; what depends on ``step`` alone is computed once for all of a loop's starts. A slab

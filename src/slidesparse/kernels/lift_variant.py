@@ -1,26 +1,21 @@
-"""What a kernel that quantises and lifts is compiled for."""
+"""The constants that a quantise-and-lift kernel is compiled for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-First: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "silu_mul"]
-"""What happens to a row before it is quantised: a function of :mod:`slidesparse.prologue`."""
-
-NORMS = ("rms_norm", "add_rms_norm")
-"""Those that have a gain."""
+from slidesparse.prologue import Prologue
 
 CHUNKS = 8
 """Chunks of a row that a program may hold: 64 columns a lane, of the 128 registers that 16 warps leave it."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a kernel is compiled for, besides the types and alignments of its arguments.
+class LiftVariant:
+    """One compiled variant of a kernel, besides the types and alignments of its arguments.
 
     Attributes:
-        columns: Input columns K.
+        in_features: Input columns K.
         half: N, half the columns of a group.
         k_offset: Position inside its group at which input column 0 stands.
         dense_groups: Groups of the dense segment.
@@ -28,18 +23,18 @@ class Plan:
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
         gathered: The groups stand in an order of their own.
-        first: See :data:`First`.
+        prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
         itemsize: Bytes of an output column.
         slab_rows: Tokens of a slab are a multiple of it; 0 for row-major output.
         swizzle: See :class:`slidesparse.layout.Slabs`.
         read: Input columns of a step of the passes that read; of a chunk of a row that is held.
         write: Output columns of a step of the pass that writes.
-        early: The kernel may be started before the one before it has ended, and lets the one behind it start as early;
+        early: The kernel may be started before the one before it has ended, and lets the one after it start as early;
             see :func:`slidesparse.kernels.lift_math.begin`.
     """
 
-    columns: int
+    in_features: int
     half: int
     k_offset: int
     dense_groups: int
@@ -47,7 +42,7 @@ class Plan:
     dense_columns: int
     slid_columns: int
     gathered: bool
-    first: First
+    prologue: Prologue
     quant: str
     itemsize: int
     slab_rows: int
@@ -59,12 +54,12 @@ class Plan:
     @property
     def held(self) -> bool:
         """The row is held in registers: it is to be quantised, it is no longer than that, and its pairs stay pairs."""
-        return self.quant != "none" and self.k_offset % 2 == 0 and self.columns <= CHUNKS * self.read
+        return self.quant != "none" and self.k_offset % 2 == 0 and self.in_features <= CHUNKS * self.read
 
     @property
     def chunks(self) -> int:
         """Chunks of a row that is held."""
-        return -(-self.columns // self.read)
+        return -(-self.in_features // self.read)
 
     @property
     def slots(self) -> int:
@@ -80,4 +75,4 @@ class Plan:
     @property
     def cut(self) -> bool:
         """The last group of the input is not whole."""
-        return (self.k_offset + self.columns) % (2 * self.half) > 0
+        return (self.k_offset + self.in_features) % (2 * self.half) > 0

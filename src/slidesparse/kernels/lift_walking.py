@@ -26,8 +26,8 @@ from slidesparse.kernels.lift_math import (
     add,
     begin,
     normed,
+    offset_in_row,
     offset_of_row,
-    place,
     quotient,
     row_scale,
     rstd_of,
@@ -36,7 +36,7 @@ from slidesparse.kernels.lift_math import (
 
 
 @triton.jit
-def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
+def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
     """Input columns of a step's positions in a segment [WRITE]; outside 0 .. K-1 where there is none."""
     # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
     SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
@@ -44,12 +44,12 @@ def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
         START: tl.constexpr = P.dense_columns if SLID else 0
         LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
         position = start // 2 + tl.arange(0, P.write // 2)
-        first = tl.load(map_of_pairs + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
+        leading = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
     else:
         SPANS: tl.constexpr = P.half - 1 if SLID else P.half
         span = start // SPAN + tl.arange(0, P.write // SPAN)
-        first = (span // SPANS * P.half + span % SPANS) * 2 - P.k_offset
-    column = tl.reshape(first[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
+        leading = (span // SPANS * P.half + span % SPANS) * 2 - P.k_offset
+    column = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
     # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
     PAIR: tl.constexpr = 2 - P.k_offset % 2
     return tl.max_contiguous(tl.multiple_of(column, PAIR), PAIR)
@@ -58,47 +58,47 @@ def _source(map_of_pairs, start, SLID: tl.constexpr, P: tl.constexpr):
 @triton.jit
 def _inside(column, P: tl.constexpr):
     """Which of these columns exist."""
-    inside = column < P.columns
+    inside = column < P.in_features
     if P.gathered or P.k_offset > 0:
         inside = inside & (column >= 0)
     return inside
 
 
 @triton.jit
-def _value(x, residual, weight, column, inside, rstd, P: tl.constexpr):
+def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr):
     """What is quantised, in the row's type; 0 where there is no column."""
-    value = tl.load(x + column, mask=inside, other=0.0)
-    if P.first == "add_rms_norm":
-        value = add(value, tl.load(residual + column, mask=inside, other=0.0))
-    if P.first == "silu_mul":
-        value = silu_times(value, tl.load(x + P.columns + column, mask=inside, other=0.0))
-    if P.first == "rms_norm" or P.first == "add_rms_norm":
-        value = normed(value, tl.load(weight + column, mask=inside, other=0.0), rstd)
+    value = tl.load(x_ptr + column, mask=inside, other=0.0)
+    if P.prologue == "add_rms_norm":
+        value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
+    if P.prologue == "silu_mul":
+        value = silu_times(value, tl.load(x_ptr + P.in_features + column, mask=inside, other=0.0))
+    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
+        value = normed(value, tl.load(gain_ptr + column, mask=inside, other=0.0), rstd)
     return value
 
 
 @triton.jit
-def _rstd(x, residual, total, eps, P: tl.constexpr):
+def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of the sum of the two, which it writes."""
     squares = tl.full((P.read,), 0.0, tl.float32)
-    for start in range(0, P.columns, P.read):
+    for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
-        inside = column < P.columns
-        value = tl.load(x + column, mask=inside, other=0.0)
-        if P.first == "add_rms_norm":
-            value = add(value, tl.load(residual + column, mask=inside, other=0.0))
-            tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
+        inside = column < P.in_features
+        value = tl.load(x_ptr + column, mask=inside, other=0.0)
+        if P.prologue == "add_rms_norm":
+            value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
+            tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
     return rstd_of(squares, eps, P)
 
 
 @triton.jit
-def _absmax(x, residual, weight, rstd, P: tl.constexpr):
+def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
     """The largest magnitude of a row, NaN if there is one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
-    for start in range(0, P.columns, P.read):
+    for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
-        value = _value(x, residual, weight, column, column < P.columns, rstd, P)
+        value = _value(x_ptr, residual_ptr, gain_ptr, column, column < P.in_features, rstd, P)
         largest = tl.maximum(largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
     # As integers, non-negative floats keep their order and NaN is the largest: one integer reduction keeps it visible.
     return tl.max(largest.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -138,42 +138,55 @@ def _quantise(value, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr):
+def _write(
+    x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, SLID: tl.constexpr, P: tl.constexpr
+):
     """Quantise, lift and write one segment of a row."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     for start in range(0, LENGTH, P.write):
         step = tl.arange(0, P.write)
-        column = _source(map_of_pairs, start, SLID, P)
-        value = _value(x, residual, weight, column, _inside(column, P), rstd, P)
+        column = _source(pairs_ptr, start, SLID, P)
+        value = _value(x_ptr, residual_ptr, gain_ptr, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
-        at = place(START + start, step, row, P.itemsize, P)
-        tl.store(out + at, value, mask=start + step < LENGTH)
+        at = offset_in_row(START + start, step, row, P.itemsize, P)
+        tl.store(out_ptr + at, value, mask=start + step < LENGTH)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def walking_kernel(
-    x, residual, total, weight, map_of_pairs, out, scales, tokens, x_stride, residual_stride, eps, P: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    gain_ptr,
+    pairs_ptr,
+    out_ptr,
+    scales_ptr,
+    tokens,
+    x_stride,
+    residual_stride,
+    eps,
+    P: tl.constexpr,
 ):
     """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
     begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
-    x += token * x_stride
-    if P.first == "add_rms_norm":
-        residual += token * residual_stride
-        total += token * P.columns
-    out += offset_of_row(row, P.itemsize, P)
+    x_ptr += token * x_stride
+    if P.prologue == "add_rms_norm":
+        residual_ptr += token * residual_stride
+        total_ptr += token * P.in_features
+    out_ptr += offset_of_row(row, P.itemsize, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
-    if P.first == "rms_norm" or P.first == "add_rms_norm":
-        rstd = _rstd(x, residual, total, eps, P)
+    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
+        rstd = _rstd(x_ptr, residual_ptr, total_ptr, eps, P)
     if P.quant != "none":
-        scale, inverse = row_scale(_absmax(x, residual, weight, rstd, P), P)
-        tl.store(scales + token, scale)
+        scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)
+        tl.store(scales_ptr + token, scale)
     if P.dense_columns > 0:
-        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, False, P)
+        _write(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, False, P)
     if P.slid_columns > 0:
-        _write(x, residual, weight, map_of_pairs, out, row, rstd, scale, inverse, True, P)
+        _write(x_ptr, residual_ptr, gain_ptr, pairs_ptr, out_ptr, row, rstd, scale, inverse, True, P)

@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from slidesparse.base import torch_private
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.backend import Layout, Operand, Problem, gpu_of, release, with_rows
+from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_table, nearest, table_path
+from slidesparse.layout import Layout, with_rows
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QUANTISED, dtype_name
@@ -113,7 +114,7 @@ class Shape(NamedTuple):
         return Key(gpu, api.load().version_text, self.out, self.columns, *names)
 
 
-class Plan:
+class MatmulPlan:
     """A GEMM that is ready to run.
 
     Args:
@@ -242,13 +243,13 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 
 
 @lru_cache(maxsize=PLANS)
-def plan_for(shape: Shape) -> Plan:
+def plan_for(shape: Shape) -> MatmulPlan:
     """The plan of a shape, with the algorithm that a search found for it, or the library's default."""
     record = nearest(load_table(table_path()), shape.key, shape.rows)
-    return Plan(shape, None if record is None else record.best)
+    return MatmulPlan(shape, None if record is None else record.best)
 
 
-_CAPTURED: set[Plan] = set()
+_CAPTURED: set[MatmulPlan] = set()
 """Plans that a CUDA graph may have recorded: never destroyed, since a plan may own what its kernels need."""
 
 
@@ -286,7 +287,7 @@ Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 # -- the backend ---------------------------------------------------------------------------------------------------
 
 
-class CuSparseLt:
+class CuSparseLt(Backend):
     """2:4 weights times lifted activations through cuSPARSELt.
 
     Args:
@@ -298,8 +299,6 @@ class CuSparseLt:
     """
 
     layout = Layout(lifted=True, multiple=MULTIPLE, rows=token_bucket)
-    linear_call = None
-    chain_call = None
 
     def __init__(self, intermediate: Literal["exact", "bf16"] = "exact") -> None:
         if intermediate not in ("exact", "bf16"):
@@ -386,7 +385,7 @@ class CuSparseLt:
             (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
         ]
         fastest = sorted(timed, key=lambda pair: pair[0])[:count]
-        return [(str(algorithm), partial(self._bare, Plan(shape, algorithm))) for _, algorithm in fastest]
+        return [(str(algorithm), partial(self._bare, MatmulPlan(shape, algorithm))) for _, algorithm in fastest]
 
     def _shape(self, problem: Problem, tokens: int) -> Shape:
         groups = problem.pattern.groups(problem.in_features)
@@ -445,7 +444,7 @@ class CuSparseLt:
         """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
         return self._bare(None, x, operand, out_features)
 
-    def _bare(self, plan: Plan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
+    def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         with torch.cuda.device(x.get_device()):
             return self._product(_aligned(with_rows(x, token_bucket(len(x)))), 0, operand[0], out_features, plan=plan)
 
@@ -456,7 +455,7 @@ class CuSparseLt:
         weight: torch.Tensor,
         out_features: int,
         bias: torch.Tensor | None = None,
-        plan: Plan | None = None,
+        plan: MatmulPlan | None = None,
     ) -> torch.Tensor:
         """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
         rows, stride = x.shape

@@ -18,7 +18,7 @@ from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.backend import (
     ACCUMULATORS,
     MULTIPLE,
-    Plan,
+    MatmulPlan,
     Shape,
     compress,
     plan_for,
@@ -133,12 +133,12 @@ class _Bench:
         self.operands = [(compressed, x)] + [(compressed.clone(), x.clone()) for _ in range(copies - 1)]
         self.y = torch.empty(shape.rows, shape.out, dtype=shape.accumulator, device=x.device)
 
-    def run(self, plan: Plan, copy: int) -> None:
+    def run(self, plan: MatmulPlan, copy: int) -> None:
         """One GEMM on one copy of the operands."""
         weight, x = self.operands[copy]
         plan.run(weight, x.data_ptr(), self.y)
 
-    def product(self, plan: Plan) -> torch.Tensor:
+    def product(self, plan: MatmulPlan) -> torch.Tensor:
         """The product, once."""
         self.y.fill_(1)
         self.run(plan, 0)
@@ -146,7 +146,7 @@ class _Bench:
 
 
 def _search(shape: Shape) -> Record:
-    bench, default = _Bench(shape), Plan(shape, None)
+    bench, default = _Bench(shape), MatmulPlan(shape, None)
     reference = bench.product(default).clone()
     plans, faults = [default], {}
 
@@ -154,7 +154,7 @@ def _search(shape: Shape) -> Record:
         yield None, partial(bench.run, default)
         for algorithm in candidates(default.algorithms, torch.cuda.get_device_capability(shape.device), shape.out):
             try:
-                plan = Plan(shape, algorithm)
+                plan = MatmulPlan(shape, algorithm)
                 same = _same(bench.product(plan), reference)
             except UnsupportedError as error:
                 faults[algorithm] = str(error.got)

@@ -7,33 +7,50 @@ quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
 import torch
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.backend import Layout, Operand, Problem, check_slabs, gpu_of
+from slidesparse.gemm.backend import (
+    Backend,
+    ChainRunner,
+    LiftThenMultiply,
+    OneByOne,
+    Operand,
+    Problem,
+    Runner,
+    gpu_of,
+)
+from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.hopper.compile import OPERANDS, nvrtc_version
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, driver_version
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_all
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.run import find_run
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS, dense_steps, sparse_steps
+from slidesparse.gemm.spec import Slots
+from slidesparse.layout import Layout, check_slabs
+from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector
+
+if TYPE_CHECKING:
+    from slidesparse.kernels.lift import KernelLift  # needs Triton
 
 REVISION = "hopper-3"
 """Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
 
 
-class Hopper:
+class Hopper(Backend):
     """2:4 and dense segments times lifted activations on sm_90a, in one launch."""
 
     name = "hopper"
     accelerated = True
     layout = Layout(lifted=True, multiple=1, slabs=SLABS)
-    linear_call = HopperLinear
-    chain_call = HopperChain
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -56,16 +73,33 @@ class Hopper:
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
 
-    def prepare(self, packed: PackedWeight) -> Operand:
-        """The steps of the 2:4 segment and those of the dense one, uint8: :mod:`slidesparse.gemm.hopper.weights`.
+    def prepare(self, packed: PackedWeight) -> weights.Operand:
+        """Return the steps of both segments, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
         """
-        operand = sparse_steps(packed), dense_steps(packed)
-        if operand[0].is_cuda:
-            torch.cuda.current_stream(operand[0].device).synchronize()
+        operand = weights.Operand(dense_steps(packed), sparse_steps(packed))
+        if operand.sparse.is_cuda:
+            torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand
+
+    def runner(self, lift: Lift, out_features: int) -> Runner:
+        """See :class:`slidesparse.gemm.backend.Backend`: two launches with only addresses between."""
+        by_parts = LiftThenMultiply(self, lift, out_features)
+        if isinstance(lift, TorchLift) or not out_features:
+            return by_parts
+        kernel_lift = cast("KernelLift", lift)
+        return HopperLinear(kernel_lift, by_parts) if kernel_lift.tokens else by_parts
+
+    def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
+        """See :class:`slidesparse.gemm.backend.Backend`: one workspace, and weights that are checked once."""
+        own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
+        return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
+
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+        """See :class:`slidesparse.gemm.backend.Backend`: every tile."""
+        load_all(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
 
     def matmul(
         self,
@@ -76,24 +110,28 @@ class Hopper:
         bias: torch.Tensor | None,
         out_features: int,
         out_dtype: torch.dtype,
+        tile: Tile | None = None,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.backend.Backend`."""
-        device, (sparse, dense) = gpu_of(x, self.name), operand
+        """See :class:`slidesparse.gemm.backend.Backend`; with ``tile`` that one instead of the fastest."""
+        device, (dense, sparse) = gpu_of(x, self.name), operand
         if not is_current(device):
             with torch.cuda.device(device):
-                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype)
+                return self.matmul(x, scale_x, operand, scale_w, bias, out_features, out_dtype, tile)
         if sparse.get_device() != device or dense.get_device() != device:
             raise InputError("weight of the Hopper kernel", got=sparse.device, needed=f"{x.device}, as the activations")
         tokens = x.shape[0]
-        run = find_run(x.shape, x.dtype, sparse.shape, dense.shape, out_features, out_dtype, device)
-        check_slabs(x, run.slab_bytes)
+        gemm = find_launch(x.shape, x.dtype, dense.shape, sparse.shape, out_features, out_dtype, device, tile)
+        check_slabs(x, gemm.slab_bytes)
         check_vector("token scales for the Hopper kernel", scale_x, tokens, x.device, (torch.float32,))
         check_vector("channel scales for the Hopper kernel", scale_w, out_features, x.device, (torch.float32,))
         check_vector("bias for the Hopper kernel", bias, out_features, x.device, tuple(BIAS_TYPES))
         y = empty(tokens, out_features, out_dtype, device)
-        scale_x_at = None if scale_x is None else scale_x.data_ptr()
-        scale_w_at = None if scale_w is None else scale_w.data_ptr()
-        bias_at, bias_type = (None, 0) if bias is None else (bias.data_ptr(), BIAS_TYPES[bias.dtype])
-        weight = sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias_at, bias_type
-        run.launch(x.data_ptr(), scale_x_at, *weight, y.data_ptr())
+        weight = WeightAddresses(
+            dense.data_ptr(),
+            sparse.data_ptr(),
+            None if scale_w is None else scale_w.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            0 if bias is None else BIAS_TYPES[bias.dtype],
+        )
+        gemm.launch(x.data_ptr(), None if scale_x is None else scale_x.data_ptr(), weight, y.data_ptr())
         return y

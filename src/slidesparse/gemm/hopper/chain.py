@@ -1,13 +1,13 @@
-"""Linears in a row on the Hopper kernel: launch after launch, and one piece of memory for all that passes between them.
+"""Linears in a row on the Hopper kernel: launch after launch, and one piece of memory for what passes between them.
 
-What one link writes only the next one reads, so it need be no tensor. Beside the last product and the last residual a
-chain allocates one workspace, however long it is::
+Only the next linear reads the product of the one before it, so it need be no tensor. Besides the last product and the
+last residual a chain allocates one workspace, however long it is::
 
     lifted values and scales | products but the last | residuals but the last
 
-Every link uses the first two parts again. Kernels of a stream run in turn: quantise + lift has read the product of the
-link before when the GEMM behind it writes over that, and the GEMM has read the lifted values when the next link lifts.
-A kernel may start early (programmatic dependent launch), but before it writes it waits for all in front of it.
+Every linear uses the first two parts again. Kernels of a stream run in turn: quantise + lift has read the product of
+the linear before when the GEMM after it writes over that, and the GEMM has read the lifted values when the next linear
+lifts. A kernel may start early (programmatic dependent launch), but before it writes it waits for all before it.
 """
 
 from __future__ import annotations
@@ -16,146 +16,190 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 from weakref import ref
 
 import torch
 
+from slidesparse.base.log import log_once
 from slidesparse.base.torch_private import empty_here
-from slidesparse.gemm.chain import Placed
-from slidesparse.gemm.hopper.linear import HopperLinear, Weight
+from slidesparse.gemm.backend import OneByOne, Products
+from slidesparse.gemm.hopper.launch import WeightAddresses
+from slidesparse.gemm.hopper.linear import HopperLinear
+from slidesparse.gemm.spec import Slots
+from slidesparse.kernels.lift_launch import LiftInputs
 from slidesparse.kernels.triton_launcher import ALIGNMENT
 from slidesparse.layout import SLAB_BYTES
 
-if TYPE_CHECKING:
-    from slidesparse.kernels.lift import Read  # needs Triton
 
-Weights: TypeAlias = list[tuple[Weight, int | None, int | None]]
-"""Of every link: its weight, and where the gain of its norm and its index of pairs stand."""
-
-Places: TypeAlias = list[tuple[int, int, torch.dtype]]
-"""Address, bytes and type of tensors."""
-
-
-class Stage(NamedTuple):
-    """One of them, as it is launched.
+class ChainedLinear(NamedTuple):
+    """One linear of a chain, as it is launched.
 
     Attributes:
-        linear: What it launches.
-        placed: Where its tensors stand.
+        linear: Launches.
+        slots: Where its tensors are.
         ends: Its product is the chain's.
-        total_start: Where in the workspace its new residual stands; None where it gives none, or the chain's.
+        total_start: Where in the workspace its new residual is; None where it gives none, or the chain's.
     """
 
     linear: HopperLinear
-    placed: Placed
+    slots: Slots
     ends: bool
     total_start: int | None
 
 
-class HopperChain:
-    """One number of tokens through several weights; see :class:`slidesparse.gemm.backend.ChainCall`.
+class CheckedWeight(NamedTuple):
+    """A weight of a chain that was checked: addresses.
 
-    Args:
-        links: Two or more linears, each of which takes what the one before it gives, and the places of their tensors.
+    Attributes:
+        weight: What the GEMM reads of it.
+        gain: The gain of its norm; None without.
+        pairs: Its index of pairs; None without.
     """
 
-    __slots__ = ("_adding", "_known", "_lift", "_out", "_own", "_product_start", "_ready", "_stages", "_workspace")
+    weight: WeightAddresses
+    gain: int | None
+    pairs: int | None
 
-    def __init__(self, links: Sequence[tuple[HopperLinear, Placed]]) -> None:
-        linears, adding = [linear for linear, _ in links], [i for i, (_, placed) in enumerate(links) if placed.adds]
-        self._lift, self._out = linears[0].lift, linears[-1].out
-        self._adding = [linears[i].lift for i in adding]
+
+class HopperChain:
+    """One number of tokens through several weights; see :class:`slidesparse.gemm.backend.ChainRunner`.
+
+    Args:
+        linears: Two or more, each of which takes the product of the one before it, and the slots of their tensors.
+    """
+
+    __slots__ = (
+        *("_adding", "_known", "_lift", "_linears", "_one_by_one", "_out", "_own", "_product_start", "_ready"),
+        "_workspace_bytes",
+    )
+
+    def __init__(self, linears: Sequence[tuple[HopperLinear, Slots]]) -> None:
+        runners, adding = [runner for runner, _ in linears], [i for i, (_, slots) in enumerate(linears) if slots.adds]
+        self._one_by_one = OneByOne(linears)
+        self._lift, self._out = runners[0].lift, runners[-1].out
+        self._adding = [runners[i].lift for i in adding]
         tokens, width = self._lift.tokens, self._lift.source.itemsize
-        self._product_start = _rounded(max(linear.workspace for linear in linears))
-        end = self._product_start + _rounded(width * tokens * max(linear.out for linear in linears[:-1]))
+        self._product_start = _rounded(max(runner.workspace_bytes for runner in runners))
+        end = self._product_start + _rounded(width * tokens * max(runner.out for runner in runners[:-1]))
         total_starts = {}
         for i in adding[:-1]:
-            total_starts[i], end = end, end + _rounded(width * tokens * linears[i].lift.columns.columns)
-        self._workspace, last = end, len(links) - 1
-        self._stages = [Stage(*link, i == last, total_starts.get(i)) for i, link in enumerate(links)]
-        self._own = itemgetter(*(place for _, placed in links for place in placed.read))
-        self._known = _known(tuple((linear.reads, placed) for linear, placed in links))
+            total_starts[i], end = end, end + _rounded(width * tokens * runners[i].lift.order.in_features)
+        self._workspace_bytes, last = end, len(linears) - 1
+        self._linears = [ChainedLinear(*pair, i == last, total_starts.get(i)) for i, pair in enumerate(linears)]
+        self._own = itemgetter(*(slot for _, slots in linears for slot in slots.read))
+        self._known = _known(tuple((runner.kind, slots) for runner, slots in linears))
         self._ready = False
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """See :class:`slidesparse.gemm.backend.ChainCall`."""
-        lift, own, total = self._lift, self._own(tensors), residual
-        if not lift.takes(x) or not (self._ready or self._can_launch()):
-            return None
-        weights = self._known.find(own) or self._find(tensors, own)
-        if weights is None:
-            return None
-        residual_at: int | None = None
-        residual_stride, last_total_at = 0, None
-        if self._adding:
-            if residual is None or not self._adding[0].takes(residual):
-                return None
-            residual_at, residual_stride = residual.data_ptr(), residual.stride()[0]
-        x_at, x_stride = x.data_ptr(), x.stride()[0]
-        if not lift.can_launch(x_at, residual_at, None, None, x_stride, residual_stride):
-            return None
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
+        """See :class:`slidesparse.gemm.backend.ChainRunner`."""
+        weights = self._weights(tensors) if self._ready or self._can_launch() else None
+        if weights is None or not self._takes(x, residual):
+            self._log_one_by_one(x, residual, weights)
+            return self._one_by_one(x, residual, tensors)
+        return self._launch(x, residual, weights)
+
+    def _launch(self, x: torch.Tensor, residual: torch.Tensor | None, weights: Sequence[CheckedWeight]) -> Products:
+        lift, total, last_total_at = self._lift, residual, None
+        residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
         if self._adding:
             total = empty_here(*self._adding[0].shape, lift.source)
             last_total_at = total.data_ptr()
-        workspace, y = empty_here(1, self._workspace, torch.uint8), empty_here(lift.tokens, self._out, lift.source)
-        start = workspace.data_ptr()
-        for (linear, placed, ends, total_start), (weight, gain_at, pairs_at) in zip(self._stages, weights, strict=True):
-            read: Read = (x_at, None, gain_at, pairs_at, x_stride, 0)
+        y = empty_here(lift.tokens, self._out, lift.source)
+        workspace = empty_here(1, self._workspace_bytes, torch.uint8)
+        start, x_at, x_stride = workspace.data_ptr(), x.data_ptr(), x.stride()[0]
+        for (linear, slots, ends, total_start), (weight, gain, pairs) in zip(self._linears, weights, strict=True):
             total_at = None
-            if placed.adds:
-                read = (x_at, residual_at, gain_at, pairs_at, x_stride, residual_stride)
+            if slots.adds:
+                inputs = LiftInputs(x_at, residual_at, gain, pairs, x_stride, residual_stride)
                 total_at = last_total_at if total_start is None else start + total_start
-                residual_at, residual_stride = total_at, linear.lift.columns.columns
+                residual_at, residual_stride = total_at, linear.lift.order.in_features
+            else:
+                inputs = LiftInputs(x_at, None, gain, pairs, x_stride, 0)
             x_at, x_stride = y.data_ptr() if ends else start + self._product_start, linear.out
-            linear.launch(read, total_at, start, weight, x_at, placed.eps)
+            linear.launch(inputs, total_at, start, weight, x_at, slots.eps)
         return y, total
 
-    def _find(self, tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Weights | None:
-        """Check the weights, and remember them."""
-        found = []
-        for linear, placed, _, _ in self._stages:
-            form, scale_w, bias, gain = placed.of(tensors)
-            weight, pairs = linear.find(form, scale_w, bias), form[1]
+    def _takes(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether activations and residual are what the first launches read."""
+        lift, stride, at = self._lift, 0, None
+        if not lift.is_here() or not lift.is_rows(x):
+            return False
+        if self._adding:
+            if residual is None or not self._adding[0].is_rows(residual):
+                return False
+            at, stride = residual.data_ptr(), residual.stride()[0]
+        return lift.can_launch(LiftInputs(x.data_ptr(), at, None, None, x.stride()[0], stride))
+
+    def _weights(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
+        """Return the weights, checked now or before; None where one is not what its kernel reads."""
+        own = self._own(tensors)
+        return self._known.find(own) or self._check(tensors, own)
+
+    def _check(self, tensors: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
+        checked = []
+        for linear, slots, _, _ in self._linears:
+            picked = slots.pick(tensors)
+            weight, pairs, gain = linear.weight_addresses(picked), picked.pairs, picked.gain
             if weight is None or linear.lift.refusal_of_weights(pairs, gain) is not None:
                 return None
-            gain_at, pairs_at = 0 if gain is None else gain.data_ptr(), pairs.data_ptr()  # 0: an empty one is nowhere
+            gain_at, pairs_at = 0 if gain is None else gain.data_ptr(), 0 if pairs is None else pairs.data_ptr()
             if (gain_at | pairs_at) % ALIGNMENT:
                 return None
-            found.append((weight, gain_at or None, pairs_at or None))
-        self._known.add(own, found)
-        return found
+            checked.append(CheckedWeight(weight, gain_at or None, pairs_at or None))  # an empty tensor has no address
+        self._known.add(own, checked)
+        return checked
 
     def _can_launch(self) -> bool:
-        """Every kernel is compiled, and takes what the link before it gives: asked until it is so."""
-        linears = [stage.linear for stage in self._stages]
-        fit = all(after.lift.shape[1] == before.out for before, after in pairwise(linears))
-        fit = fit and all(after.shape == before.shape for before, after in pairwise(self._adding))
+        """Whether every kernel is compiled and takes what the linear before it gives; asked until it is so."""
+        linears = [chained.linear for chained in self._linears]
         strides = (0, *(linear.out for linear in linears[:-1]))
-        self._ready = fit and all(
-            linear.lift.can_launch(0, None, None, None, stride, linear.lift.columns.columns)
+        self._ready = self._fits() and all(
+            linear.lift.can_launch(LiftInputs(0, None, None, None, stride, linear.lift.order.in_features))
             for linear, stride in zip(linears, strides, strict=True)
         )
         return self._ready
+
+    def _fits(self) -> bool:
+        linears = [chained.linear for chained in self._linears]
+        fit = all(after.lift.shape[1] == before.out for before, after in pairwise(linears))
+        return fit and all(after.shape == before.shape for before, after in pairwise(self._adding))
+
+    def _log_one_by_one(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weights: Sequence[CheckedWeight] | None
+    ) -> None:
+        if not self._fits():
+            reason = "a linear does not take as many columns as the one before it gives"
+        elif not self._ready and all(chained.linear.lift.launcher.ready for chained in self._linears):
+            reason = f"a product between two linears has rows that are no multiple of {ALIGNMENT} numbers"
+        elif not self._ready:
+            return  # its kernels are compiled by this very call
+        elif weights is None:
+            reason = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
+        else:
+            reason = "activations or residual are not aligned rows on the current device"
+        log_once(f"slidesparse: {self!r} run one by one: {reason}")
+
+    def __repr__(self) -> str:
+        return f"a chain of {len(self._linears)} linears on hopper ({self._lift.order.in_features} -> {self._out})"
 
 
 class Known:
     """Weights of chains of one kind that were checked: a check of all of them takes as long as several launches.
 
-    Tensors are known as long as they are the same objects, with the same bytes of the same type at the same addresses.
+    Tensors are known as long as they are the same objects, and each has the address, the type, the shape and the
+    strides that it had. Their contents are not compared: kernels read them anew on every launch.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, ...], tuple[Places, Weights, list[ref[torch.Tensor]]]] = {}
+        self._found: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
 
-    def find(self, tensors: Sequence[torch.Tensor]) -> Weights | None:
-        """What :meth:`add` was told of these."""
+    def find(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
+        """Return what :meth:`add` was told of these tensors."""
         found = self._found.get(tuple(map(id, tensors)))
         return found[1] if found is not None and found[0] == _places(tensors) else None
 
-    def add(self, tensors: Sequence[torch.Tensor], weights: Weights) -> None:
+    def add(self, tensors: Sequence[torch.Tensor], weights: Sequence[CheckedWeight]) -> None:
         """Remember them until one of them is gone, since another object may get its number then."""
         key = tuple(map(id, tensors))
         watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
@@ -168,10 +212,10 @@ def _known(kind: object) -> Known:
     return Known()
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> Places:
-    return [(tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors]
+def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 def _rounded(n_bytes: int) -> int:
-    """Up, so that what stands behind it begins at a multiple of 16, and of more."""
+    """Round up, so that what follows begins at a multiple of 128 and so of 16 bytes."""
     return -(-n_bytes // SLAB_BYTES) * SLAB_BYTES

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 
 from slidesparse.base.cache_folder import cache_folder, replace_file
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.hopper.weights import step_bytes
-from slidesparse.layout import SLAB_BYTES
+from slidesparse.gemm.hopper.tiles import Tile
 
 SOURCE = Path(__file__).with_name("sparse_gemm.cu")
 ARCH = "sm_90a"
@@ -30,72 +28,6 @@ OPERANDS = {
     torch.float16: "F16",
 }
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-SHARED_BYTES = 232448
-"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
-
-MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
-"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
-
-
-PIECE_TOKENS = 32
-"""Tokens whose results a warpgroup turns into rows at a time."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The geometry of a variant of the kernel.
-
-    Attributes:
-        tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
-        warpgroups: Consumer warpgroups, one below the other in the tile.
-        row_blocks: Blocks of 64 channels of a warpgroup.
-        stages: Steps of the ring.
-        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
-        blocks: Thread blocks of a multiprocessor.
-    """
-
-    tokens: int
-    warpgroups: int
-    row_blocks: int
-    stages: int
-    split: int = 1
-    blocks: int = 1
-
-    def __str__(self) -> str:
-        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
-        split = f"/{self.split}" if self.split > 1 else ""
-        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
-
-    @property
-    def channels(self) -> int:
-        """Channels of a tile."""
-        return self.warpgroups * self.row_blocks * 64
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: the consumers and a warpgroup in which one thread produces."""
-        return 128 * (self.warpgroups + 1)
-
-    @property
-    def share(self) -> int:
-        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
-        shares = range(16, self.tokens + 1, 16)
-        return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
-
-    def count(self, tokens: int, channels: int) -> int:
-        """Tiles of a product [tokens, channels]."""
-        return -(-tokens // self.tokens) * -(-channels // self.channels)
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of a block, as the source lays it out."""
-        blocks = self.warpgroups * self.row_blocks
-        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
-        channels = self.row_blocks * 64
-        piece = PIECE_TOKENS * channels * 2
-        factors = (self.share + 2 * channels) * 4
-        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
-        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
 
 
 def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.hopper.compile import Tile, cubin
+from slidesparse.base.torch_private import current_stream
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.hopper.compile import OUTPUTS, cubin
+from slidesparse.gemm.hopper.tiles import GROUP, Tile, choose_tile
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, step_bytes
+from slidesparse.layout import SLAB_BYTES
 
 INVALID_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has called the CUDA runtime yet."""
@@ -21,7 +25,7 @@ BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 class Arguments(ctypes.Structure):
-    """``struct Problem`` of the source."""
+    """``struct Arguments`` of the source, field by field (tests/gemm/test_hopper_launch.py compares the two)."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -40,19 +44,42 @@ class Arguments(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A variant, loaded on a device: its handle and what a launch needs."""
+class WeightAddresses(NamedTuple):
+    """Addresses of what a launch reads of a weight, in the order of :class:`Arguments`.
 
-    function: Any
-    context: Any
-    tile: Tile
-    shared_bytes: int
-    multiprocessors: int
-    _configs: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    Attributes:
+        dense: Of the dense segment.
+        sparse: Of the 2:4 segment.
+        scale: Of the weight's scales, float32 [out]; None without.
+        bias: Of the bias [out]; None without.
+        bias_type: Of :data:`BIAS_TYPES`; 0 without a bias.
+    """
+
+    dense: int
+    sparse: int
+    scale: int | None
+    bias: int | None
+    bias_type: int
+
+
+class Kernel:
+    """A variant, loaded on a device: its handle and what a launch needs.
+
+    Args:
+        function: ``CUfunction``.
+        context: ``CUcontext`` of the device.
+        tile: The variant's geometry.
+        shared_bytes: Shared memory of a block.
+        multiprocessors: Of the device.
+    """
+
+    def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
+        self.function, self.context, self.tile = function, context, tile
+        self.shared_bytes, self.multiprocessors = shared_bytes, multiprocessors
+        self._configs: dict[tuple[int, int], Any] = {}  # one for each grid and stream: few, and never dropped
 
     def grid(self, tiles: int) -> int:
-        """Blocks of a product of so many tiles."""
+        """Return the blocks of a launch over this many tiles."""
         tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
         return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
 
@@ -89,6 +116,100 @@ class Kernel:
         config.attrs, config.numAttrs = [early], 1
         self._configs[grid, stream] = config
         return config
+
+
+class GemmLaunch:
+    """Everything of a product's launch that its sizes decide: the variant, its grid and its numbers.
+
+    Attributes:
+        kernel: The variant; None where there is nothing to compute.
+        slab_bytes: Bytes of the activations.
+    """
+
+    __slots__ = ("_device", "_grid", "_sizes", "kernel", "slab_bytes")
+
+    def __init__(self, kernel: Kernel | None, device: int, grid: int, sizes: Arguments, slab_bytes: int) -> None:
+        self.kernel, self.slab_bytes = kernel, slab_bytes
+        self._device, self._grid, self._sizes = device, grid, sizes
+
+    def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
+        """Multiply on the current stream of the device, which is the current one; nothing is checked any more.
+
+        Args:
+            x: Address of the activations, ``slab_bytes`` of them.
+            scale_x: Of their scales, float32 [M]; None without.
+            weight: Of the weight.
+            y: Of memory for the product [M, out], of the variant's output type.
+        """
+        if self.kernel is None:
+            return
+        arguments = Arguments.from_buffer_copy(self._sizes)
+        arguments.x, arguments.scale_x, arguments.y = x, scale_x, y
+        arguments.dense, arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = weight
+        self.kernel.launch(arguments, self._grid, current_stream(self._device))
+
+
+def find_launch(
+    activations: torch.Size,
+    dtype: torch.dtype,
+    dense: torch.Size,
+    sparse: torch.Size,
+    out_features: int,
+    out_dtype: torch.dtype,
+    device: int,
+    tile: Tile | None = None,
+) -> GemmLaunch:
+    """Return the launch of a product, kept from one call to the next.
+
+    Args:
+        activations: [M, K'].
+        dtype: Their type, and the weight's.
+        dense: Shape of the steps of the dense segment (gemm/hopper/weights.py).
+        sparse: Of the steps of the 2:4 one.
+        out_features: Rows of the weight.
+        out_dtype: bfloat16, float16 or float32.
+        device: Index of the CUDA device.
+        tile: The tile; None for the fastest by :func:`slidesparse.gemm.hopper.tiles.choose_tile`.
+
+    Raises:
+        InputError: The sizes do not fit each other, or there is no such output.
+        UnsupportedError: See :func:`load`.
+    """
+    if tile is None:
+        tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
+    return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, tile)
+
+
+@lru_cache(maxsize=1 << 13)
+def _launch(
+    activations: torch.Size,
+    dtype: torch.dtype,
+    dense: torch.Size,
+    sparse: torch.Size,
+    out_features: int,
+    out_dtype: torch.dtype,
+    device: int,
+    tile: Tile,
+) -> GemmLaunch:
+    tokens, sparse_slabs, dense_slabs = activations[0], sparse[1], dense[1] // 2
+    if out_dtype not in OUTPUTS:
+        raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
+    columns = SLAB_BYTES // dtype.itemsize * (sparse_slabs + dense_slabs)
+    fits = activations[1] == columns and sparse[3] == step_bytes(dtype.itemsize)
+    if not fits or out_features > TILE_ROWS * sparse[0]:
+        raise InputError(
+            f"activations {list(activations)} {dtype} for {out_features} outputs",
+            needed=f"{columns} columns, at most {TILE_ROWS * sparse[0]} outputs, as the weight was prepared",
+            remedy="quantise and lift with this weight's own columns",
+        )
+    slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
+    sizes = Arguments(
+        tokens=tokens, channels=out_features, dense_slabs=dense_slabs, sparse_slabs=sparse_slabs, group=GROUP
+    )
+    if not tokens or not out_features:
+        return GemmLaunch(None, device, 0, sizes, slab_bytes)
+    kernel = load(tile, dtype, out_dtype, device)
+    return GemmLaunch(kernel, device, kernel.grid(tile.count(tokens, out_features)), sizes, slab_bytes)
 
 
 @cache

@@ -7,32 +7,32 @@ all that does not depend on the tensors is worked out once, and one piece of mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from slidesparse.base.torch_private import empty_here
-from slidesparse.gemm.hopper.launch import BIAS_TYPES
-from slidesparse.gemm.hopper.run import find_run
+from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
+from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import step_shapes
+from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.layout import LinearTensors
 from slidesparse.support import is_vector
 
 if TYPE_CHECKING:
-    from slidesparse.kernels.lift import Call, Read  # needs Triton
+    from slidesparse.kernels.lift import KernelLift  # needs Triton
 
 FLOAT32 = (torch.float32,)
 
-Weight: TypeAlias = tuple[int, int, int | None, int | None, int]
-"""What :meth:`slidesparse.gemm.hopper.run.Run.launch` reads of a weight: its arguments from the third on."""
-
 
 class HopperLinear:
-    """One number of tokens times weights of one size and type; see :class:`slidesparse.gemm.backend.LinearCall`.
+    """One number of tokens times weights of one size and type; see :class:`slidesparse.gemm.backend.Runner`.
 
     Args:
         lift: Quantises and lifts them.
-        out_features: Rows of the weights.
+        by_parts: Runs what this cannot.
+        tile: Of the product; None for the fastest.
 
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load`.
@@ -40,78 +40,72 @@ class HopperLinear:
     Attributes:
         lift: As given.
         out: Rows of the weights.
-        workspace: Bytes of lifted values and scales.
-        reads: All that decides which weights it takes, and their gains and pairs.
+        workspace_bytes: Bytes of lifted values and scales.
+        kind: Everything that decides which weights it can read, and their gains and pairs.
     """
 
-    __slots__ = ("_dense", "_run", "_scales_start", "_sparse", "lift", "out", "reads", "workspace")
+    __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
 
-    def __init__(self, lift: Call, out_features: int) -> None:
+    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, tile: Tile | None = None) -> None:
+        self.lift, self.out, self._by_parts = lift, by_parts.out_features, by_parts
+        self._dense, self._sparse = step_shapes(lift.order, lift.target.itemsize, self.out)
         activations = torch.Size((lift.tokens, lift.width))
-        self.lift, self.out = lift, out_features
-        self._sparse, self._dense = step_shapes(lift.columns, lift.target.itemsize, out_features)
-        sizes = activations, lift.target, self._sparse, self._dense, out_features
-        self._run = find_run(*sizes, lift.source, lift.index)
-        self._scales_start = self._run.slab_bytes  # a multiple of a slab's row
-        self.workspace = self._scales_start + 4 * lift.tokens * lift.quantised
-        self.reads = lift.columns, lift.source, lift.target, lift.first, lift.device, out_features
+        sizes = activations, lift.target, self._dense, self._sparse, self.out
+        self._gemm = find_launch(*sizes, lift.source, lift.index, tile)
+        self._scales_start = self._gemm.slab_bytes  # a multiple of a slab's row
+        self.workspace_bytes = self._scales_start + 4 * lift.tokens * lift.quantised
+        self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        form: Sequence[torch.Tensor],
-        scale_w: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """See :class:`slidesparse.gemm.backend.LinearCall`."""
-        lift, weight = self.lift, self.find(form, scale_w, bias)
-        read = lift.read(x, form[1], gain, residual)
-        if read is None or weight is None:
-            return None
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
+        """See :class:`slidesparse.gemm.backend.Runner`."""
+        lift, weight = self.lift, self.weight_addresses(tensors)
+        inputs = lift.inputs(x, residual, tensors.pairs, tensors.gain)
+        if inputs is None or weight is None:
+            log_by_parts(self, lift, x, residual, tensors)
+            return self._by_parts(x, residual, tensors, eps)
         total = None if residual is None else empty_here(*lift.shape, lift.source)
+        workspace, y = empty_here(1, self.workspace_bytes, torch.uint8), empty_here(lift.tokens, self.out, lift.source)
         total_at = None if total is None else total.data_ptr()
-        workspace, y = empty_here(1, self.workspace, torch.uint8), empty_here(lift.tokens, self.out, lift.source)
-        self.launch(read, total_at, workspace.data_ptr(), weight, y.data_ptr(), eps)
+        self.launch(inputs, total_at, workspace.data_ptr(), weight, y.data_ptr(), eps)
         return y, total
 
-    def find(
-        self, form: Sequence[torch.Tensor], scale_w: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> Weight | None:
-        """Where a weight stands, if the kernel can read it: sizes, types and device are those this was made for."""
-        device, (_, _, sparse, dense) = self.lift.device, form
-        if sparse.shape != self._sparse or dense.shape != self._dense:
+    def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
+        """Return where a weight is; None where its sizes, types, strides or device are not what the kernel reads."""
+        device, (dense, sparse) = self.lift.device, tensors.operand
+        if dense.shape != self._dense or sparse.shape != self._sparse:
             return None
-        if sparse.device != device or dense.device != device:
-            return None
-        scale_w_at = bias_at = None
+        for steps in (dense, sparse):
+            if steps.device != device or steps.dtype != torch.uint8 or not steps.is_contiguous():
+                return None
+        scale_at = bias_at = None
         bias_type = 0
-        if scale_w is not None:
-            if not is_vector(scale_w, self.out, device, FLOAT32):
+        if tensors.scale is not None:
+            if not is_vector(tensors.scale, self.out, device, FLOAT32):
                 return None
-            scale_w_at = scale_w.data_ptr()
-        if bias is not None:
-            if not is_vector(bias, self.out, device, BIAS_TYPES):
+            scale_at = tensors.scale.data_ptr()
+        if tensors.bias is not None:
+            if not is_vector(tensors.bias, self.out, device, BIAS_TYPES):
                 return None
-            bias_at, bias_type = bias.data_ptr(), BIAS_TYPES[bias.dtype]
-        return sparse.data_ptr(), dense.data_ptr(), scale_w_at, bias_at, bias_type
+            bias_at, bias_type = tensors.bias.data_ptr(), BIAS_TYPES[tensors.bias.dtype]
+        return WeightAddresses(dense.data_ptr(), sparse.data_ptr(), scale_at, bias_at, bias_type)
 
     def launch(
-        self, read: Read, total_at: int | None, workspace_at: int, weight: Weight, y_at: int, eps: float
+        self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
     ) -> None:
-        """Both launches by addresses, of which nothing is checked.
+        """Launch both kernels by addresses; nothing is checked.
 
         Args:
-            read: What the lifting call reads.
-            total_at: Address of memory for the new residual, where it gives one.
-            workspace_at: Of ``workspace`` bytes.
-            weight: From :meth:`find`.
-            y_at: Of memory for the product [M, out] in the type of the activations.
+            inputs: Of the lift.
+            total: Address of memory for the new residual; None where there is none.
+            workspace: Of ``workspace_bytes``.
+            weight: From :meth:`weight_addresses`.
+            y: Of memory for the product [M, out] in the type of the activations.
             eps: Of the norm.
         """
-        lift = self.lift
-        scale_at = workspace_at + self._scales_start if lift.quantised else None
-        lift.launch(lift.index, *read, total_at, workspace_at, scale_at, eps)
-        self._run.launch(workspace_at, scale_at, *weight, y_at)
+        scale = workspace + self._scales_start if self.lift.quantised else None
+        self.lift.launch(inputs, LiftOutputs(total, workspace, scale), eps)
+        self._gemm.launch(workspace, scale, weight, y)
+
+    def __repr__(self) -> str:
+        kernel = self._gemm.kernel
+        return f"hopper {'nothing' if kernel is None else kernel.tile}"

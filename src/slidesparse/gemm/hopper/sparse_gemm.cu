@@ -107,7 +107,7 @@ static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixte
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 
-struct Problem {
+struct Arguments {
     const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
     const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
@@ -180,7 +180,7 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 struct Tiles {
     int row_tiles, token_tiles, group;
-    __device__ __forceinline__ explicit Tiles(const Problem& p)
+    __device__ __forceinline__ explicit Tiles(const Arguments& p)
         : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)), token_tiles(ceil_div(p.tokens, TOKENS)), group(p.group) {}
     __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
     // Groups of `group` row tiles; within one, all row tiles of a token tile before the next token tile.
@@ -200,7 +200,7 @@ struct Range {
 };
 
 // The steps in SPLIT equal parts, except that none ends within a dense slab, whose X serves two steps.
-__device__ __forceinline__ Range range_of(const Problem& p, int rank) {
+__device__ __forceinline__ Range range_of(const Arguments& p, int rank) {
     if (SPLIT == 1) return {0, p.dense_slabs, 0, p.sparse_slabs};
     const int dense = 2 * p.dense_slabs, steps = dense + p.sparse_slabs;
     auto bound = [&](int part) {
@@ -225,12 +225,12 @@ __device__ __forceinline__ void await_activations() { asm volatile("griddepcontr
 enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
 
 struct Producer {
-    const Problem& p;
+    const Arguments& p;
     const Ring& ring;
     const Range range;
     const Tiles tiles;
 
-    __device__ __forceinline__ Producer(const Problem& p, const Ring& ring, int rank)
+    __device__ __forceinline__ Producer(const Arguments& p, const Ring& ring, int rank)
         : p(p), ring(ring), range(range_of(p, rank)), tiles(p) {}
 
     __device__ __forceinline__ int dense_steps() const { return 2 * (range.dense_end - range.dense); }
@@ -487,7 +487,7 @@ struct Exchange {
 
 // ---- epilogue --------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float bias_of(const Problem& p, int channel) {
+__device__ __forceinline__ float bias_of(const Arguments& p, int channel) {
     float value = 0;
     if (p.bias_type == 1) value = ((const float*)p.bias)[channel];
     if (p.bias_type == 2) value = __int_as_float((u32)((const u16*)p.bias)[channel] << 16);
@@ -511,14 +511,14 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
 
 // What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
 struct Epilogue {
-    const Problem& p;
+    const Arguments& p;
     float* const factors;  // [SHARE] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
     u8* const piece;       // [PIECE][CHANNELS] of the result, in shared memory
     const int warpgroup, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     int first_channel, first_token;
     float token_scale[(SHARE + 127) / 128], channel_scale, channel_bias;
 
-    __device__ __forceinline__ Epilogue(const Problem& p, u8* shared, int warpgroup)
+    __device__ __forceinline__ Epilogue(const Arguments& p, u8* shared, int warpgroup)
         : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
 
     // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
@@ -658,7 +658,7 @@ struct Epilogue {
 #define CLUSTER
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
     u8* const results = base + STAGES * STAGE_BYTES;

@@ -1,4 +1,4 @@
-"""Which tile the Hopper kernel uses: a pure function of the problem's size.
+"""The Hopper kernel's tiles, and which one it uses: a pure function of the problem's size.
 
 The blocks of a launch walk over the tiles side by side, so a launch takes as many *waves* as the busiest
 multiprocessor has tiles, and a wave its steps plus what a tile costs besides; a split tile is as many blocks, each with
@@ -14,13 +14,81 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from slidesparse.gemm.hopper.compile import Tile
+from slidesparse.gemm.hopper.weights import step_bytes
+from slidesparse.layout import SLAB_BYTES
 
 GROUP = 16
 """Row tiles that neighbouring blocks cycle through. 4 to 32 made no difference beyond the noise."""
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM. With fewer, waves are longer; which tile is best hardly changes."""
+
+
+SHARED_BYTES = 232448
+"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
+
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
+
+
+PIECE_TOKENS = 32
+"""Tokens whose results a warpgroup turns into rows at a time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The geometry of a variant of the kernel.
+
+    Attributes:
+        tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
+        warpgroups: Consumer warpgroups, one below the other in the tile.
+        row_blocks: Blocks of 64 channels of a warpgroup.
+        stages: Steps of the ring.
+        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
+        blocks: Thread blocks of a multiprocessor.
+    """
+
+    tokens: int
+    warpgroups: int
+    row_blocks: int
+    stages: int
+    split: int = 1
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
+        split = f"/{self.split}" if self.split > 1 else ""
+        return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
+
+    @property
+    def channels(self) -> int:
+        """Channels of a tile."""
+        return self.warpgroups * self.row_blocks * 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers and a warpgroup in which one thread produces."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def share(self) -> int:
+        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
+        shares = range(16, self.tokens + 1, 16)
+        return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
+
+    def count(self, tokens: int, channels: int) -> int:
+        """Tiles of a product [tokens, channels]."""
+        return -(-tokens // self.tokens) * -(-channels // self.channels)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of a block, as the source lays it out."""
+        blocks = self.warpgroups * self.row_blocks
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
+        channels = self.row_blocks * 64
+        piece = PIECE_TOKENS * channels * 2
+        factors = (self.share + 2 * channels) * 4
+        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
 
 
 @dataclass(frozen=True)
@@ -60,10 +128,10 @@ TILES = {
 
 
 def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int]:
-    """Steps that a multiprocessor takes one after another, and how many tiles it pays for besides.
+    """Return the steps that a multiprocessor takes one after another, and the tiles that it pays for besides.
 
-    Blocks that share a multiprocessor wait for memory in each other's stead, so that their average number counts;
-    where there is one at a time, the largest does.
+    While one block of a multiprocessor waits for memory, another one computes, so their average number counts. Where a
+    multiprocessor runs one block at a time, the largest number does.
     """
     blocks = tile.count(tokens, channels) * tile.split
     most = -(-blocks // MULTIPROCESSORS)

@@ -13,10 +13,12 @@ swizzling): 16-byte chunk ``c`` of row ``r`` stands at ``c ^ (r / 2 % 4)``. ``ge
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from slidesparse.layout import CHUNK_BYTES, SLAB_BYTES, Columns, Slabs, swizzled
+from slidesparse.layout import CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Slabs, swizzled
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.slide import metadata
 from slidesparse.support import as_bits
@@ -37,18 +39,30 @@ def step_bytes(itemsize: int) -> int:
     return ROWS * STEP_BYTES + 1024 // itemsize
 
 
-def step_shapes(columns: Columns, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
-    """Of what :func:`sparse_steps` and :func:`dense_steps` give.
+class Operand(NamedTuple):
+    """What the kernel reads of a weight, in the order of its arguments.
+
+    Attributes:
+        dense: From :func:`dense_steps`.
+        sparse: From :func:`sparse_steps`.
+    """
+
+    dense: torch.Tensor
+    sparse: torch.Tensor
+
+
+def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
+    """Return the shapes of an :class:`Operand`, dense first.
 
     Args:
-        columns: The packed column order in slabs.
+        order: The packed column order in slabs.
         itemsize: Bytes of a weight.
         out_features: Rows of the weight.
     """
     tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
-    sparse = (tiles, columns.slid_columns // slab, BLOCKS, step_bytes(itemsize))
-    dense = (tiles, 2 * (columns.dense_columns // slab), BLOCKS, ROWS * STEP_BYTES)
-    return torch.Size(sparse), torch.Size(dense)
+    sparse = (tiles, order.slid_columns // slab, BLOCKS, step_bytes(itemsize))
+    dense = (tiles, 2 * (order.dense_columns // slab), BLOCKS, ROWS * STEP_BYTES)
+    return torch.Size(dense), torch.Size(sparse)
 
 
 def sparse_steps(packed: PackedWeight) -> torch.Tensor:

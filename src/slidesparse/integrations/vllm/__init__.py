@@ -1,19 +1,26 @@
 """The vLLM plugin: slidesparse installed beside vLLM, then ``vllm serve DIR``.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
-and must not touch CUDA, since workers may fork afterwards. What follows is in nine files:
+and must not touch CUDA, since workers may fork afterwards. The rest of the plugin, in the order of its use:
 
-================ ================================================================================================
-``chains.py``    in the compiled graph, linears in a row are joined into one operator
-``claim.py``     which checkpoints and which of their layers are ours, in plain Python
-``config.py``    the quantisation method ``slidesparse``: vLLM's compressed-tensors, with another way to multiply
-``fusion.py``    in the compiled graph, norms and SiLU are joined with the linear behind them
-``ledger.py``    what became of every layer, told once
-``layers.py``    a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
-``rehearsal.py`` such a layer runs batches of many sizes before anyone waits for it
-``reload.py``    weights that are loaded again are refused
-``room.py``      an engine's loop gets room on Python's stack
-================ ================================================================================================
+================== ==============================================================================================
+``options.py``     what a user may say in ``--additional-config``
+``names.py``       which checkpoints and which of their layers are ours, in plain Python
+``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
+``engine.py``      what is prepared once for each model: its state, the graph pass, stack room, no reloading
+``model_state.py`` what the layers of a model share: options, status, warm-up, specs, measured speeds
+``scheme.py``      a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
+``status.py``      what became of every layer, logged once
+``warmup.py``      a layer of each kind runs batches of many sizes before vLLM serves
+``graph_pass.py``  the pass over every graph that vLLM compiles, for all models of a process
+``fuse_norms.py``  in such a graph, norms and SiLU are joined with the linear after them
+``fuse_chains.py`` in such a graph, linears that follow one another are joined into one operator
+``host_bound.py``  a chain of linears stays on one backend while the host limits the speed
+``cache_key.py``   a hash of the package's sources, for the key of vLLM's compile cache
+``private.py``     the one door to what vLLM does not offer to plugins
+``stack_room.py``  vLLM's busy loops get room on CPython's stack
+``reload.py``      weights that are loaded again are refused
+================== ==============================================================================================
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
@@ -25,13 +24,18 @@ from vllm.platforms import current_platform
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import KEY, Marker
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
-from slidesparse.integrations.vllm.fuse_norms import install
-from slidesparse.integrations.vllm.names import Claim, Options, claim, claims, left_to_vllm, renamed, require_marker
-from slidesparse.integrations.vllm.reload import refuse_reloading
+from slidesparse.integrations.vllm.engine import prepare_engine
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.names import (
+    NamedLayer,
+    find_layer,
+    is_our_checkpoint,
+    rename_layers,
+    require_marker,
+    why_left_to_vllm,
+)
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
-from slidesparse.integrations.vllm.stack_room import give_room
-from slidesparse.integrations.vllm.status import Ledger, Outcome
-from slidesparse.integrations.vllm.warmup import Rehearsal
+from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 
 log = logging.getLogger(LOGGER)
 
@@ -39,13 +43,13 @@ NOTHING = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
     "sparsity_scheme_map": {},  # up to vLLM 0.20
     "sparsity_ignore_list": [],
 }
-"""Arguments of vLLM's configuration for a checkpoint in which it has nothing to do."""
+"""Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):
-    """vLLM makes one for each model; without arguments, for a checkpoint that is not quantised."""
+    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.quantised = bool(args or kwargs)
@@ -54,35 +58,35 @@ class SlideSparseConfig(CompressedTensorsConfig):
             kwargs = {name: empty for name, empty in NOTHING.items() if name in known}
         super().__init__(*args, **kwargs)
         self.marker: Marker | None = None
-        self.ledger = Ledger()
+        self._model: ModelState | None = None
 
     def get_name(self) -> str:
-        """The method's name."""
+        """Return the method's name."""
         return NAME
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Compute capability, times ten."""
+        """Return the least compute capability, times ten."""
         return LEAST_CAPABILITY
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None, **_: Any
     ) -> str | None:
-        """Claim a checkpoint: vLLM asks before it loads anything, so this is where to refuse early.
+        """Return our name for a checkpoint that is ours, and refuse early: vLLM asks before it loads anything.
 
         Raises:
             CheckpointError: A marker that cannot be read.
             UnsupportedError: A GPU without Sparse Tensor Cores, or too old a vLLM.
         """
-        if not claims(hf_quant_cfg, user_quant, getattr(hf_config, KEY, None)):
+        if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, KEY, None)):
             return None
         require_marker(hf_config)
         require_platform()
         return NAME
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Take the marker, which stands outside of ``quantization_config``."""
+        """Read the marker, which is outside of ``quantization_config``."""
         require_platform()
         self.marker = require_marker(hf_config)
 
@@ -92,57 +96,53 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if self.marker is not None:
             names = [*self.marker.ignore, *self.marker.layers]
             mapped = {name: new for name in names for new in hf_to_vllm_mapper.apply_list([name])}
-            self.marker = renamed(self.marker, mapped)
+            self.marker = rename_layers(self.marker, mapped)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How a layer is loaded and multiplied."""
+        """Return the method that loads and multiplies a layer."""
         if self.quantised:
             return super().get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return None
-        ours = self._claim(layer, prefix)
-        return UnquantizedLinearMethod() if ours is None else SlideUnquantizedMethod(ours, *self._context())
+        model = self.prepare_model()
+        named = self._find_layer(layer, prefix, model.status)
+        return UnquantizedLinearMethod() if named is None else SlideUnquantizedMethod(named, model)
 
     def get_scheme(
         self, layer: torch.nn.Module, layer_name: str | None = None, **kwargs: Any
     ) -> CompressedTensorsScheme | None:
-        """The scheme that vLLM has for a layer, wrapped where it is one that we can run."""
+        """Return vLLM's scheme for a layer, wrapped where we can run it."""
         scheme = super().get_scheme(layer, layer_name, **kwargs)
         if scheme is None or layer_name is None:
             return scheme
-        refusal = why_not(scheme)
+        model, refusal = self.prepare_model(), why_not(scheme)
         if refusal is not None:
-            self.ledger.outcomes[layer_name] = Outcome(False, False, refusal)
+            model.status.outcomes[layer_name] = Outcome(False, False, refusal)
             return scheme
-        ours = self._claim(layer, layer_name)
-        return scheme if ours is None else SlideScheme(scheme, ours, *self._context())
+        named = self._find_layer(layer, layer_name, model.status)
+        return scheme if named is None else SlideScheme(scheme, named, model)
 
-    def _context(self) -> tuple[Options, Ledger]:
-        """What all layers of the model that is being built share."""
-        config = get_current_vllm_config()
-        options = Options.parse(config.additional_config)
-        if config.model_config is None or config.model_config.enforce_eager:
-            options = replace(options, fuse=False)  # nothing is compiled, so nothing can be joined
-        install(config.compilation_config, self.ledger, options.fuse)
-        give_room()
-        refuse_reloading()
-        if self.ledger.rehearsal is None and config.model_config is not None:
-            most = config.scheduler_config.max_num_batched_tokens
-            self.ledger.rehearsal = Rehearsal(most, config.model_config.dtype)
-        return options, self.ledger
+    def prepare_model(self) -> ModelState:
+        """Return the state of the model that is being built; on the first call, prepare the engine for it.
 
-    def _claim(self, layer: torch.nn.Module, name: str) -> Claim | None:
-        why_left = left_to_vllm(name)
-        ours = None if why_left else claim(self.marker, name, self.packed_modules_mapping)
-        if ours is None:
-            self.ledger.outcomes[name] = Outcome(False, False, why_left or "left alone when the checkpoint was pruned")
+        vLLM makes this object before its own configuration is complete, and tells it nothing before the first layer.
+        """
+        if self._model is None:
+            self._model = prepare_engine(get_current_vllm_config())
+        return self._model
+
+    def _find_layer(self, layer: torch.nn.Module, name: str, status: ModelStatus) -> NamedLayer | None:
+        why_left = why_left_to_vllm(name)
+        named = None if why_left else find_layer(self.marker, name, self.packed_modules_mapping)
+        if named is None:
+            status.outcomes[name] = Outcome(False, False, why_left or "left alone when the checkpoint was pruned")
         else:
-            self.ledger.expect(name, layer)
-        return ours
+            status.expect_layer(name, layer)
+        return named
 
 
 def why_not(scheme: CompressedTensorsScheme) -> str | None:
-    """Why a scheme of vLLM's is not one that we can run, or None."""
+    """Return why we cannot run a scheme of vLLM's, or None."""
     if not isinstance(scheme, (CompressedTensorsW8A8Int8, CompressedTensorsW8A8Fp8)):
         return f"{type(scheme).__name__} is neither INT8 nor FP8 W8A8"
     if scheme.strategy != "channel" or scheme.is_static_input_scheme:

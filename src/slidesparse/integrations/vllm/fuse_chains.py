@@ -1,8 +1,8 @@
-"""Make linears that stand in a row one operator, in the graph that vLLM compiles.
+"""Join linears that follow one another into one operator, in a graph that vLLM compiles.
 
 After :mod:`slidesparse.integrations.vllm.fuse_norms` a decoder layer is four operators of ours between two attentions,
-and each is the only one to read the result of the one before it. Beyond the batches that vLLM keeps CUDA graphs for,
-the host calls each, through PyTorch's dispatcher: as one chain (:mod:`slidesparse.gemm.chain`) it does so once.
+and each is the only one to read the result of the one before it. For batches larger than vLLM's CUDA graphs the host
+calls every operator through PyTorch's dispatcher: with one chain (:mod:`slidesparse.gemm.spec`) it does so once.
 """
 
 from __future__ import annotations
@@ -15,103 +15,105 @@ import torch
 from torch import fx
 
 from slidesparse import ops
-from slidesparse.gemm.chain import Link, links_to_text, parse_links
-from slidesparse.gemm.spec import parse_switch
-from slidesparse.kernels.lift_variant import NORMS
+from slidesparse.gemm.spec import LinearSpec, parse_chain, parse_weight
+from slidesparse.gemm.spec import chain_text as format_chain
+from slidesparse.prologue import NORMS, Prologue
 
-FIRSTS = {
+PROLOGUES: dict[Any, Prologue] = {
     ops.linear.default: "none",
     ops.rms_norm_linear.default: "rms_norm",
     ops.add_rms_norm_linear.default: "add_rms_norm",
     ops.silu_mul_linear.default: "silu_mul",
 }
-"""Our operators, and what each of them does before it multiplies."""
+"""Our operators -> what each of them does before it multiplies."""
+
+Reroute: TypeAlias = Callable[[Sequence[LinearSpec]], Sequence[LinearSpec]]
+"""Takes the linears of a chain, and returns them with other routes."""
 
 
-Unite: TypeAlias = Callable[[Sequence[Link]], Sequence[Link]]
-
-
-class Part(NamedTuple):
-    """A linear in a graph.
+class GraphLinear(NamedTuple):
+    """One of our linears in a graph.
 
     Attributes:
         node: Its operator.
-        product: What holds its product: itself, or the first of two results.
-        total: What holds the new residual, where it gives one that is read.
-        tensors: Its tensors, as :class:`slidesparse.gemm.chain.Link` orders them.
-        link: The rest of it.
+        product: The node of its product: ``node``, or the first of two results.
+        total: The node of the new residual, where it gives one that is read.
+        tensors: Its tensors, in the order of :class:`slidesparse.gemm.spec.LinearSpec`.
+        spec: The rest of it.
     """
 
     node: fx.Node
     product: fx.Node
     total: fx.Node | None
     tensors: list[Any]
-    link: Link
+    spec: LinearSpec
 
     @property
     def adds(self) -> bool:
-        """It adds a residual, its second argument."""
-        return self.link.first == "add_rms_norm"
+        """Whether it adds a residual, its second argument."""
+        return self.spec.prologue == "add_rms_norm"
 
 
-def join(graph: fx.Graph, unite: Unite = list) -> int:
+def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
     """Rewrite a graph in place.
 
     Args:
         graph: With our operators.
-        unite: What becomes of a chain's links.
+        reroute: Chooses the backends of a chain's linears.
 
     Returns:
-        How many linears stand in chains now.
+        How many linears are in chains now.
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    parts = {part.node: part for part in map(_part, list(graph.nodes)) if part is not None}
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    linears = {linear.node: linear for linear in map(_read_linear, list(graph.nodes)) if linear is not None}
     joined = 0
-    while parts:
-        chain = [parts.pop(next(iter(parts)))]
-        while (follower := _follower(chain, parts, order)) is not None:
-            chain.append(parts.pop(follower))
-        if len(chain) > 1 and any(part.adds for part in chain):
-            _replace(graph, chain, unite)
+    while linears:
+        chain = [linears.pop(next(iter(linears)))]
+        while (follower := _find_follower(chain, linears, order)) is not None:
+            chain.append(linears.pop(follower))
+        if len(chain) > 1 and any(linear.adds for linear in chain):
+            _replace(graph, chain, reroute)
             joined += len(chain)
     graph.eliminate_dead_code()
     return joined
 
 
-def links_of(graph: fx.Graph) -> list[tuple[torch.device, Link]]:
-    """All linears of a graph, in chains or alone, and where each runs."""
+def find_linears(graph: fx.Graph) -> list[tuple[torch.device, LinearSpec]]:
+    """Return all linears of a graph, in chains or alone, and the device on which each runs."""
     found = []
     for node in graph.nodes:
         if node.target is ops.chain.default:
-            found += [(node.args[0].meta["val"].device, link) for link in parse_links(node.args[-1])]
-        elif (part := _part(node)) is not None:
-            found.append((node.args[0].meta["val"].device, part.link))
+            found += [(node.args[0].meta["val"].device, spec) for spec in parse_chain(node.args[-1])]
+        elif (linear := _read_linear(node)) is not None:
+            found.append((node.args[0].meta["val"].device, linear.spec))
     return found
 
 
-def _part(node: Any) -> Part | None:
-    first = FIRSTS.get(node.target)
-    if first is None:
+def _read_linear(node: Any) -> GraphLinear | None:
+    prologue = PROLOGUES.get(node.target)
+    if prologue is None:
         return None
-    *before, tensors, scale_w, bias, switch = node.args
-    gain, eps = before[-2:] if first in NORMS else (None, 0.0)
+    *before, tensors, scale_w, bias, weight = node.args
+    gain, eps = before[-2:] if prologue in NORMS else (None, 0.0)
     product, total = node, None
-    if first == "add_rms_norm":
+    if prologue == "add_rms_norm":
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         product, total = results.get(0), results.get(1)
         if product is None or len(results) != len(node.users):
             return None
     own = [tensor for tensor in (scale_w, bias, gain) if tensor is not None]
-    link = Link(first, eps, scale_w is not None, bias is not None, parse_switch(switch))
-    return Part(node, product, total, [*tensors, *own], link)
+    spec = LinearSpec(prologue, eps, scale_w is not None, bias is not None, parse_weight(weight))
+    return GraphLinear(node, product, total, [*tensors, *own], spec)
 
 
-def _follower(chain: list[Part], parts: dict[fx.Node, Part], order: dict[fx.Node, int]) -> fx.Node | None:
-    """The linear that may be the chain's next link: the only reader of its result, and of its residual if it adds."""
+def _find_follower(
+    chain: list[GraphLinear], linears: dict[fx.Node, GraphLinear], order: dict[fx.Node, int]
+) -> fx.Node | None:
+    """Return the next linear of a chain: the only reader of its product, and of its residual if it adds one."""
     readers = list(chain[-1].product.users)
-    if len(readers) != 1 or readers[0] not in parts:
+    if len(readers) != 1 or readers[0] not in linears:
         return None
-    after, adding = parts[readers[0]], [part for part in chain if part.adds]
+    after, adding = linears[readers[0]], [linear for linear in chain if linear.adds]
     x, *rest = after.node.args
     others: list[fx.Node] = []
     fx.map_arg(rest, others.append)
@@ -123,15 +125,16 @@ def _follower(chain: list[Part], parts: dict[fx.Node, Part], order: dict[fx.Node
     readers = [] if total is None else list(total.users)
     if after.adds:
         return after.node if readers == [after.node] else None
-    # The operator stands where its last link does: what reads the new residual must come behind it. A reader without a
-    # place is a chain that was made before; what it was made of still reads too, and stands no later.
+    # The chain's operator takes the position of its last linear, so nothing before that may read the new residual. A
+    # reader without a position is a chain made earlier; its linears still read the residual too, and have positions.
     return after.node if all(order[reader] > order[after.node] for reader in readers if reader in order) else None
 
 
-def _replace(graph: fx.Graph, chain: list[Part], unite: Unite) -> None:
-    last, adding = chain[-1], [part for part in chain if part.adds]
-    tensors, links = [tensor for part in chain for tensor in part.tensors], unite([part.link for part in chain])
-    arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, links_to_text(links))
+def _replace(graph: fx.Graph, chain: list[GraphLinear], reroute: Reroute) -> None:
+    last, adding = chain[-1], [linear for linear in chain if linear.adds]
+    tensors = [tensor for linear in chain for tensor in linear.tensors]
+    specs = reroute([linear.spec for linear in chain])
+    arguments = (chain[0].node.args[0], adding[0].node.args[1], tensors, format_chain(specs))
     with graph.inserting_before(last.node):
         both = graph.call_function(ops.chain.default, arguments)
         product, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))

@@ -1,139 +1,138 @@
-"""Join RMSNorm and SiLU with the linear behind them, in the graph that vLLM compiles.
+"""Join RMSNorm and SiLU with the linear after them, in a graph that vLLM compiles.
 
 vLLM leaves norms and activations to Inductor, which cannot look into our operator: the normed activations would go to
-memory in bf16 and come back to be quantised. This pass sees the graph before Inductor does and replaces::
+memory in bf16 and come back to be quantised. :func:`join_norms` sees the graph before Inductor does and replaces::
 
     rms_norm(x)              -> linear            by  rms_norm_linear
     fused_add_rms_norm(x, r) -> linear            by  add_rms_norm_linear
     silu(gate) * up          -> linear            by  silu_mul_linear
 
-whose quantise-and-lift kernel does the norm or the activation on the way. Only a value that nothing else reads is
-joined. Norms are operators of vLLM's at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own
+whose quantise-and-lift kernel does the norm or the activation on the way. A value is joined if it has no other reader.
+Norms are operators of vLLM's at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own
 definition of it.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from slidesparse import layout as columns
 from slidesparse import ops
 from slidesparse.base import torch_private
-from slidesparse.gemm import chain, speed
-from slidesparse.gemm import spec as switch
-from slidesparse.integrations.vllm import LOGGER, host_bound, private
-from slidesparse.integrations.vllm import fuse_chains as chains
-from slidesparse.integrations.vllm.host_bound import unite
-from slidesparse.integrations.vllm.status import Ledger
+from slidesparse.gemm.spec import parse_weight
+from slidesparse.integrations.vllm import private
 from slidesparse.quant import QUANTISED
-
-KEY = private.POST_PASS
-InductorPass: Any = private.inductor_pass()
-
-PARTS = (chains, host_bound, ops, chain, speed, switch, columns)
-SOURCES = [Path(file) for file in (__file__, *(part.__file__ for part in PARTS)) if file is not None]
-"""This pass, the operators that it puts into graphs, and the texts and numbers that are arguments of theirs."""
 
 LINEAR = ops.linear.default
 ADD_RMS_NORM = ops.add_rms_norm_linear.default
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
-log = logging.getLogger(LOGGER)
+NORMS = {"rms_norm": 1, "fused_add_rms_norm": 2}
+"""vLLM's operators -> how many tensors are normed or added, before the gain."""
+
+ACTIVATIONS = tuple(getattr(torch.ops.aten, name) for name in ("mul", "silu", "gelu", "relu"))
+"""Operators that end an activation function of plain arithmetic."""
+
+CUSTOM = ("norm", "silu", "gelu", "swiglu", "relu")
+"""Parts of the names of compiled operators for norms and activations, which vLLM's ``custom_ops`` brings back."""
+
+Rule: TypeAlias = Callable[[fx.Graph, Any, Any, list[Any], dict[fx.Node, int]], str | None]
 
 
-class FusionPass(InductorPass):
-    """The pass, as vLLM runs it; :mod:`slidesparse.integrations.vllm.fuse_chains` goes on where it ends.
+@dataclass
+class Joins:
+    """The norms and activations before the quantised linears of one graph, joined and lost.
 
-    Args:
-        ledger: What became of the layers. It is a part of the key under which vLLM keeps compiled graphs, since these
-            hold what was chosen for each layer.
-        fuse: False: change nothing, and only be a part of that key.
-        graphed: Most tokens that vLLM has a CUDA graph for.
+    Attributes:
+        linears: How many such linears the graph has.
+        joined: Operator of vLLM -> how many of them were joined with a linear.
+        lost: Norm or activation, and why it was not joined -> how many.
     """
 
-    def __init__(self, ledger: Ledger, fuse: bool, graphed: int) -> None:
-        self.ledger, self.fuse, self.graphed = ledger, fuse, graphed
+    linears: int = 0
+    joined: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
 
-    def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite a graph in place."""
-        if self.fuse:
-            found, linked = fuse(graph), chains.join(graph, self._unite)
-            log.debug("slidesparse joined %s, and %d linears in chains", dict(found), linked)
-            self._rehearse(graph)
+    def describe(self) -> str:
+        """Return how much was joined, and what was not, in one line.
 
-    def _unite(self, links: Sequence[chain.Link]) -> list[chain.Link]:
-        united, last = unite(links, self.ledger.speeds, self.graphed)
-        if united != list(links):
-            line = "slidesparse: linears in a row stay on one backend from %d to %d tokens: the host is the slower side"
-            _tell_once(line, self.graphed + 1, last)
-        return united
-
-    def _rehearse(self, graph: fx.Graph) -> None:
-        if self.ledger.rehearsal is not None:
-            with torch_private.outside_tracing():
-                for device, link in chains.links_of(graph):
-                    self.ledger.rehearsal.lift(link.first, link.weight, device)
-
-    def uuid(self) -> str:
-        """A key for caches: all choices, and the sources of what a compiled graph holds."""
-        outcomes = {name: outcome.text for name, outcome in self.ledger.outcomes.items()}
-        united = {"graphed": self.graphed, "speeds": sorted(map(str, self.ledger.speeds.items()))}
-        source = [path.read_text(encoding="utf-8") for path in SOURCES]
-        key: str = self.hash_dict({"source": source, "fuse": self.fuse, "outcomes": outcomes, "united": united})
-        return key
+        >>> Joins(4, Counter(fused_add_rms_norm=2, silu_and_mul=1), Counter({"rms_norm without a gain": 1})).describe()
+        'joined 2 norms and 1 activation with linears; not joined: 1 rms_norm without a gain'
+        """
+        norms = sum(count for name, count in self.joined.items() if name in NORMS)
+        counts = f"{_count(norms, 'norm')} and {_count(self.joined.total() - norms, 'activation')}"
+        lost = "; ".join(f"{count} {why_not}" for why_not, count in sorted(self.lost.items()))
+        return f"joined {counts} with linears" + (f"; not joined: {lost}" if lost else "")
 
 
-@lru_cache  # a model has as many chains as layers
-def _tell_once(line: str, *values: int) -> None:
-    log.info(line, *values)
-
-
-def install(compilation_config: Any, ledger: Ledger, fuse: bool) -> None:
-    """Give vLLM the pass; a second call does nothing, and a user's own pass stays."""
-    passes = compilation_config.inductor_compile_config
-    fuse = fuse and torch_private.can_match_graphs()
-    if KEY not in passes:
-        passes[KEY] = FusionPass(ledger, fuse, max(compilation_config.cudagraph_capture_sizes or [0]))
-    elif not isinstance(passes[KEY], FusionPass):
-        log.warning("slidesparse: norms and activations are not joined with linears, since %s is taken", KEY)
-
-
-def fuse(graph: fx.Graph) -> Counter[str]:
-    """Rewrite a graph in place.
-
-    Returns:
-        How often each operator was put in.
-    """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    found: Counter[str] = Counter()
+def join_norms(graph: fx.Graph) -> Joins:
+    """Rewrite a graph in place, before Inductor sees it."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    joins = Joins()
     linear: Any
     for linear in graph.find_nodes(op="call_function", target=LINEAR):
         x, *weight = linear.args
-        if switch.parse_switch(weight[-1]).weight_dtype not in QUANTISED:
+        if parse_weight(weight[-1]).weight_dtype not in QUANTISED:
             continue
-        source = _only_source(x)
-        if source is None:
-            continue
-        for rule in RULES:
-            joined = rule(graph, linear, source, weight, order)
-            if joined is not None:
-                found[joined] += 1
-                break
+        joins.linears += 1
+        source = _find_source(x)
+        rules = RULES if source is not None else ()
+        joined = next((name for rule in rules if (name := rule(graph, linear, source, weight, order))), None)
+        if joined is not None:
+            joins.joined[joined] += 1
+        elif (why_not := explain_loss(x)) is not None:
+            joins.lost[why_not] += 1
     graph.eliminate_dead_code()
-    return found
+    return joins
 
 
-def _only_source(x: Any) -> Any:
-    """What computes ``x``, views aside, if its result has no other reader."""
+def explain_loss(x: Any) -> str | None:
+    """Return why what computes ``x``, a linear's input, was not joined; None where it is no norm and no activation."""
+    is_shared = len(x.users) > 1
+    while x.target in VIEWS:
+        x = x.args[0]
+        is_shared |= len(x.users) > 1
+    norm = x.args[0] if x.target is operator.getitem else x
+    name = _name_prologue(norm)
+    if name is None:
+        return None
+    if is_shared:
+        return f"{name} whose result has other readers"
+    if (dimensions := x.meta["val"].dim()) != 2:
+        return f"{name} of {dimensions} dimensions"
+    if name in NORMS:
+        return f"{name} {_explain_norm(norm, NORMS[name]) or 'whose linear needs values computed after it'}"
+    if not name.startswith("aten."):
+        return f"{name} as a custom operator (custom_ops)"
+    if not isinstance(x.meta["val"].shape[-1], int):
+        return f"{name} of a width that is unknown when it is compiled"
+    return f"{name} that is not silu(gate) * up"
+
+
+def _name_prologue(node: Any) -> str | None:
+    """Return the operator of a node that computes a norm or an activation, or seems to; None for all else."""
+    if node.op != "call_function":
+        return None
+    target = node.args[0] if "auto_functionalized" in str(node.target) else node.target
+    norm = next((name for name in NORMS if target is private.norm_operator(name)), None)
+    if norm is not None:
+        return norm
+    packet = getattr(target, "overloadpacket", None)
+    if packet in ACTIVATIONS:
+        return str(packet)
+    is_ours = getattr(target, "namespace", None) in ("slidesparse", "aten", "prims", None)
+    return str(packet) if not is_ours and any(part in str(packet) for part in CUSTOM) else None
+
+
+def _find_source(x: Any) -> Any:
+    """Return the node that computes ``x``, views aside, if its result has no other reader."""
     while True:
         if len(x.users) != 1:
             return None
@@ -142,8 +141,8 @@ def _only_source(x: Any) -> Any:
         x = x.args[0]
 
 
-def _behind_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
-    if source.target is not private.norm_operator("rms_norm") or not _plain(source, 1):
+def _join_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
+    if not _can_join_norm(source, "rms_norm"):
         return None
     with graph.inserting_before(linear):
         new = graph.call_function(ops.rms_norm_linear.default, (*source.args[:3], *weight))
@@ -151,13 +150,16 @@ def _behind_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], o
     return "rms_norm"
 
 
-def _behind_add_norm(
+def _join_add_norm(
     graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]
 ) -> str | None:
     if source.target is not operator.getitem or source.args[1] != 0:
         return None
     norm = source.args[0]
-    if norm.target is not private.norm_operator("fused_add_rms_norm") or not _plain(norm, 2):
+    if (
+        norm.target is not private.norm_operator("fused_add_rms_norm")
+        or _explain_norm(norm, NORMS["fused_add_rms_norm"]) is not None
+    ):
         return None
     # The new residual may be read before the linear, so everything moves up to the norm, if it can.
     needed = [node for node in linear.all_input_nodes if node is not linear.args[0]]
@@ -174,11 +176,13 @@ def _behind_add_norm(
     return "fused_add_rms_norm"
 
 
-def _behind_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
+def _join_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], order: dict[fx.Node, int]) -> str | None:
     value = source.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dim() != 2 or not isinstance(value.shape[-1], int):
+        return None
     pattern = _silu_pattern(value.shape[-1], value.dtype)
     match = pattern and pattern.match(source)
-    if not match or value.dim() != 2:
+    if not match:
         return None
     (x,) = match.kwargs.values()
     with graph.inserting_before(linear):
@@ -187,16 +191,34 @@ def _behind_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], o
     return "silu_and_mul"
 
 
-RULES = (_behind_norm, _behind_add_norm, _behind_silu)
+RULES: tuple[Rule, ...] = (_join_norm, _join_add_norm, _join_silu)
 
 
-def _plain(norm: Any, tensors: int) -> bool:
-    """A norm over whole rows of a matrix, with a gain of their type: what our kernels do."""
-    gain, more = norm.args[tensors], norm.args[tensors + 2 :]
-    if gain is None or norm.kwargs or any(argument is not None for argument in more):
-        return False
-    x: torch.Tensor = norm.args[0].meta["val"]
-    return x.dim() == 2 and bool(gain.meta["val"].dtype == x.dtype)
+def _can_join_norm(node: Any, name: str) -> bool:
+    return node.target is private.norm_operator(name) and _explain_norm(node, NORMS[name]) is None
+
+
+def _explain_norm(norm: Any, tensors: int) -> str | None:
+    """Return why our kernels do not compute a norm; None for one over whole rows of a matrix, with a gain of its type.
+
+    Args:
+        norm: A node of vLLM's operator.
+        tensors: How many of its arguments come before the gain.
+    """
+    x, gain, more = norm.args[0].meta["val"], norm.args[tensors], norm.args[tensors + 2 :]
+    if gain is None:
+        return "without a gain"
+    if norm.kwargs or any(argument is not None for argument in more):
+        return "over a part of each row"
+    if x.dim() != 2:
+        return f"of {x.dim()} dimensions"
+    if gain.meta["val"].dtype != x.dtype:  # Gemma's 1 + weight is float32
+        return f"with a gain in {gain.meta['val'].dtype} for activations in {x.dtype}"
+    return None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _replace(old: Any, new: Any) -> None:
@@ -206,6 +228,6 @@ def _replace(old: Any, new: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _silu_pattern(columns: int, dtype: torch.dtype) -> Any:
-    """What vLLM's ``silu(gate) * up`` with so many columns becomes in a graph."""
+    """Return what vLLM's ``silu(gate) * up`` of this width becomes in a graph; None in a vLLM without a definition."""
     native = private.silu_and_mul()
     return native and torch_private.pattern_of(native, (4, 2 * columns), dtype)

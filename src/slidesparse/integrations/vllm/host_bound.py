@@ -1,10 +1,10 @@
-"""Where the host is the slower side, a chain of linears stays on one backend.
+"""Keep a chain of linears on one backend while the host, not the GPU, limits the speed.
 
-``auto`` picks for each layer what the GPU runs fastest, so some links of a chain may run dense and others not. Beyond
-the batches that vLLM keeps CUDA graphs for, the host launches kernel by kernel, and changing the backend costs it more
-than all the rest of a link: a dense link makes tensors of its own and goes through PyTorch's dispatcher once more, and
-each part of the chain around it is a chain of its own. As long as the GPU has done the whole chain before the host has
-launched it and what stands around it, the few microseconds that a dense link saves the GPU are worth nothing.
+``auto`` chooses for each linear the backend that is fastest on the GPU, so a chain may hold sparse and dense linears.
+For batches that are larger than vLLM's CUDA graphs the host launches kernel by kernel. There a change of the backend
+costs it more than the rest of a linear: a dense linear allocates its own tensors and passes PyTorch's dispatcher once
+more, and it cuts the chain into pieces with a call each. While the GPU finishes the whole chain before the host has
+launched it, the microseconds that a dense linear saves on the GPU change nothing, so the chain stays on one backend.
 """
 
 from __future__ import annotations
@@ -12,47 +12,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from slidesparse.gemm.chain import Link
+from slidesparse.gemm.spec import LinearSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed
 
 HOST_US = 75.0
-"""What a chain may take the GPU, a link: less than the host needs for a decoder layer, a quarter of it.
+"""Microseconds that the host takes for one linear of a chain: a quarter of what it takes for a decoder layer.
 
-Llama-3.2-1B in vLLM 0.22 takes 7.9 ms for 1024 tokens where one link of four runs dense, about 2 of them before and
-behind its 16 layers: 370 us a layer. The GPU has some 50 of them to do that are no linear, so 80 are left for each of
-four; a quicker host needs less (results/h200/vllm/one-backend.txt)."""
+Llama-3.2-1B in vLLM 0.22 takes 7.9 ms for 1024 tokens where one linear of four runs dense, about 2 of them before and
+after its 16 layers: 370 us a layer. Some 50 of these the GPU spends on kernels that are no linears, so 80 are left for
+each of the four; a faster host needs less (results/h200/vllm/one-backend.txt)."""
 
 
-def unite(links: Sequence[Link], speeds: Mapping[str, LayerSpeed], graphed: int) -> tuple[list[Link], int]:
-    """New routes for the links of a chain: one backend while the host is the slower side.
+def keep_one_backend(
+    linears: Sequence[LinearSpec], speeds: Mapping[str, LayerSpeed], graphed: int, host_us: float = HOST_US
+) -> tuple[list[LinearSpec], int]:
+    """Route all linears of a chain through one backend while the host is slower than the GPU.
 
     Args:
-        links: Of a chain.
-        speeds: Switch of a weight, as text -> what was measured of it.
-        graphed: Most tokens that vLLM has a CUDA graph for.
+        linears: Those of a chain.
+        speeds: Spec of a weight, as text -> the times measured for it.
+        graphed: The most tokens for which vLLM has a CUDA graph; up to there nothing changes.
+        host_us: Microseconds that the host takes for one linear; 0 changes nothing.
 
     Returns:
-        The links, and up to how many tokens they stay on one backend. They are the same, up to ``graphed``, where
-        nothing is known of one of them, or where they have no packed form in common.
+        The linears, and up to how many tokens they stay on one backend. They come back unchanged, with ``graphed``,
+        where one of them has no measured times, or where they do not share exactly one packed form.
     """
-    layers = [speeds[text] for link in links if (text := link.weight.to_text()) in speeds]
-    packed = set.intersection(*({form.backend for form in link.weight.forms} - {DENSE} for link in links))
-    if len(layers) < len(links) or len(packed) != 1:
-        return list(links), graphed
+    layers = [speeds[text] for linear in linears if (text := linear.weight.text) in speeds]
+    packed = set.intersection(*({form.backend for form in linear.weight.forms} - {DENSE} for linear in linears))
+    if len(layers) < len(linears) or len(packed) != 1:
+        return list(linears), graphed
     (backend,) = packed
-    last = _waits_for_the_host(layers, backend, graphed)
+    last = _find_last_host_bound(layers, backend, graphed, host_us)
     if last == graphed:
-        return list(links), graphed
-    return [replace(link, weight=link.weight.through(backend, graphed + 1, last)) for link in links], last
+        return list(linears), graphed
+    return [replace(linear, weight=linear.weight.through(backend, graphed + 1, last)) for linear in linears], last
 
 
-def _waits_for_the_host(layers: Sequence[LayerSpeed], backend: str, graphed: int) -> int:
-    """Most tokens, of those that were measured, for which the GPU has done them on this backend before the host has."""
+def _find_last_host_bound(layers: Sequence[LayerSpeed], backend: str, graphed: int, host_us: float) -> int:
+    """Return the most tokens, of those measured, for which the GPU runs the chain faster than the host launches it."""
     last = graphed
     for tokens in sorted(set.intersection(*(set(layer.tokens) for layer in layers))):
         if tokens > graphed:
             times = [layer.at(backend, tokens) for layer in layers]
-            if None in times or sum(us for us in times if us) > HOST_US * len(layers):
+            if None in times or sum(us for us in times if us) > host_us * len(layers):
                 break
             last = tokens
     return last

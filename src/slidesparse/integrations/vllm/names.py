@@ -1,7 +1,7 @@
-"""What is ours: which checkpoints, which of their layers, and where a shard's columns stand in the whole weight.
+"""Relate vLLM's layers to those of a checkpoint: which are ours, by which pattern, and where a shard's columns begin.
 
 vLLM fuses layers (``qkv_proj`` is ``q_proj``, ``k_proj`` and ``v_proj``) and names them by its own modules; the marker
-names the layers of the checkpoint. Everything that relates the two is here, and needs neither vLLM nor a GPU.
+names the layers of the checkpoint. Nothing here needs vLLM or a GPU.
 """
 
 from __future__ import annotations
@@ -10,57 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import KEY, Marker
-from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.models.targets import read_as_matrix
 from slidesparse.pattern import Pattern
-
-OPTIONS = "slidesparse"
-"""The key of ``--additional-config`` that holds our options."""
 
 METHODS = ("compressed-tensors", "slidesparse")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a user may say: ``--additional-config '{"slidesparse": {"backend": "cusparselt"}}'``.
-
-    Attributes:
-        backend: ``auto`` or a backend's name, for every layer.
-        fallback: What ``auto`` does where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
-        fuse: Join RMSNorm and SiLU with the quantisation behind them in compiled models.
-    """
-
-    backend: str = "auto"
-    fallback: Fallback = "dense"
-    fuse: bool = True
-
-    @classmethod
-    def parse(cls, additional_config: object) -> Options:
-        """Read vLLM's ``additional_config``; without our key, the defaults.
-
-        Raises:
-            InputError: An unknown key or value.
-        """
-        given = additional_config.get(OPTIONS, {}) if isinstance(additional_config, Mapping) else {}
-        known = set(cls.__dataclass_fields__)
-        if not isinstance(given, Mapping) or given.keys() - known:
-            raise InputError(f"{OPTIONS} in --additional-config", got=repr(given), needed=f"keys {sorted(known)}")
-        options = cls(**given)
-        if options.backend != "auto" and options.backend not in BACKENDS:
-            raise InputError(
-                "backend in --additional-config", got=repr(options.backend), needed=f"auto, {', '.join(BACKENDS)}"
-            )
-        if options.fallback not in ("dense", "none"):
-            raise InputError("fallback in --additional-config", got=repr(options.fallback), needed="dense or none")
-        if not isinstance(options.fuse, bool):
-            raise InputError("fuse in --additional-config", got=repr(options.fuse), needed="true or false")
-        return options
-
-
-def claims(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
-    """Whether a checkpoint with a ``quantization_config`` is ours.
+def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
+    """Return whether a checkpoint with a ``quantization_config`` is ours.
 
     Ours are marked ones, unless the user names another method, and any compressed-tensors one on request.
 
@@ -75,8 +34,8 @@ def claims(quantization: Mapping[str, Any], user_choice: str | None, marker: obj
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What is known of a layer before its weight is.
+class NamedLayer:
+    """A layer of vLLM, before its weight is known.
 
     Attributes:
         name: The layer's name in vLLM.
@@ -87,34 +46,34 @@ class Claim:
     pattern: Pattern | None
 
 
-def members(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
-    """The checkpoint's layers behind one of vLLM.
+def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the checkpoint's layers that vLLM runs as one.
 
-    >>> members("model.layers.0.self_attn.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})[1]
+    >>> list_parts("model.layers.0.self_attn.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})[1]
     'model.layers.0.self_attn.k_proj'
     """
     parent, _, leaf = name.rpartition(".")
     return [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
 
 
-def left_to_vllm(name: str) -> str | None:
-    """Why a layer of vLLM keeps its dense weight, whatever the marker says of it; None: nothing stands against ours.
+def why_left_to_vllm(name: str) -> str | None:
+    """Return why a layer keeps its dense weight whatever the marker says of it; None for a layer that need not.
 
-    >>> left_to_vllm("model.layers.0.self_attn.kv_b_proj")
+    >>> why_left_to_vllm("model.layers.0.self_attn.kv_b_proj")
     'left to vLLM, whose latent attention reads its weight as a matrix'
     """
     return "left to vLLM, whose latent attention reads its weight as a matrix" if read_as_matrix(name) else None
 
 
-def claim(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> Claim | None:
-    """What the marker says of a layer of vLLM; None: it was left alone when the model was pruned.
+def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) -> NamedLayer | None:
+    """Return a layer of vLLM with the pattern that the marker says; None: it was left alone when the model was pruned.
 
     Raises:
         CheckpointError: The parts of a fused layer carry different patterns, or only some of them any.
     """
     if marker is None:
-        return Claim(name, None)
-    parts = members(name, fused)
+        return NamedLayer(name, None)
+    parts = list_parts(name, fused)
     patterns = {part: None if part in marker.ignore else marker.pattern_of(part) for part in parts}
     if len(set(patterns.values())) > 1:
         raise CheckpointError(
@@ -124,11 +83,11 @@ def claim(marker: Marker | None, name: str, fused: Mapping[str, Sequence[str]]) 
             remedy="prune them alike, or serve dense with --quantization compressed-tensors",
         )
     pattern = patterns[parts[0]]
-    return None if pattern is None else Claim(name, pattern)
+    return None if pattern is None else NamedLayer(name, pattern)
 
 
-def renamed(marker: Marker, names: Mapping[str, str | None]) -> Marker:
-    """The marker with the layers' names as vLLM has them; None drops a name that has no place there."""
+def rename_layers(marker: Marker, names: Mapping[str, str | None]) -> Marker:
+    """Return the marker with the layers' names as vLLM has them; None keeps a name that has no place there."""
 
     def new(name: str) -> str:
         return names.get(name) or name
@@ -138,7 +97,7 @@ def renamed(marker: Marker, names: Mapping[str, str | None]) -> Marker:
 
 
 def shard_start(shard_columns: int, columns: int, rank: int) -> int:
-    """The column of the whole weight at which a shard begins.
+    """Return the column of the whole weight at which a shard begins.
 
     Args:
         shard_columns: Columns of this rank's weight.
@@ -152,7 +111,7 @@ def shard_start(shard_columns: int, columns: int, rank: int) -> int:
 
 
 def require_marker(config: object) -> Marker | None:
-    """The marker of a Hugging Face config object, or None.
+    """Return the marker of a Hugging Face config object, or None.
 
     Raises:
         CheckpointError: It is there and cannot be read.

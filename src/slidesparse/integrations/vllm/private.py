@@ -27,8 +27,9 @@ LOOPS = (
     ("vllm.v1.engine.core", "DPEngineCoreProc", "run_busy_loop"),
     ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_busy_loop"),
 )
-"""What runs as long as a process of vLLM's serves: that of an engine on one GPU, and of the workers on several, whose
-scheduler, a process without a model, gets none. Each begins when the model is loaded."""
+"""Module, class and method of each loop that runs as long as a process serves: that of an engine on one GPU, and that
+of each worker on several GPUs. The scheduler of several GPUs is a process without a model and stays as it is. Each loop
+begins after the model is loaded."""
 
 PRIVATE = {
     "vllm.compilation.passes.inductor_pass.InductorPass": "sparse checkpoints run dense",

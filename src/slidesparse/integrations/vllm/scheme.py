@@ -1,4 +1,4 @@
-"""From a layer that vLLM has loaded and sharded to a SlideLinear, or back to vLLM with the reason.
+"""Turn layers that vLLM has loaded and sharded into SlideLinears, or leave them to vLLM with the reason.
 
 Parameters, their loaders, sharding and fused scales are vLLM's own: a scheme is wrapped, and only what happens after
 loading and when multiplying is ours. A layer that is left to vLLM runs exactly its code.
@@ -15,9 +15,11 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 
 from slidesparse.gemm import Problem, choose
 from slidesparse.integrations.vllm import LOGGER
-from slidesparse.integrations.vllm.names import Claim, Options, shard_start
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.names import NamedLayer, shard_start
+from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.reload import refusal
-from slidesparse.integrations.vllm.status import Ledger, Outcome
+from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
@@ -29,40 +31,39 @@ LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
 
 SUBMODULE = "slide"
-"""Where a converted layer keeps its SlideLinear."""
+"""The attribute of a converted layer that holds its SlideLinear."""
 
 log = logging.getLogger(LOGGER)
 
 
 class SlideScheme(CompressedTensorsScheme):
-    """vLLM's scheme of a W8A8 layer, until the layer is loaded; then ours, if the weight lets it be.
+    """A W8A8 layer's scheme: vLLM's until the layer is loaded, then a SlideLinear where its weight can be packed.
 
     Args:
         inner: vLLM's scheme.
-        claim: What is known of the layer.
-        options: What the user said.
-        ledger: Where the outcome is told.
+        named: The layer's name and pattern.
+        model: The state of its model.
     """
 
-    def __init__(self, inner: CompressedTensorsScheme, claim: Claim, options: Options, ledger: Ledger) -> None:
-        self.inner, self.claim, self.options, self.ledger = inner, claim, options, ledger
-        self.columns = 0
+    def __init__(self, inner: CompressedTensorsScheme, named: NamedLayer, model: ModelState) -> None:
+        self.inner, self.named, self.model = inner, named, model
+        self.in_features = 0
         self.converted: bool | None = None  # not loaded yet
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Compute capability, times ten."""
+        """Return the least compute capability, times ten."""
         return LEAST_CAPABILITY
 
     def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
-        """As vLLM's; ``input_size`` is that of the whole weight."""
-        self.columns = input_size
+        """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
+        self.in_features = input_size
         self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
         if self.converted is not False:
-            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+            self.converted = pack_layer(layer, self.named, self.in_features, self.model)
         if not self.converted:
             self.inner.process_weights_after_loading(layer)
 
@@ -76,10 +77,13 @@ class SlideScheme(CompressedTensorsScheme):
 class SlideUnquantizedMethod(UnquantizedLinearMethod):
     """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`."""
 
-    def __init__(self, claim: Claim, options: Options, ledger: Ledger) -> None:
+    supports_pre_processed_weights = False
+    """vLLM from 0.33 on may hand weights over between processes as they are after packing; ours cannot be."""
+
+    def __init__(self, named: NamedLayer, model: ModelState) -> None:
         super().__init__()
-        self.claim, self.options, self.ledger = claim, options, ledger
-        self.columns = 0
+        self.named, self.model = named, model
+        self.in_features = 0
         self.converted: bool | None = None  # not loaded yet
 
     def create_weights(
@@ -92,15 +96,15 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """As vLLM's; ``input_size`` is that of the whole weight."""
-        self.columns = input_size
+        """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
+        self.in_features = input_size
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         super().create_weights(layer, *sizes, params_dtype, **attributes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
         if self.converted is not False:
-            self.converted = settle(layer, self.claim, self.options, self.columns, self.ledger)
+            self.converted = pack_layer(layer, self.named, self.in_features, self.model)
         if not self.converted:
             super().process_weights_after_loading(layer)
 
@@ -110,15 +114,14 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         return y
 
 
-def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Ledger) -> bool:
-    """Turn a loaded layer into a SlideLinear where that is possible and pays, and note what was done.
+def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
+    """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
 
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
-        claim: What is known of it.
-        options: What the user said.
-        columns: ``in`` of the whole weight.
-        ledger: Where it is noted.
+        named: Its name and pattern.
+        in_features: ``in`` of the whole weight.
+        model: The state of its model.
 
     Returns:
         Whether ``layer.slide`` is there now; then weight and scale are gone.
@@ -128,36 +131,36 @@ def settle(layer: Any, claim: Claim, options: Options, columns: int, ledger: Led
         UnsupportedError: The backend that the user named cannot run it, or it is a SlideLinear already.
     """
     if hasattr(layer, SUBMODULE):
-        raise refusal(claim.name)
+        raise refusal(named.name)
     weight = layer.weight.data
-    start = shard_start(weight.shape[1], columns, getattr(layer, "tp_rank", 0))
+    start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
-    packed, outcome = pack_shard(weight, scale, claim, options, start)
+    packed, outcome = pack_shard(weight, scale, named, model.options, start)
     if packed is not None:
-        slide = SlideLinear(packed, backend=options.backend, fallback=options.fallback)
+        slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
         del layer.weight
         if scale is not None:
             del layer.weight_scale
         layer.add_module(SUBMODULE, slide)
-        ledger.keep_times(slide)
+        model.add_layer(named.name, slide)
         on_gpu = weight.is_cuda
         del weight, scale  # the dense weight's memory is free again
-        if ledger.rehearsal is not None and on_gpu:
-            ledger.rehearsal.run(slide)
-    ledger.settle(claim.name, outcome, log)
+        if model.warmup is not None and on_gpu:
+            model.warmup.layer(slide)
+    model.status.note_outcome(named.name, outcome, log)
     return packed is not None
 
 
 def pack_shard(
-    weight: torch.Tensor, scale: torch.Tensor | None, claim: Claim, options: Options, start: int
+    weight: torch.Tensor, scale: torch.Tensor | None, named: NamedLayer, options: Options, start: int
 ) -> tuple[PackedWeight | None, Outcome]:
     """Pack one rank's weight if it is to run sparse.
 
     Args:
         weight: [out, columns of this rank].
         scale: [out, 1], or None.
-        claim: What is known of the layer.
-        options: What the user said.
+        named: The layer's name and pattern.
+        options: The user's options.
         start: Column of the whole weight at which this rank's begin.
 
     Returns:
@@ -165,14 +168,14 @@ def pack_shard(
         choice is taken over too where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` can join it with the
         norm or activation before it, for which vLLM has two kernels.
     """
-    pattern = claim.pattern or detect(weight, start)
+    pattern = named.pattern or find_pattern(weight, start)
     if pattern is None:
         return None, Outcome(False, False, "its weight satisfies no pattern")
     if pattern == DENSE:
         return None, Outcome(False, True, "as the checkpoint says")
     k_offset = start % pattern.group
     groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
-    check_groups(weight, pattern, groups, k_offset=k_offset, name=claim.name)
+    check_groups(weight, pattern, groups, k_offset=k_offset, name=named.name)
     if groups is not None and not len(groups):
         return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
@@ -180,7 +183,7 @@ def pack_shard(
     dense, eligible = choice.backends == ("dense",), options.backend != "dense"
     if dense and not (options.fuse and weight.dtype in QUANTISED):
         return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)
-    packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=claim.name)
+    packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
     if dense:
         text = f"{pattern}, joined with what stands before it; {choice.reason}"
         return packed, Outcome(False, True, text, eligible)
@@ -188,7 +191,7 @@ def pack_shard(
     return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
 
 
-def detect(weight: torch.Tensor, start: int) -> Pattern | None:
-    """The tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
+def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
+    """Return the tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
     by_density = sorted(UNIFORM_PATTERNS, key=lambda pattern: pattern.density)
     return next((p for p in by_density if tightest_pattern(weight, [p], start % p.group)), None)

@@ -1,9 +1,9 @@
-"""Give the loop of a process that holds one of our models room on Python's stack.
+"""Give vLLM's long-running loops spare room on CPython's stack of frames, in processes that hold one of our models.
 
-:mod:`slidesparse.base.python_stack` says why a loop needs it.
-
-vLLM works deep in calls, in loops over layers and over sequences. Whether one of those loops stands at the end of a
-chunk is chance, but not the same chance as in stock vLLM: one frame holds the weights of all layers as variables.
+CPython keeps frames in chunks. A call that does not fit into the current chunk maps a new one and unmaps it when it
+returns, which :mod:`slidesparse.base.python_stack` measured as 7 us instead of 0.05. Whether a loop of vLLM's happens
+to run at the end of a chunk depends on the size of every frame above it, and our model's frames differ from stock
+vLLM's (one of them holds the weights of all layers as variables). With spare room the position no longer matters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from slidesparse.integrations.vllm.private import loops
 
 
 @lru_cache  # once a process
-def give_room() -> None:
-    """Make them calls with room, before they begin; where vLLM calls them otherwise, nothing happens.
+def add_stack_room() -> None:
+    """Wrap the loops so that each starts at the beginning of a large chunk; skip those that vLLM has moved.
 
-    Around each step room would cost 0.1 ms.
+    Room around every step instead of around the loop would cost 0.1 ms a step.
     """
     for owner, loop in loops():
         setattr(owner, loop, with_room(getattr(owner, loop)))

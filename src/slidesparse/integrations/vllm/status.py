@@ -1,7 +1,7 @@
-"""What became of every layer, told when the last one has been loaded.
+"""Collect what became of every layer of one model, and log it when the last layer has been loaded.
 
-vLLM loads layer after layer and says nothing at the end, so the ledger counts: layers that were built, less those that
-were loaded or thrown away again (an output embedding that turns out to be tied).
+vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` counts: it waits for the layers that
+were built, less those that were loaded or thrown away again (an output embedding that turns out to be tied).
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.integrations.vllm.warmup import Rehearsal
-from slidesparse.linear import SlideLinear
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -29,7 +26,7 @@ NONE_SPARSE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a layer.
+    """The outcome of loading one layer.
 
     Attributes:
         sparse: It runs on packed weights.
@@ -45,32 +42,23 @@ class Outcome:
 
 
 @dataclass
-class Ledger:
-    """The layers of one model.
+class ModelStatus:
+    """The outcomes of one model's layers.
 
     Attributes:
         waiting: Name -> the layer, until it is loaded.
         outcomes: Name -> what became of it.
-        rehearsal: What a layer runs when it is loaded.
-        speeds: Switch of a layer's weight, as text -> the times that decided its routes.
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    rehearsal: Rehearsal | None = None
-    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
 
-    def keep_times(self, layer: SlideLinear) -> None:
-        """Keep the times that decided a layer's routes, if times did."""
-        if layer.choice.measured is not None:
-            self.speeds[layer.switch] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
-
-    def expect(self, name: str, layer: object) -> None:
-        """A layer was built and will be loaded."""
+    def expect_layer(self, name: str, layer: object) -> None:
+        """Wait for a layer that was built and will be loaded."""
         self.waiting[name] = weakref.ref(layer)
 
-    def settle(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
-        """A layer was loaded; after the last one, say what became of all.
+    def note_outcome(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
+        """Note what became of a loaded layer; after the last one, log what became of all.
 
         Raises:
             UnsupportedError: After the last one, when no weight satisfies any pattern.
@@ -86,15 +74,15 @@ class Ledger:
                 got=f"{len(self.outcomes)} layers, none with two zeros in every group of 32 columns or less",
                 remedy="prune it with slidesparse prune, or serve it without --quantization slidesparse",
             )
-        for line in self.lines():
+        for line in self.describe():
             log.info(line)
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((why, _),) = Counter(outcome.text for outcome in eligible).most_common(1)
             log.warning(NONE_SPARSE, len(eligible), why)
 
-    def lines(self) -> list[str]:
-        """One line for every kind of layer and outcome."""
+    def describe(self) -> list[str]:
+        """Return a line of totals, and one line for every kind of layer and outcome."""
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
             kinds.setdefault((_NUMBER.sub("*", name), outcome), []).append(name)

@@ -1,13 +1,17 @@
-"""A layer runs batches of many sizes when it is loaded, so that little is compiled or planned while vLLM serves.
+"""Run layers with batches of many sizes when they are loaded, so that little is compiled while vLLM serves.
 
-vLLM itself runs the largest batch, and those that it captures. Between them lie batches for which a backend has other
-tiles or plans, and the first of them would make a user wait. All tiles of the Hopper kernel are loaded, whatever
-batches would choose them. Which norm or activation a layer is joined with is known when its graph is compiled, so what
-lifts behind it runs then.
+vLLM itself runs the largest batch, and those that it captures in CUDA graphs. For batches between them a backend may
+have other tiles or plans, and the first such batch would make a user wait. All tiles of the Hopper kernel are loaded,
+whichever batches choose them. With which norm or activation a layer is joined is known when its graph is compiled, so
+the lifting kernels of joined layers run then.
+
+vLLM holds all dense weights when the first layer is packed, so the warm-up must not take much memory: batches end where
+the activations of a layer would take more than :data:`MEMORY_BYTES`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,69 +19,101 @@ from typing import cast
 
 import torch
 
-from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.launch import load_all
-from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.select import get_backend
-from slidesparse.gemm.spec import Switch
-from slidesparse.kernels.lift_variant import NORMS, First
-from slidesparse.layout import Columns
+from slidesparse.gemm.spec import WeightSpec
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
+from slidesparse.prologue import NORMS, Prologue
+
+MEMORY_BYTES = 256 << 20
+"""Bytes that the activations of one warm-up call may take. The lifting kernels have one variant for all batches from
+513 tokens on, and Hopper's tiles are loaded without a run, so only cuSPARSELt's plans for larger batches come later."""
+
+LIFTED = 2
+"""Packed columns for an input column, at most: a 2:4 group of 4 for every 2 columns."""
+
+log = logging.getLogger(LOGGER)
 
 
-def batches(most: int, firsts: Iterable[int]) -> list[int]:
-    """Numbers of tokens up to ``most``: two to an octave, and those at which a layer changes its backend."""
+def list_batches(most: int, starts: Iterable[int]) -> list[int]:
+    """Return numbers of tokens up to ``most``: two an octave, and those at which a layer changes its backend.
+
+    >>> list_batches(10, [0, 5])
+    [1, 2, 3, 4, 5, 6, 8, 10]
+    """
     octaves = [m << k for k in range(most.bit_length()) for m in (1, 3)]
-    return sorted({m for m in (*octaves, *firsts, most) if 0 < m <= most})
+    return sorted({m for m in (*octaves, *starts, most) if 0 < m <= most})
 
 
 @dataclass
-class Rehearsal:
-    """What the layers of a model run when they are loaded, once for each kind of layer.
+class WarmUp:
+    """Runs one layer of each kind of a model, and one lifting kernel of each kind.
 
     Attributes:
         most: Tokens of the largest batch.
-        dtype: Of the activations.
+        dtype: Type of the activations.
+        memory: Bytes that the activations of one call may take.
     """
 
     most: int
     dtype: torch.dtype
+    memory: int = MEMORY_BYTES
     _done: set[object] = field(default_factory=set)
 
-    def run(self, layer: SlideLinear) -> None:
-        """Run a layer, if no layer of its kind has run."""
-        forms = tuple(form.describe() for form in layer.forms)
+    def layer(self, layer: SlideLinear) -> None:
+        """Run a layer that was loaded, if no layer of its kind has run."""
+        forms = tuple(form.spec() for form in layer.forms)
         kind = layer.in_features, layer.out_features, layer.weight_dtype, forms, layer.choice.routes
         if self._is_done(kind):
             return
         device = layer.forms[0].tensors[0].device
-        if Hopper.name in layer.choice.backends:
-            load_all(TILES, layer.weight_dtype, self.dtype, device.index)
-        x = torch.zeros(self.most, layer.in_features, dtype=self.dtype, device=device)
-        for tokens in batches(self.most, (route.first for route in layer.choice.routes)):
+        for backend in layer.choice.backends:
+            get_backend(backend).warm_up(layer.weight_dtype, self.dtype, device)
+        values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
+        most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
+        if most < self.most:
+            size = f"{layer.out_features}x{layer.in_features}"
+            line = "slidesparse: the warm-up of %s layers ends at %d of %d tokens: their activations take %d MB there"
+            log.info(line, size, most, self.most, self.memory >> 20)
+        x = torch.zeros(most, layer.in_features, dtype=self.dtype, device=device)
+        for tokens in list_batches(most, (route.from_tokens for route in layer.choice.routes)):
             layer(x[:tokens])
 
-    def lift(self, first: str, weight: Switch, device: torch.device) -> None:
-        """Run what lifts for a weight behind a norm or an activation on a GPU, if nothing of its kind has run."""
-        if first == "none" or device.type != "cuda" or self._is_done((first, weight.to_text())):
+    def lift(self, prologue: str, weight: WeightSpec, device: torch.device) -> None:
+        """Run the lifting kernels of a weight after a norm or an activation on a GPU, if none of its kind has run."""
+        if prologue == "none" or device.type != "cuda" or self._is_done((prologue, weight.text)):
             return
-        from slidesparse.kernels.lift import quantize_lift
+        for form in weight.forms:
+            if form.order:  # else the torch definition lifts
+                self._lift_batches(prologue, weight, ColumnOrder(*form.order), form.backend, device)  # type: ignore[arg-type] # their number
 
-        for tokens in batches(self.most, (route.first for route in weight.routes)):
-            form, _ = weight.pick(tokens)
-            if not form.order:  # the torch definition
+    def limit_tokens(self, token_bytes: int) -> int:
+        """Return the tokens of the largest batch, or as many as fit into the memory."""
+        return max(1, min(self.most, self.memory // token_bytes))
+
+    def _lift_batches(
+        self, prologue: str, weight: WeightSpec, order: ColumnOrder, backend: str, device: torch.device
+    ) -> None:
+        from slidesparse.kernels.lift import quantize_lift  # needs Triton
+
+        layout = get_backend(backend).layout
+        zeros = partial(torch.zeros, dtype=self.dtype, device=device)
+        read = order.in_features * (2 if prologue == "silu_mul" else 1)
+        written = order.in_features * self.dtype.itemsize + order.width * weight.weight_dtype.itemsize
+        most = self.limit_tokens(read * self.dtype.itemsize + written)
+        for tokens in list_batches(most, (route.from_tokens for route in weight.routes)):
+            if weight.pick(tokens)[0].backend != backend:
                 continue
-            columns, layout = Columns(*form.order), get_backend(form.backend).layout  # type: ignore[arg-type] # their number
-            zeros = partial(torch.zeros, dtype=self.dtype, device=device)
-            x = zeros(tokens, columns.columns * (2 if first == "silu_mul" else 1))
+            x = zeros(tokens, read)
             quantize_lift(
                 x,
-                columns,
+                order,
                 weight.weight_dtype,
-                cast("First", first),
-                pairs=torch.zeros(columns.width // 2, dtype=columns.index_dtype, device=device),
-                weight=zeros(columns.columns) if first in NORMS else None,
-                residual=x if first == "add_rms_norm" else None,
+                cast("Prologue", prologue),
+                pairs=torch.zeros(order.width // 2, dtype=order.index_dtype, device=device),
+                gain=zeros(order.in_features) if prologue in NORMS else None,
+                residual=x if prologue == "add_rms_norm" else None,
                 slabs=layout.slabs,
                 rows=layout.rows(tokens) if layout.slabs is None else None,
             )

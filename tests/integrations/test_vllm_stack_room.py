@@ -6,14 +6,14 @@ from types import ModuleType
 import pytest
 
 from slidesparse.integrations.vllm.private import LOOPS
-from slidesparse.integrations.vllm.stack_room import give_room
+from slidesparse.integrations.vllm.stack_room import add_stack_room
 
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    give_room.cache_clear()
+    add_stack_room.cache_clear()
     yield
-    give_room.cache_clear()
+    add_stack_room.cache_clear()
 
 
 def stand_in(monkeypatch, module, **classes):
@@ -28,8 +28,8 @@ def test_loops_are_called_with_room_once(monkeypatch, module, name, loop):
     made = type(name, (), {loop: lambda self, *a, **k: (a, k)})
     before = getattr(made, loop)
     stand_in(monkeypatch, module, **{name: made})
-    give_room()
-    give_room()
+    add_stack_room()
+    add_stack_room()
     assert getattr(made, loop).__wrapped__ is before
     assert getattr(made(), loop)(1, b=2) == ((1,), {"b": 2})
 
@@ -37,8 +37,8 @@ def test_loops_are_called_with_room_once(monkeypatch, module, name, loop):
 def test_what_vllm_moved_is_left_alone(monkeypatch):
     for module, name, _ in LOOPS:
         stand_in(monkeypatch, module, **{name: type(name, (), {})})
-    give_room()
+    add_stack_room()
     monkeypatch.delitem(sys.modules, LOOPS[0][0])
-    give_room.cache_clear()
-    give_room()
+    add_stack_room.cache_clear()
+    add_stack_room()
     assert LOOPS[0][0] not in sys.modules

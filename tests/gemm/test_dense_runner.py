@@ -1,4 +1,4 @@
-"""Which tensors a whole dense linear takes, what its launch and its product are told, and where there is one."""
+"""Which tensors a whole dense linear reads, what its launch and its product are told, and where there is one."""
 
 from __future__ import annotations
 
@@ -8,23 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from slidesparse.gemm import dense, dense_linear
-from slidesparse.gemm.dense_linear import DenseLinear
+from slidesparse.base.log import log_once
+from slidesparse.gemm import dense
+from slidesparse.gemm.backend import LiftThenMultiply
+from slidesparse.gemm.dense import DenseLinear
+from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.layout import LinearTensors
+from slidesparse.lifting import TorchLift
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 TOKENS, OUT, COLUMNS = 40, 24, 64
-READ = (16, None, None, None, 64, 0)
+INPUTS = LiftInputs(16, None, None, None, 64, 0)
 WEIGHT = torch.zeros(OUT, COLUMNS, dtype=INT8)
+PARTS = torch.empty(0), None
+"""What the default gives."""
 
 
 class Parts:
-    """Stands for the lifting call and for the product, and keeps what they were told."""
+    """Stands for the lift, for the product and for the default, and keeps what they were told."""
 
-    def __init__(self, *, takes: bool = True) -> None:
+    out_features = OUT
+
+    def __init__(self, *, takes: bool = True, reason: str | None = None, ready: bool = True) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.products: list[tuple[Any, ...]] = []
+        self.by_parts = 0
         self.lift: Any = SimpleNamespace(
-            read=lambda *_: READ if takes else None,
+            inputs=lambda *_: INPUTS if takes else None,
+            why_not=lambda *_: reason,
+            launcher=SimpleNamespace(ready=ready),
             launch=lambda *arguments: self.launches.append(arguments),
             device=torch.device("cpu"),
             index=0,
@@ -36,7 +48,12 @@ class Parts:
             target=INT8,
             quantised=True,
         )
-        self.linear = DenseLinear(self.lift, OUT, self.multiply)
+        by_parts: Any = self
+        self.linear = DenseLinear(self.lift, by_parts, self.multiply)
+
+    def __call__(self, *_: Any) -> Any:
+        self.by_parts += 1
+        return PARTS
 
     def multiply(self, *arguments: Any) -> torch.Tensor:
         self.products.append(arguments)
@@ -44,12 +61,13 @@ class Parts:
 
     def run(self, weight: torch.Tensor, scale: torch.Tensor | None, bias: Any = None, residual: Any = None) -> Any:
         x, none = torch.ones(TOKENS, COLUMNS, dtype=BF16), torch.empty(0)
-        return self.linear(x, [none, none, weight], scale, bias, None, residual, 0.5)
+        return self.linear(x, residual, LinearTensors(none, none, [weight], scale, bias, None), 0.5)
 
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_linear, "empty_here", lambda *sizes: torch.empty(*sizes[:2], dtype=sizes[2]))
+    monkeypatch.setattr(dense, "empty_here", lambda *sizes: torch.empty(*sizes[:2], dtype=sizes[2]))
+    log_once.cache_clear()
 
 
 def test_the_product_gets_what_the_launch_wrote() -> None:
@@ -59,14 +77,15 @@ def test_the_product_gets_what_the_launch_wrote() -> None:
     ((values, weight, scale_x, scale_w, given_bias, out_dtype),) = parts.products
     assert (values.shape, values.dtype, scale_x.shape, scale_x.dtype) == ((40, 64), INT8, (40, 1), torch.float32)
     assert (weight is WEIGHT, scale_w is scale, given_bias is bias, out_dtype) == (True, True, True, BF16)
-    assert parts.launches == [(0, *READ, None, values.data_ptr(), scale_x.data_ptr(), 0.5)]
+    assert parts.launches == [(INPUTS, LiftOutputs(None, values.data_ptr(), scale_x.data_ptr()), 0.5)]
+    assert not parts.by_parts
 
 
 def test_a_residual_gives_a_new_one() -> None:
     parts = Parts()
     _, total = parts.run(WEIGHT, torch.ones(OUT), residual=torch.ones(TOKENS, COLUMNS))
     assert (total.shape, total.dtype) == ((TOKENS, COLUMNS), BF16)
-    assert parts.launches[0][len(READ) + 1] == total.data_ptr()
+    assert parts.launches[0][1].total == total.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -81,11 +100,27 @@ def test_a_residual_gives_a_new_one() -> None:
         (WEIGHT, torch.ones(OUT), torch.ones(OUT - 1, dtype=BF16)),
     ],
 )
-def test_what_the_kernels_do_not_take_is_left_alone(weight: torch.Tensor, scale: Any, bias: Any) -> None:
+def test_what_the_kernels_do_not_read_is_left_to_the_parts(
+    weight: torch.Tensor, scale: Any, bias: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="slidesparse")
     parts = Parts()
-    assert parts.run(weight, scale, bias) is None
+    for _ in range(2):
+        assert parts.run(weight, scale, bias) is PARTS
+    assert parts.by_parts == 2
     assert not parts.launches
-    assert Parts(takes=False).run(WEIGHT, torch.ones(OUT)) is None
+    reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
+    assert caplog.messages == [f"slidesparse: dense, fused runs by its parts: {reason}"]
+
+
+@pytest.mark.parametrize("reason", [None, "they are not aligned"])
+def test_what_the_lift_does_not_read_is_left_to_the_parts(reason: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="slidesparse")
+    parts = Parts(takes=False, reason=reason, ready=False)  # without a reason only a compilation is missing
+    for _ in range(2):
+        assert parts.run(WEIGHT, torch.ones(OUT)) is PARTS
+    assert not parts.launches
+    assert caplog.messages == ([] if reason is None else [f"slidesparse: dense, fused runs by its parts: {reason}"])
 
 
 VLLM = "vLLM's kernel"
@@ -117,12 +152,17 @@ def test_the_fastest_kernel_that_applies_scales(
 def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
     monkeypatch.setattr(dense, "_has_kernels", lambda *_: True)
-    made, lift = dense.Dense().linear_call, Parts().lift
-    assert isinstance(made(lift, OUT), DenseLinear)
-    lift.padded = TOKENS + 1
-    assert made(lift, OUT) is None
-    lift.padded, lift.quantised = TOKENS, False
-    assert made(lift, OUT) is None
-    lift.quantised = True
+    backend, lift = dense.Dense(), Parts().lift
+    whole = backend.runner(lift, OUT)
+    assert isinstance(whole, DenseLinear)
+    assert isinstance(whole._by_parts, LiftThenMultiply)
+
+    def runs_by_parts(given: Any, out_features: int = OUT) -> bool:
+        return isinstance(backend.runner(given, out_features), LiftThenMultiply)
+
+    assert runs_by_parts(TorchLift("none", INT8, backend.layout))
+    assert runs_by_parts(lift, 0)
+    for name, other in (("padded", TOKENS + 1), ("quantised", False), ("tokens", 0)):
+        assert runs_by_parts(SimpleNamespace(**vars(lift) | {name: other}))
     monkeypatch.setattr(dense, "_has_kernels", lambda *_: False)
-    assert made(lift, OUT) is None
+    assert runs_by_parts(lift)

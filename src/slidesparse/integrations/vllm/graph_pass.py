@@ -1,0 +1,106 @@
+"""The pass that vLLM runs over every graph that it compiles: it joins norms with linears, and linears in a row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence, Set
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from slidesparse.base import torch_private
+from slidesparse.gemm.spec import LinearSpec
+from slidesparse.integrations.vllm import LOGGER, private
+from slidesparse.integrations.vllm.cache_key import hash_sources
+from slidesparse.integrations.vllm.fuse_chains import find_linears, join_chains
+from slidesparse.integrations.vllm.fuse_norms import join_norms
+from slidesparse.integrations.vllm.host_bound import keep_one_backend
+from slidesparse.integrations.vllm.model_state import ModelState
+
+KEY = private.POST_PASS
+InductorPass: Any = private.inductor_pass()
+
+log = logging.getLogger(LOGGER)
+
+
+class GraphPass(InductorPass):
+    """The pass of one engine, for all of its models: a draft model is compiled under the same configuration.
+
+    A graph does not say whose it is; the specs of its linears do.
+
+    Attributes:
+        models: The states of the models, in the order in which they are built.
+        graphed: The most tokens for which vLLM has a CUDA graph.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[ModelState] = []
+        self.graphed = 0
+        self._told: set[str] = set()
+
+    def __deepcopy__(self, memo: object) -> GraphPass:
+        return self  # vLLM copies its configuration, while layers go on to write to the states
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph in place."""
+        specs = {linear.weight.text for _, linear in find_linears(graph)}
+        if not specs:
+            return
+        model = self.find_model(specs)
+        if model is None:
+            self._tell_once("slidesparse: a graph is left as it is, since its linears belong to no loaded model")
+        elif model.options.fuse:
+            joins = join_norms(graph)
+            chained = join_chains(graph, partial(self._keep_one_backend, model))
+            if joins.linears:
+                self._tell_once(
+                    f"slidesparse: a graph of {joins.linears} linears, {chained} of them in chains: {joins.describe()}"
+                )
+            _warm_up_lifts(graph, model)
+
+    def find_model(self, specs: Set[str]) -> ModelState | None:
+        """Return the model that has layers of all these specs, or None; of two, the first that joins its layers."""
+        owners = [model for model in self.models if specs <= set(model.specs.values())]
+        return max(owners, key=lambda model: model.options.fuse, default=None)
+
+    def uuid(self) -> str:
+        """Return a key for caches: the package's sources, and all that was chosen for every model."""
+        models = [model.cache_key() for model in self.models]
+        key: str = self.hash_dict({"sources": hash_sources(), "graphed": self.graphed, "models": models})
+        return key
+
+    def _keep_one_backend(self, model: ModelState, linears: Sequence[LinearSpec]) -> Sequence[LinearSpec]:
+        host_us = model.options.host_us
+        routed, last = keep_one_backend(linears, model.speeds, self.graphed, host_us)
+        if routed != list(linears):
+            self._tell_once(
+                f"slidesparse: linears in a row stay on one backend from {self.graphed + 1} to {last} tokens, where the"
+                f" GPU takes less than the host's {host_us:g} us for each (host_us in --additional-config)"
+            )
+        return routed
+
+    def _tell_once(self, line: str) -> None:
+        """Log a line that many graphs of a model, one for each layer, would repeat."""
+        if line not in self._told:
+            self._told.add(line)
+            log.info(line)
+
+
+def install_pass(compilation_config: Any, model: ModelState) -> None:
+    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays."""
+    passes = compilation_config.inductor_compile_config
+    found = passes.setdefault(KEY, GraphPass())
+    if isinstance(found, GraphPass):
+        found.models.append(model)
+        found.graphed = max(compilation_config.cudagraph_capture_sizes or [0])
+    else:
+        log.warning("slidesparse: norms and activations are not joined with linears, since %s is taken", KEY)
+
+
+def _warm_up_lifts(graph: fx.Graph, model: ModelState) -> None:
+    if model.warmup is None:
+        return
+    with torch_private.outside_tracing():
+        for device, linear in find_linears(graph):
+            model.warmup.lift(linear.prologue, linear.weight, device)

@@ -1,0 +1,83 @@
+"""Hold the state that the layers of one model and the pass over its graphs share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from slidesparse.base.torch_private import can_match_graphs
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.status import ModelStatus
+from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.linear import SlideLinear
+
+log = logging.getLogger(LOGGER)
+
+
+@dataclass
+class ModelState:
+    """Options, outcomes and choices of one model.
+
+    Attributes:
+        options: The user's options; ``fuse`` is off where the model is not compiled.
+        status: What became of every layer.
+        warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
+        specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
+            compiled graph keeps of the weight: sizes, column order, backends.
+        speeds: Spec -> the times that decided its routes.
+    """
+
+    options: Options = field(default_factory=Options)
+    status: ModelStatus = field(default_factory=ModelStatus)
+    warmup: WarmUp | None = None
+    specs: dict[str, str] = field(default_factory=dict)
+    speeds: dict[str, LayerSpeed] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, vllm_config: Any) -> ModelState:
+        """Read the user's options and the model's largest batch from vLLM's configuration.
+
+        Raises:
+            InputError: An unknown option.
+        """
+        options = Options.parse(vllm_config.additional_config)
+        log.info("slidesparse options: %s", options.to_json())
+        why_not = why_not_joined(vllm_config)
+        if options.fuse and why_not is not None:
+            log.info("slidesparse: no norm or activation is joined with a linear: %s", why_not)
+            options = replace(options, fuse=False)
+        model = vllm_config.model_config
+        if model is None:
+            return cls(options)
+        return cls(options, warmup=WarmUp(vllm_config.scheduler_config.max_num_batched_tokens, model.dtype))
+
+    def add_layer(self, name: str, layer: SlideLinear) -> None:
+        """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""
+        self.specs[name] = layer.spec
+        if layer.choice.measured is not None:
+            self.speeds[layer.spec] = layer.choice.measured.of_size(layer.out_features, layer.in_features)
+
+    def cache_key(self) -> dict[str, object]:
+        """Return everything of this model that a compiled graph depends on, for JSON."""
+        return {
+            "options": asdict(self.options),
+            "outcomes": {name: outcome.text for name, outcome in self.status.outcomes.items()},
+            "specs": self.specs,
+            "speeds": sorted(map(str, self.speeds.items())),
+        }
+
+
+def why_not_joined(vllm_config: Any) -> str | None:
+    """Return why no graph of the model can be rewritten, or None where vLLM compiles it with Inductor."""
+    if vllm_config.model_config is None:
+        return "layers are built without a model"
+    if vllm_config.model_config.enforce_eager:
+        return "the model runs eagerly (--enforce-eager)"
+    if vllm_config.compilation_config.mode == 0 or vllm_config.compilation_config.backend == "eager":
+        return "the model is not compiled (--compilation-config)"
+    if not can_match_graphs():
+        return "this torch has another interface for patterns in graphs"
+    return None

@@ -1,0 +1,67 @@
+"""Read the user's options: ``--additional-config '{"slidesparse": {"backend": "cusparselt"}}'``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from slidesparse.errors import InputError
+from slidesparse.gemm.select import BACKENDS, Fallback
+from slidesparse.integrations.vllm.host_bound import HOST_US
+
+OPTIONS = "slidesparse"
+"""The key of ``--additional-config`` that holds our options."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one engine.
+
+    Attributes:
+        backend: ``auto`` or a backend's name, for every layer.
+        fallback: What ``auto`` does where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+        fuse: Join RMSNorm, SiLU and neighbouring linears with our operators in compiled models.
+        host_us: Microseconds that the host takes to launch one linear of a chain: see
+            :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
+    """
+
+    backend: str = "auto"
+    fallback: Fallback = "dense"
+    fuse: bool = True
+    host_us: float = HOST_US
+
+    @classmethod
+    def parse(cls, additional_config: object) -> Options:
+        """Read vLLM's ``additional_config``; without our key, return the defaults.
+
+        Raises:
+            InputError: An unknown key or value.
+        """
+        given = additional_config.get(OPTIONS, {}) if isinstance(additional_config, Mapping) else {}
+        known = set(cls.__dataclass_fields__)
+        if not isinstance(given, Mapping) or given.keys() - known:
+            raise InputError(f"{OPTIONS} in --additional-config", got=repr(given), needed=f"keys {sorted(known)}")
+        options = cls(**given)
+        if options.backend != "auto" and options.backend not in BACKENDS:
+            _refuse("backend", options.backend, f"auto, {', '.join(BACKENDS)}")
+        if options.fallback not in ("dense", "none"):
+            _refuse("fallback", options.fallback, "dense or none")
+        if not isinstance(options.fuse, bool):
+            _refuse("fuse", options.fuse, "true or false")
+        if type(options.host_us) not in (int, float) or not 0 <= options.host_us < math.inf:
+            _refuse("host_us", options.host_us, "microseconds, 0 or more")
+        return replace(options, host_us=float(options.host_us))
+
+    def to_json(self) -> str:
+        """Return the options as a user would write them, defaults included.
+
+        >>> Options(fuse=False).to_json()
+        '{"backend": "auto", "fallback": "dense", "fuse": false, "host_us": 75.0}'
+        """
+        return json.dumps(asdict(self))
+
+
+def _refuse(name: str, got: object, needed: str) -> None:
+    raise InputError(f"{name} in --additional-config", got=repr(got), needed=needed)

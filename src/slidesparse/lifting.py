@@ -1,0 +1,116 @@
+"""Lifting: the step before a product. Prologue, quantisation and lifting of M tokens, into a backend's layout.
+
+On a GPU one Triton kernel does all of it (:mod:`slidesparse.kernels.lift`). Elsewhere, and where Triton cannot, the
+torch definition here does the same in the same numbers.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
+from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import gather
+
+KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Lift(Protocol):
+    """A lift of M tokens: :class:`TorchLift` or :class:`slidesparse.kernels.lift.KernelLift`."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
+        """Apply the prologue, quantise and lift.
+
+        Args:
+            x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
+            residual: [M, K] in x's type, of any strides, for ``add_rms_norm``.
+            tensors: Of the linear: its column map or index of pairs, and the gain of the norm.
+            eps: Of the norm.
+
+        Raises:
+            InputError: When shapes, types or devices do not fit.
+        """
+        ...
+
+
+def find_lift(
+    layout: Layout,
+    prologue: Prologue,
+    tokens: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    device: torch.device,
+    order: tuple[int, ...],
+) -> Lift:
+    """Return the kernel for a lift, or the torch definition where there is none.
+
+    Args:
+        layout: Of the backend that will read the values.
+        prologue: Applied first.
+        tokens: M.
+        source: Type of the activations.
+        target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
+        device: Where.
+        order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
+    """
+    needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
+    if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+        return TorchLift(prologue, target, layout)
+    if torch.cuda.get_device_capability(device) < needed:
+        return TorchLift(prologue, target, layout)
+    from slidesparse.kernels.lift import find_kernel_lift
+
+    rows = layout.rows(tokens) if layout.slabs is None else None
+    columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
+    return find_kernel_lift(columns, source, target, prologue, tokens, device, layout.slabs, rows)
+
+
+class TorchLift:
+    """The definition, in torch, on any device.
+
+    Args:
+        prologue: Applied first.
+        target: torch.int8, torch.float8_e4m3fn, or the activations' type to lift only.
+        layout: Of the result.
+    """
+
+    def __init__(self, prologue: Prologue, target: torch.dtype, layout: Layout) -> None:
+        self.prologue, self.target, self.layout = prologue, target, layout
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
+        """See :class:`Lift`."""
+        x, total = self._apply_prologue(x, residual, tensors.gain, eps)
+        _check_finite(x)
+        if self.target == x.dtype:
+            return Lifted(self._arranged(gather(x, tensors.column_map)), None, total)
+        values, scale = quantize_rows(x, self.target)
+        return Lifted(self._arranged(gather(values, tensors.column_map)), scale, total)
+
+    def _apply_prologue(
+        self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.prologue == "silu_mul":
+            return silu_mul(x), None
+        if self.prologue == "rms_norm" and gain is not None:
+            return rms_norm(x, gain, eps), None
+        if self.prologue == "add_rms_norm" and gain is not None and residual is not None:
+            return add_rms_norm(x, residual, gain, eps)
+        return x, None
+
+    def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
+        """Row-major activations [M, K'] in the layout."""
+        tokens, width = lifted.shape
+        if self.layout.slabs is not None:
+            return self.layout.slabs.arrange(lifted).view(-1, width)[:tokens]
+        return with_rows(lifted, self.layout.rows(tokens))[:tokens]
+
+
+def _check_finite(x: torch.Tensor) -> None:
+    # On a GPU this would wait for the device; there NaN and Inf show as a NaN scale and NaN outputs of that token.
+    if x.device.type == "cpu" and not bool(torch.isfinite(x).all()):
+        raise InputError("activations hold NaN or Inf", needed="finite activations")

@@ -1,0 +1,106 @@
+"""Resolving: which runner a linear, or a chain of them, has for a number of tokens. Made once, looked up by each call.
+
+A model has few linears and a server many numbers of tokens: the first call with a new number takes some tens of
+microseconds a linear here, later ones one look-up. With the logger ``slidesparse`` at DEBUG every runner is named when
+it is made: ``1024 tokens, 4608 outputs, int8: hopper 176x256``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from slidesparse.base.log import LOG
+from slidesparse.gemm.backend import Backend, ChainRunner, Runner
+from slidesparse.gemm.select import get_backend
+from slidesparse.gemm.spec import LinearSpec, Slots, parse_chain, parse_weight, slots_of
+from slidesparse.lifting import Lift, find_lift
+from slidesparse.prologue import Prologue
+
+
+@lru_cache(maxsize=1 << 13)
+def resolve_lift(
+    backend: Backend,
+    prologue: Prologue,
+    tokens: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    device: torch.device,
+    order: tuple[int, ...],
+) -> Lift:
+    """Return :func:`slidesparse.lifting.find_lift` of a backend's layout, kept from one call to the next."""
+    return find_lift(backend.layout, prologue, tokens, source, target, device, order)
+
+
+class ResolvedLinear(NamedTuple):
+    """A linear for one number of tokens.
+
+    Attributes:
+        runner: Runs it.
+        form: Which of the operator's tensors are those of the form of its weight that runs.
+        backend: The backend's name.
+    """
+
+    runner: Runner
+    form: slice
+    backend: str
+
+
+@lru_cache(maxsize=1 << 13)
+def resolve_linear(
+    weight: str, prologue: Prologue, tokens: int, source: torch.dtype, device: torch.device
+) -> ResolvedLinear:
+    """Return the runner of a linear.
+
+    Args:
+        weight: :attr:`slidesparse.gemm.spec.WeightSpec.text`.
+        prologue: Applied to its activations first.
+        tokens: M.
+        source: Type of the activations.
+        device: Where.
+
+    Raises:
+        UnsupportedError: A kernel cannot be loaded.
+    """
+    spec = parse_weight(weight)
+    form, start = spec.pick(tokens)
+    backend = get_backend(form.backend)
+    lift = resolve_lift(backend, prologue, tokens, source, spec.weight_dtype, device, form.order)
+    runner = backend.runner(lift, spec.out_features)
+    LOG.debug("%d tokens, %d outputs, %s: %r", tokens, spec.out_features, spec.dtype, runner)
+    return ResolvedLinear(runner, slice(start, start + form.tensors), form.backend)
+
+
+@lru_cache(maxsize=1 << 12)
+def resolve_chain(linears: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[ChainRunner, ...]:
+    """Return the runners of a chain, one after the other: neighbours on one backend share one.
+
+    Args:
+        linears: :func:`slidesparse.gemm.spec.chain_text`.
+        tokens: M.
+        source: Type of the activations.
+        device: Where.
+
+    Raises:
+        UnsupportedError: A kernel cannot be loaded.
+    """
+    resolved = _resolve_each(parse_chain(linears), tokens, source, device)
+    runners = []
+    for name, group in groupby(resolved, key=lambda each: each[0].backend):
+        runners.append(get_backend(name).chain_runner([(linear.runner, slots) for linear, slots in group]))
+    LOG.debug("%d tokens: %r", tokens, runners)
+    return tuple(runners)
+
+
+def _resolve_each(
+    linears: tuple[LinearSpec, ...], tokens: int, source: torch.dtype, device: torch.device
+) -> list[tuple[ResolvedLinear, Slots]]:
+    found, start = [], 0
+    for spec in linears:
+        linear = resolve_linear(spec.weight.text, spec.prologue, tokens, source, device)
+        found.append((linear, slots_of(spec, start, tokens)))
+        start += spec.tensors
+    return found

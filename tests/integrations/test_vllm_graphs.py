@@ -1,0 +1,315 @@
+"""What the plugin's pass makes of the graphs that vLLM compiles, and the key under which vLLM keeps them; no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+from vllm_models import REFERENCE, configured, loaded_by
+
+import slidesparse as ss
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.packed import pack
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+
+def sparse_linear(out: int, columns: int, pattern: str = "6:8") -> ss.SlideLinear:
+    linear = torch.nn.Linear(columns, out, bias=False)
+    return ss.SlideLinear.from_linear(linear, pattern, "int8", method="magnitude", backend="reference")
+
+
+class Block(torch.nn.Module):
+    """What stands around the linears of a decoder layer, as vLLM's compiled graph has it."""
+
+    def __init__(self, reads_twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.o = sparse_linear(96, 64), sparse_linear(64, 96)
+        self.gate_up, self.down = sparse_linear(256, 64), sparse_linear(64, 128)
+        self.gains = torch.nn.ParameterList(torch.rand(64).bfloat16() for _ in range(2))
+        self.reads_twice = reads_twice
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from vllm.model_executor.layers.activation import SiluAndMul
+
+        normed = torch.ops.vllm_ir.rms_norm(x, self.gains[0], 1e-6)
+        y = self.o(self.qkv(normed))
+        y, residual = torch.ops.vllm_ir.fused_add_rms_norm(y, x, self.gains[1], 1e-6)
+        y = self.down(SiluAndMul.forward_native(self.gate_up(y)))
+        return (y, residual, normed) if self.reads_twice else (y, residual)
+
+
+def state_of(*layers: ss.SlideLinear, **options: Any) -> Any:
+    """A model with these layers."""
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.options import Options
+
+    model = ModelState(Options(**options))
+    for i, layer in enumerate(layers):
+        model.add_layer(f"layers.{i}", layer)
+    return model
+
+
+def pass_of(*models: Any, graphed: int = 512) -> Any:
+    from slidesparse.integrations.vllm.graph_pass import GraphPass
+
+    made = GraphPass()
+    made.models, made.graphed = list(models), graphed
+    return made
+
+
+def assert_near(got: Any, expected: Any) -> None:
+    """The joined operators round as their definitions do, and the unjoined as vLLM's: some bf16 steps apart."""
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=3e-2)
+
+
+def run_compiled(
+    function: Callable[..., Any], rewrite: Callable[[fx.Graph], None], x: torch.Tensor, dynamic: bool | None = None
+) -> Counter[str]:
+    """Compile with a pass, compare with the eager result, and count our operators in the rewritten graphs."""
+    import vllm.ir.ops  # noqa: F401
+
+    found: Counter[str] = Counter()
+
+    def rewritten(graph_module: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        rewrite(graph_module.graph)
+        found.update(str(node.target) for node in graph_module.graph.nodes if "slidesparse" in str(node.target))
+        graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
+    # What Inductor would be given, without its minutes of C++; one test below goes all the way.
+    backend = aot_autograd(fw_compiler=rewritten, decompositions=select_decomp_table())
+    with torch.no_grad():
+        torch._dynamo.reset()
+        torch._dynamo.mark_dynamic(x, 0)  # as vLLM does
+        compiled = torch.compile(function, dynamic=dynamic, fullgraph=True, backend=backend)
+        assert_near(compiled(x), function(x))
+    return Counter({name.split(".")[1]: number for name, number in found.items()})
+
+
+# -- what is joined ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads_twice", [False, True])
+def test_norms_and_activations_are_joined_with_the_linear_after_them(reads_twice: bool) -> None:
+    import vllm.ir.ops  # noqa: F401
+    from torch._inductor import config as inductor
+
+    from slidesparse.integrations.vllm.fuse_chains import join_chains
+    from slidesparse.integrations.vllm.fuse_norms import join_norms
+
+    block, found = Block(reads_twice).eval(), []
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def rewrite(graph: fx.Graph) -> None:
+        joins = join_norms(graph)
+        found.append((dict(joins.joined) | {"in a chain": join_chains(graph)}, dict(joins.lost)))
+
+    with torch.no_grad(), inductor.patch(post_grad_custom_post_pass=rewrite):
+        torch._dynamo.reset()
+        compiled = torch.compile(block, dynamic=True, fullgraph=True)
+        for rows in (9, 4):
+            assert_near(compiled(x[:rows]), block(x[:rows]))
+    joined = {"fused_add_rms_norm": 1, "silu_and_mul": 1, "in a chain": 4}
+    assert found
+    if reads_twice:
+        assert all(counts == (joined, {"rms_norm whose result has other readers": 1}) for counts in found)
+    else:
+        assert all(counts == (joined | {"rms_norm": 1}, {}) for counts in found)
+
+
+def test_what_was_joined_is_told_once_for_graphs_that_are_alike(caplog: pytest.LogCaptureFixture) -> None:
+    block = Block(reads_twice=True).eval()
+    rewrite = pass_of(state_of(block.qkv, block.o, block.gate_up, block.down))
+    x = torch.randn(9, 64).bfloat16()
+    for _ in range(2):
+        run_compiled(block, rewrite, x)
+    told = [line for line in caplog.messages if "joined" in line]
+    assert told == [
+        "slidesparse: a graph of 4 linears, 4 of them in chains: joined 1 norm and 1 activation with linears; not"
+        " joined: 1 rms_norm whose result has other readers"
+    ]
+
+
+def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, dict[str, int]]:
+    """How many linears were joined, and what was not."""
+    from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
+
+    found: list[Joins] = []
+    run_compiled(function, lambda graph: found.append(join_norms(graph)), x, **how)
+    (joins,) = found
+    return joins.joined.total(), dict(joins.lost)
+
+
+def test_what_is_not_joined_says_why() -> None:
+    import vllm.ir.ops  # noqa: F401
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    linear, gain = sparse_linear(32, 64).eval(), torch.rand(64)
+    x, wide = torch.randn(4, 64).bfloat16(), torch.randn(4, 128).bfloat16()
+    norm, silu = torch.ops.vllm_ir.rms_norm, SiluAndMul.forward_native
+    assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x) == (1, {})
+    assert lost(linear, x) == (0, {})
+    assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (
+        0,
+        {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1},  # Gemma
+    )
+    assert lost(lambda x: linear(norm(x, None, 1e-6)), x) == (0, {"rms_norm without a gain": 1})
+    assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6, 32)), x) == (0, {"rms_norm over a part of each row": 1})
+    assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6)), x[None]) == (0, {"rms_norm of 3 dimensions": 1})
+    assert lost(lambda x: linear(silu(x)), wide) == (1, {})
+    assert lost(lambda x: linear(silu(x)), wide[None]) == (0, {"aten.mul of 3 dimensions": 1})
+    gelu = torch.nn.functional.gelu
+    assert lost(lambda x: linear(gelu(x[:, :64]) * x[:, 64:]), wide) == (0, {"aten.mul that is not silu(gate) * up": 1})
+
+
+@pytest.mark.parametrize("version_2", [False, True])
+def test_a_custom_operator_for_an_activation_is_named(version_2: bool) -> None:
+    """One that writes its result into a tensor, as vLLM's do."""
+    from torch._inductor import config as inductor
+
+    linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
+
+    def activate(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), 64)
+        torch.ops.activations.silu_and_mul(out, x)
+        return linear(out)
+
+    with torch.library._scoped_library("activations", "FRAGMENT") as library:
+        library.define("silu_and_mul(Tensor(a!) out, Tensor x) -> ()")
+        library.impl("silu_and_mul", lambda out, x: [out.copy_(x[:, :64])][1:] or None, "CPU")
+        library.impl("silu_and_mul", lambda out, x: None, "Meta")
+        with inductor.patch(enable_auto_functionalized_v2=version_2):
+            found = lost(activate, wide)
+    assert found == (0, {"activations.silu_and_mul as a custom operator (custom_ops)": 1})
+
+
+def test_an_activation_of_symbolic_width_is_left_alone() -> None:
+    """Tracing vLLM's definition for it would need a number."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    linear, wide = sparse_linear(32, 64).eval(), torch.randn(4, 128).bfloat16()
+    found = lost(lambda x: linear(SiluAndMul.forward_native(x)), wide, dynamic=True)
+    assert found == (0, {"aten.mul of a width that is unknown when it is compiled": 1})
+
+
+# -- several models ------------------------------------------------------------------------------------------------
+
+
+def layer_of(model: Any, gain: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A norm and the MLP of a loaded model."""
+    mlp = model.model.layers[0].mlp
+    return lambda x: mlp(torch.ops.vllm_ir.rms_norm(x, gain, 1e-6))
+
+
+@pytest.mark.parametrize("draft_fuses", [True, False])
+def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: Any, draft_fuses: bool) -> None:
+    from vllm.config import VllmConfig
+    from vllm.config.utils import replace
+
+    from slidesparse.integrations.vllm.graph_pass import KEY
+
+    target = VllmConfig(model_config=configured(checkpoints("6:8")), additional_config=REFERENCE)
+    options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses, "host_us": 0}}
+    other = configured(checkpoints("4:6"))
+    draft = replace(target, model_config=other, quant_config=None, additional_config=options)
+    assert draft.compilation_config is target.compilation_config  # as vLLM has it for draft models
+    models = [loaded_by(target)]
+    rewrite = target.compilation_config.inductor_compile_config[KEY]
+    alone = rewrite.uuid()
+    models.append(loaded_by(draft, prefix="draft_model"))
+    assert target.compilation_config.inductor_compile_config[KEY] is rewrite
+    assert rewrite.uuid() != alone
+    assert [(state.options.fuse, state.options.host_us) for state in rewrite.models] == [(True, 75), (draft_fuses, 0)]
+    gain, x = torch.rand(256).bfloat16(), torch.randn(5, 256).bfloat16()
+    joined, left = {"rms_norm_linear": 1, "silu_mul_linear": 1}, {"linear": 2}
+    assert run_compiled(layer_of(models[0], gain), rewrite, x) == joined
+    assert run_compiled(layer_of(models[1], gain), rewrite, x) == (joined if draft_fuses else left)
+
+
+def test_layers_of_no_model_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    block = Block(reads_twice=False).eval()
+    counts = run_compiled(block, pass_of(state_of(block.qkv)), torch.randn(9, 64).bfloat16())
+    assert counts == {"linear": 4}
+    assert "its linears belong to no loaded model" in caplog.text
+
+
+def test_a_copied_configuration_keeps_the_pass() -> None:
+    from copy import deepcopy
+
+    made = pass_of()
+    assert deepcopy({"pass": made})["pass"] is made
+
+
+# -- the key of vLLM's cache ---------------------------------------------------------------------------------------
+
+
+def packed_linear(pattern: str, weight: torch.Tensor) -> ss.SlideLinear:
+    return ss.SlideLinear(pack(weight, pattern, scale=torch.ones(len(weight))), backend="reference")
+
+
+def test_the_compile_cache_key_holds_what_was_chosen() -> None:
+    from slidesparse.integrations.vllm.status import Outcome
+
+    def key(text: str = "6:8 by hopper", graphed: int = 512, us: float = 1.0, **options: Any) -> str:
+        model = state_of(**options)
+        model.status.outcomes["a"] = Outcome(True, True, text)
+        model.speeds["spec"] = LayerSpeed("int8", 64, 64, (1024,), {"dense": (us,)})
+        return str(pass_of(model, graphed=graphed).uuid())
+
+    changed = key("4:6 by hopper"), key(graphed=1024), key(us=2.0), key(fuse=False), key(host_us=50.0)
+    assert key() == key()
+    assert len({key(), *changed}) == 6
+
+
+def test_the_compile_cache_key_holds_the_order_of_columns() -> None:
+    """The same pattern and the same size: another mask of a partial pattern puts other groups first."""
+    weight = torch.ones(8, 96, dtype=torch.int8)
+    keys, specs = set(), set()
+    for sparse in (slice(0, 48), slice(48, 96), slice(0, 60)):  # columns whose groups of 6 follow 4:6
+        pruned = weight.clone()
+        pruned[:, sparse] = (weight * ss.prune_mask(weight.float(), "4:6").to(torch.int8))[:, sparse]
+        model = state_of(packed_linear("4:6@50%", pruned))
+        keys.add(pass_of(model).uuid())
+        specs.update(model.specs.values())
+    assert len(keys) == len(specs)
+    assert len(keys) >= 2
+
+
+@pytest.fixture
+def copied_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A copy of the package in the place of its sources."""
+    from slidesparse.integrations.vllm import cache_key, graph_pass
+
+    folder = tmp_path / "package"
+    shutil.copytree(cache_key.PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(graph_pass, "hash_sources", lambda: cache_key.hash_sources.__wrapped__(folder))
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_changed_byte_in_any_source_of_the_package_changes_the_compile_cache_key(copied_sources: list[Path]) -> None:
+    from slidesparse.integrations.vllm.cache_key import PACKAGE, hash_sources
+
+    made = pass_of()
+    before = made.uuid()
+    sources = [path for path in copied_sources if path.suffix in (".py", ".cu", ".json")]
+    assert {"sparse_gemm.cu", "host_bound.py", "select.py", "speed-nvidia-h200.json"} <= {path.name for path in sources}
+    for path in sources:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if content else b" ")
+        assert made.uuid() != before, path
+        path.write_bytes(content)
+    assert made.uuid() == before
+    sources[0].rename(sources[0].with_name("renamed.py"))
+    assert made.uuid() != before
+    assert hash_sources() == hash_sources.__wrapped__(PACKAGE)

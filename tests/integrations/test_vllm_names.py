@@ -1,0 +1,107 @@
+"""Which releases, checkpoints and layers are ours, and where shards begin: without vLLM."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files.marker import Marker
+from slidesparse.integrations.vllm import parse_version
+from slidesparse.integrations.vllm.names import (
+    NamedLayer,
+    find_layer,
+    is_our_checkpoint,
+    list_parts,
+    rename_layers,
+    shard_start,
+    why_left_to_vllm,
+)
+from slidesparse.pattern import DENSE, Pattern
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+CT = {"quant_method": "compressed-tensors"}
+MARKER = {"version": 1}
+LOG = logging.getLogger("test")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "user", "marker", "ours"),
+    [
+        (CT, None, MARKER, True),
+        (CT, None, None, False),
+        (CT, "slidesparse", None, True),
+        (CT, "slidesparse", MARKER, True),
+        (CT, "compressed-tensors", MARKER, False),  # the way to serve a sparse checkpoint dense
+        ({"quant_method": "fp8"}, "slidesparse", None, False),
+        ({}, None, MARKER, False),
+    ],
+)
+def test_which_checkpoints_are_ours(quantization: dict[str, str], user: str | None, marker: object, ours: bool) -> None:
+    assert is_our_checkpoint(quantization, user, marker) is ours
+
+
+def test_a_fused_layer_has_the_pattern_of_its_parts() -> None:
+    name = "model.layers.3.self_attn.qkv_proj"
+    assert list_parts(name, FUSED) == [f"model.layers.3.self_attn.{part}_proj" for part in "qkv"]
+    assert list_parts("lm_head", FUSED) == ["lm_head"]
+    assert find_layer(Marker(Pattern(6, 8)), name, FUSED) == NamedLayer(name, Pattern(6, 8))
+    alike = dict.fromkeys(list_parts(name, FUSED), DENSE)
+    assert find_layer(Marker(Pattern(6, 8), layers=alike), name, FUSED) == NamedLayer(name, DENSE)
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        Marker(Pattern(6, 8), layers={"a.gate_proj": Pattern(4, 6)}),
+        Marker(Pattern(6, 8), layers={"a.gate_proj": DENSE}),
+        Marker(Pattern(6, 8), ignore=("a.up_proj",)),
+    ],
+)
+def test_parts_of_a_fused_layer_must_agree(marker: Marker) -> None:
+    with pytest.raises(CheckpointError, match=r"parts of a\.gate_up_proj.*gate_proj.*up_proj.*one pattern.*dense"):
+        find_layer(marker, "a.gate_up_proj", FUSED)
+
+
+def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decides() -> None:
+    assert find_layer(Marker(Pattern(6, 8), ignore=("a.gate_proj", "a.up_proj")), "a.gate_up_proj", FUSED) is None
+    assert find_layer(None, "a.gate_up_proj", FUSED) == NamedLayer("a.gate_up_proj", None)
+
+
+def test_what_latent_attention_reads_as_a_matrix_is_left_to_vllm() -> None:
+    assert "reads its weight as a matrix" in str(why_left_to_vllm("model.layers.0.self_attn.kv_b_proj"))
+    for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa", "model.layers.0.self_attn.q_b_proj", "a.kv_b_proj.b"):
+        assert why_left_to_vllm(name) is None
+
+
+def test_names_follow_vllm() -> None:
+    marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)})
+    new = rename_layers(marker, {"model.a": "language_model.a", "model.b": "language_model.b", "lm_head": None})
+    assert new.ignore == ("lm_head", "language_model.a")
+    assert new.layers == {"language_model.b": Pattern(4, 6)}
+
+
+def test_where_shards_begin_inside_a_group() -> None:
+    # Qwen2.5-7B at tp = 2: o_proj and down_proj, the layers whose columns are shared out.
+    assert [shard_start(1792, 3584, rank) % 6 for rank in range(2)] == [0, 4]
+    assert [shard_start(9472, 18944, rank) % 6 for rank in range(2)] == [0, 4]
+    assert [shard_start(9472, 18944, rank) % 10 for rank in range(2)] == [0, 2]
+    assert shard_start(3584, 3584, 1) == 0  # a column-parallel layer has all of its columns on every rank
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("0.22.1", (0, 22)),
+        ("0.33rc1", (0, 33)),
+        ("0.26.0rc2.dev13+g0a1b2c3.cu130", (0, 26)),
+        ("0.19.1", (0, 19)),
+        ("1.0", (1, 0)),
+        ("0.1.dev123+g0a1b2c3", None),
+        ("0.1.dev1", None),
+        ("dev", None),
+    ],
+)
+def test_versions_of_vllm(text: str, version: tuple[int, int] | None) -> None:
+    assert parse_version(text) == version

@@ -1,0 +1,69 @@
+"""What a user may say to the plugin, and what becomes of it: without vLLM."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.options import Options
+
+
+def test_options_are_read_strictly() -> None:
+    assert Options.parse({}) == Options() == Options.parse(None)
+    given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 50}
+    assert Options.parse({"slidesparse": given}) == Options("cusparselt", "none", False, 50.0)
+    assert Options.parse({"slidesparse": {"host_us": 0}}).host_us == 0
+    for wrong in ({"back": "auto"}, {"backend": "fast"}, {"fallback": "sparse"}, {"fuse": 1}, ["auto"]):
+        with pytest.raises(InputError, match="additional-config"):
+            Options.parse({"slidesparse": wrong})
+
+
+@pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, True, "75", None])
+def test_the_hosts_time_is_a_number(wrong: object) -> None:
+    with pytest.raises(InputError, match=r"host_us in --additional-config; got .*; need.* microseconds, 0 or more"):
+        Options.parse({"slidesparse": {"host_us": wrong}})
+
+
+def vllm_config(eager: bool = False, mode: int = 3, **options: Any) -> Any:
+    """What is read of vLLM's."""
+    return SimpleNamespace(
+        additional_config={"slidesparse": options},
+        model_config=SimpleNamespace(enforce_eager=eager, dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(mode=mode, backend="inductor"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    )
+
+
+def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = ModelState.create(vllm_config(host_us=60))
+    assert model.options == Options(host_us=60.0)
+    assert model.warmup is not None
+    assert (model.warmup.most, model.warmup.dtype) == (2048, torch.bfloat16)
+    assert caplog.messages == [
+        'slidesparse options: {"backend": "auto", "fallback": "dense", "fuse": true, "host_us": 60.0}'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [({"eager": True}, "runs eagerly .--enforce-eager"), ({"mode": 0}, "is not compiled")]
+)
+def test_a_model_that_is_not_compiled_says_that_nothing_is_joined(
+    how: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert not ModelState.create(vllm_config(**how)).options.fuse
+    options, line = caplog.messages
+    assert '"fuse": true' in options
+    assert re.search(rf"no norm or activation is joined with a linear: the model {told}", line)
+    caplog.clear()
+    ModelState.create(vllm_config(**how, fuse=False))  # nothing was lost
+    assert len(caplog.messages) == 1

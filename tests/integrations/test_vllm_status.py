@@ -1,0 +1,73 @@
+"""What is logged of a model's layers, and when: without vLLM."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+
+LOG = logging.getLogger("test")
+
+
+class _Layer:
+    """What a status keeps a weak reference of."""
+
+
+SPARSE = Outcome(True, True, "6:8 by reference")
+NO_PATTERN = Outcome(False, False, "its weight satisfies no pattern")
+
+
+def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    status, layers = ModelStatus(), [_Layer() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        status.expect_layer(f"model.layers.{i}.mlp.down_proj", layer)
+    status.note_outcome("model.layers.0.mlp.down_proj", SPARSE, LOG)
+    status.note_outcome("model.layers.1.mlp.down_proj", SPARSE, LOG)
+    assert not caplog.messages
+    status.note_outcome("model.layers.2.mlp.down_proj", NO_PATTERN, LOG)
+    assert caplog.messages == [
+        "slidesparse: 2 of 3 layers run sparse",
+        "slidesparse: model.layers.*.mlp.down_proj: sparse, 6:8 by reference (2 layers)",
+        "slidesparse: model.layers.2.mlp.down_proj: dense, its weight satisfies no pattern",
+    ]
+
+
+def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    status, kept, thrown = ModelStatus(), _Layer(), _Layer()
+    status.expect_layer("a", kept)
+    status.expect_layer("lm_head", thrown)
+    del thrown
+    status.note_outcome("a", SPARSE, LOG)
+    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
+
+
+def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def settled(*outcomes: Outcome) -> list[str]:
+        caplog.clear()
+        status, layers = ModelStatus(), [_Layer() for _ in outcomes]
+        for i, layer in enumerate(layers):
+            status.expect_layer(str(i), layer)
+        for i, outcome in enumerate(outcomes):
+            status.note_outcome(str(i), outcome, LOG)
+        return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+    left = Outcome(False, True, "6:8; not measured", eligible=True)
+    told = "none of the 2 layers that could run sparse does (6:8; not measured)"
+    (warning,) = settled(left, left, NO_PATTERN)
+    assert told in warning
+    assert "slidesparse tune" in warning
+    assert """--additional-config '{"slidesparse": {"backend": "hopper"}}'""" in warning
+    assert settled(left, Outcome(True, True, "6:8 by hopper", eligible=True)) == []
+    assert settled(Outcome(False, True, "as the checkpoint says")) == []
+
+
+def test_a_checkpoint_without_any_pattern_is_refused() -> None:
+    status, layer = ModelStatus(), _Layer()
+    status.expect_layer("a", layer)
+    with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
+        status.note_outcome("a", NO_PATTERN, LOG)

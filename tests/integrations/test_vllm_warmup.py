@@ -1,0 +1,75 @@
+"""Which batches a layer runs when it is loaded, and within what memory: without vLLM."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+
+from slidesparse.gemm.spec import parse_weight
+from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
+from slidesparse.layout import ColumnOrder
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import pack
+from slidesparse.prune import prune_mask
+
+
+def sparse_linear(backend: str) -> SlideLinear:
+    """INT8, 6:8, 16 columns -> 8 rows."""
+    weight = torch.randint(-128, 128, (8, 16), dtype=torch.int8)
+    packed = pack(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
+    return SlideLinear(packed, backend=backend)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the batches that layers run."""
+    tokens: list[int] = []
+    monkeypatch.setattr(SlideLinear, "forward", lambda _, x: tokens.append(len(x)))
+    return tokens
+
+
+def test_the_warm_up_takes_every_route_and_skips_no_octave() -> None:
+    found = list_batches(4096, (0, 17, 18, 5000))
+    assert found == sorted(set(found))
+    assert {1, 17, 18, 2048, 3072, 4096} <= set(found)
+    assert all(0 < tokens <= 4096 for tokens in found)
+    assert all(later <= 2 * former for former, later in pairwise(found))
+    assert list_batches(1, ()) == [1]
+    assert list_batches(2500, ())[-1] == 2500
+
+
+def test_layers_of_a_kind_are_warmed_up_once(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    warmup = WarmUp(4, torch.bfloat16)
+    for backend in ("reference", "reference", "dense"):
+        warmup.layer(sparse_linear(backend))
+    assert ran == [1, 2, 3, 4] * 2
+    assert not [line for line in caplog.messages if "warm-up" in line]
+
+
+def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    token_bytes = 2 * (16 + 8) + 2 * 16  # bf16 in and out, int8 lifted
+    WarmUp(4096, torch.bfloat16, memory=100 * token_bytes).layer(sparse_linear("reference"))
+    assert max(ran) == 100
+    (line,) = [line for line in caplog.messages if "warm-up" in line]
+    assert "the warm-up of 8x16 layers ends at 100 of 4096 tokens" in line
+    ran.clear()
+    WarmUp(4096, torch.bfloat16, memory=1).layer(sparse_linear("reference"))
+    assert ran == [1]
+
+
+@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
+def test_lifting_kernels_are_warmed_up_within_the_same_memory(prologue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.kernels import lift
+
+    read: list[int] = []
+    monkeypatch.setattr(lift, "quantize_lift", lambda x, *_, **__: read.append(x.nbytes))
+    weight = parse_weight(sparse_linear("reference").spec)
+    (form,) = weight.forms
+    warmup = WarmUp(4096, torch.bfloat16, memory=1 << 14)
+    warmup._lift_batches(prologue, weight, ColumnOrder(*form.order), "reference", torch.device("cpu"))
+    assert 1 << 12 < max(read) < 1 << 14

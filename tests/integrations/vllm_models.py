@@ -1,0 +1,34 @@
+"""Small models of vLLM's on a CPU, built and loaded by vLLM itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+REFERENCE = {"slidesparse": {"backend": "reference"}}
+
+
+def configured(path: Path, **settings: Any) -> Any:
+    from vllm.config import ModelConfig
+
+    return ModelConfig(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, **settings)
+
+
+def loaded(model: Any, additional: dict[str, Any]) -> Any:
+    """A model of vLLM's, built and loaded by vLLM."""
+    from vllm.config import VllmConfig
+
+    return loaded_by(VllmConfig(model_config=model, additional_config=additional))
+
+
+def loaded_by(config: Any, prefix: str = "") -> Any:
+    """The same, of a whole configuration."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader import get_model
+
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+        return get_model(vllm_config=config, model_config=config.model_config, prefix=prefix)
