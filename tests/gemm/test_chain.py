@@ -196,7 +196,7 @@ def test_a_weight_is_text_and_back() -> None:
         ),
         (lambda linear: linear.update(eps="1e-6"), r"spec of a chain\[1\].eps"),
         (lambda linear: linear.update(first="none"), r"fields of spec of a chain\[1\]; got \['first'\]"),
-        (lambda linear: linear.pop("scaled"), r"fields missing from spec of a chain\[1\]; got \['scaled'\]"),
+        (lambda linear: linear.pop("scaled"), r"spec of a chain\[1\] lacks scaled"),
         (lambda linear: linear["weight"].update(forms={}), r"spec of a chain\[1\].weight.forms"),
         (lambda linear: linear["weight"]["routes"][0].update(from_tokens=True), r"weight.routes\[0\].from_tokens"),
     ],

@@ -62,7 +62,7 @@ def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkp
     [
         ({"version": 2, "pattern": "6:8", "ignore": [], "layers": {}}, "version of slidesparse_config.*upgrade"),
         ({"version": 1, "pattern": "6:9", "ignore": [], "layers": {}}, "not a sliding pattern"),
-        ({"version": 1, "pattern": "6:8"}, "keys of slidesparse_config"),
+        ({"version": 1, "pattern": "6:8"}, "marker lacks ignore, layers"),
     ],
 )
 def test_a_marker_that_cannot_be_read_stops_before_anything_is_loaded(

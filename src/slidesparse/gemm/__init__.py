@@ -2,5 +2,6 @@
 
 from slidesparse.gemm.backend import Backend, Operand, Problem
 from slidesparse.gemm.select import BACKENDS, Choice, choose, get_backend
+from slidesparse.layout import Layout
 
-__all__ = ["BACKENDS", "Backend", "Choice", "Operand", "Problem", "choose", "get_backend"]
+__all__ = ["BACKENDS", "Backend", "Choice", "Layout", "Operand", "Problem", "choose", "get_backend"]
