@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 INDEX = RESULTS / "README.md"
+CODE = "the code"
 OWN = ("README.md", "descriptions.json")
 
 HEAD = """# Records
@@ -30,8 +31,8 @@ HEAD = """# Records
 Every figure of this project was read from one of these files. The current ones come first; what
 [history](#history) holds belongs to earlier states of the code, and only the [log](../docs/log/index.md) cites it.
 
-`python benchmarks/index_results.py --write` writes this page, from `results/descriptions.json` and the files themselves.
-A `+` after a commit: the tree had changes. Where a file does not say its commit or date, the cell is empty.
+`python benchmarks/index_results.py --write` writes this page, from `results/descriptions.json` and the files
+themselves. A `+` after a commit: the tree had changes. Where a file does not say its commit or date, the cell is empty.
 """
 
 
@@ -56,7 +57,8 @@ def citations() -> dict[str, list[str]]:
             found.setdefault(target, []).append(page.relative_to(ROOT).as_posix())
     for source in sorted((ROOT / "src").rglob("*.py")):
         for target in set(re.findall(r"results/([\w./-]*\w)", source.read_text())):
-            found.setdefault(target, []).append(source.name)
+            if (RESULTS / target).is_file():
+                found.setdefault(target, []).append(CODE)
     return found
 
 
@@ -72,7 +74,7 @@ def _targets(page: Path) -> Iterator[str]:
 
 def cited_by(path: str) -> list[str]:
     """The pages that name a record, or the folder in which it is."""
-    return sorted({*citations().get(path, ()), *citations().get(str(Path(path).parent), ())})
+    return sorted({*citations().get(path, ()), *citations().get(Path(path).parent.as_posix(), ())})
 
 
 def facts(path: str) -> tuple[str, str, str]:
@@ -114,7 +116,7 @@ def table(paths: list[str]) -> str:
 
 
 def _link(page: str) -> str:
-    return f"[{page.removeprefix('docs/')}](../{page})" if page.endswith(".md") else f"`{page}`"
+    return page if page == CODE else f"[{page.removeprefix('docs/')}](../{page})"
 
 
 def index() -> str:

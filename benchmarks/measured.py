@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.bench.problems import MODELS
+from slidesparse.pattern import Pattern
 from slidesparse.records import COPY, DENSE, ENGINE, Record, read_records
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
-PAGES += (ROOT / "docs/quantise-lift-kernel.md",)
+PAGES += tuple(ROOT / f"docs/{name}.md" for name in ("quantise-lift-kernel", "quickstart"))
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
@@ -193,7 +194,6 @@ def memory() -> str:
 
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Qwen2.5-14B"), ("int8", "Llama-3.2-1B"), ("fp8", "Qwen2.5-7B"))
-TUNED += (("fp8", "Qwen2.5-14B"), ("bf16", "Qwen2.5-7B"))
 
 
 def layers() -> str:
@@ -204,7 +204,8 @@ def layers() -> str:
     for dtype, model in TUNED:
         found = [table[(dtype, *shape)] for shape in MODELS[model]]
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
-        names = [name for name in known if model == "Qwen2.5-7B" or name.split()[1] in ("2:4", "4:6", "6:8")]
+        every = (dtype, model) == TUNED[0]
+        names = [name for name in known if every or name.split()[1] in ("2:4", "4:6", "6:8")]
         for name in names:
             lead = [TYPES[dtype], model] if name == names[0] else ["", ""]
             rows.append([*lead, name.removeprefix("hopper "), *(_share(found, name, tokens) for tokens in TOKENS)])
@@ -268,6 +269,23 @@ def lifting() -> str:
     return markdown(("TB/s", "K", "tokens", *LIFTING), rows)
 
 
+def demo() -> str:
+    """Every pattern on the demonstration's encoder."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads((RESULTS / "demo/minilm.json").read_text())["rows"]:
+        rows.setdefault(row["pattern"], {})[row["dtype"]] = row
+    cells = []
+    for pattern, types in rows.items():
+        int8 = types["int8"]
+        fidelity = [f"{types[dtype]['fidelity']:.3f}" for dtype in ("int8", "fp8")]
+        exact = "every bit" if int8["exact"] else "no"
+        zeros = f"{100 * float(1 - Pattern.parse(pattern).density):.0f} %"
+        size = f"{100 * int8['relative_bytes']:.0f} %"
+        cells.append([pattern, zeros, *fidelity, size, f"{int8['ideal_speedup']:.2f}x", exact])
+    head = ("pattern", "zeros", "cosine, INT8", "cosine, FP8", "bytes of dense 8-bit", "ideal speed-up")
+    return markdown((*head, "INT8 equal to dense"), cells)
+
+
 def cpu() -> str:
     """Packing and pruning on a CPU."""
     record = json.loads((RESULTS / "cpu.jsonl").read_text().splitlines()[-1])
@@ -293,6 +311,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gemm": gemm,
     "lifting": lifting,
     "cpu": cpu,
+    "demo": demo,
 }
 
 

@@ -17,9 +17,9 @@ PAGE = ROOT / "docs/modules.md"
 
 HEAD = """# Map of modules
 
-Every file below `src/slidesparse/`, from the theory to the command line. A module may import those of earlier sections and
-the others of its own folder. `python docs/draw_modules.py --write` draws this page from `tests/test_imports.py` and the first
-sentence of each file.
+Every file below `src/slidesparse/`, from the theory to the command line. A module may import those of earlier sections
+and the others of its own folder. `python docs/draw_modules.py --write` draws this page from `tests/test_imports.py` and
+the first sentence of each file.
 """
 
 
@@ -59,20 +59,19 @@ def sentence(path: Path) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page: a section for each layer."""
     sections = [HEAD]
     for layer in layers():
-        for name in sorted(layer):
-            rows = [path for path in files() if part(path) == name]
-            if rows:
-                folder = (PACKAGE / name).is_dir()
-                lines = [f"| `{path.relative_to(PACKAGE).as_posix()}` | {sentence(path)} |" for path in rows]
-                title = f"## {name}{'/' if folder else '.py'}"
-                sections.append("\n".join([title, "", "| file | content |", "|---|---|", *lines]) + "\n")
+        rows = [path for path in files() if part(path) in layer]
+        if rows:
+            rooms = [name + ("/" if (PACKAGE / name).is_dir() else ".py") for name in sorted(layer)]
+            lines = [f"| `{path.relative_to(PACKAGE).as_posix()}` | {sentence(path)} |" for path in rows]
+            sections.append("\n".join([f"## {', '.join(rooms)}", "", "| file | content |", "|---|---|", *lines]) + "\n")
     return "\n".join(sections)
 
 
 def main() -> int:
+    """Write the page, or say whether it is current."""
     if "--write" in sys.argv[1:]:
         PAGE.write_text(page())
         return 0
