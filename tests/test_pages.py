@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slidesparse import __version__
-from slidesparse.cli import _parser
+from slidesparse.cli import _parser, main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/slidesparse"
@@ -109,6 +109,16 @@ def test_every_record_is_cited(record: str) -> None:
     assert pages, "delete it, or cite it"
     if not record.startswith("history/"):
         assert any("log/" not in page for page in pages), "a record that only the log cites belongs into history/"
+
+
+@pytest.mark.parametrize("report", ["h200/report-gemm/report.md", "h200/report-vllm/report.md"])
+def test_reports_are_what_their_command_draws(report: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    *words, folder = INDEX["descriptions"]()[report]["command"].split()[1:]
+    assert folder == f"results/{report}".removesuffix("/report.md")
+    words = [str(ROOT / word) if word.endswith(".jsonl") else word for word in words]
+    assert main([*words, str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text() == (ROOT / "results" / report).read_text()
 
 
 def test_current_pages_cite_current_records() -> None:
