@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) < 120
 
 
 def test_prune_and_load_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,18 +63,6 @@ def test_commands_exist() -> None:
 def test_memory_figures(pattern: str, share: str) -> None:
     assert f"{float(Pattern.parse(pattern).bytes_per_weight('2:4')):.2f}" == share
     assert f"{share} of dense 8-bit at {pattern}" in README or f"{share} at {pattern}" in README
-
-
-def test_demo_table_is_that_of_the_record() -> None:
-    rows = json.loads((ROOT / "results/demo/minilm.json").read_text())["rows"]
-    by_pattern: dict[str, dict[str, dict[str, float]]] = {}
-    for row in rows:
-        by_pattern.setdefault(row["pattern"], {})[row["dtype"]] = row
-    for pattern, row in by_pattern.items():
-        int8, fp8 = row["int8"], row["fp8"]
-        cells = f"{int8['fidelity']:.3f} | {fp8['fidelity']:.3f} | {100 * int8['relative_bytes']:.0f} %"
-        (line,) = (line for line in README.splitlines() if line.startswith(f"| {pattern} |"))
-        assert f"{cells} | {int8['ideal_speedup']:.2f}x | {'every bit' if int8['exact'] else 'no'} |" in line
 
 
 def test_linked_files_exist() -> None:

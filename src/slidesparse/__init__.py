@@ -20,7 +20,7 @@ from slidesparse.support import tightest_pattern
 if TYPE_CHECKING:
     from slidesparse.files.load import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointError",

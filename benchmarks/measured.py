@@ -1,0 +1,336 @@
+"""Draw the tables of the pages from the committed records.
+
+    python benchmarks/measured.py            # say which pages are not what the records say
+    python benchmarks/measured.py --write    # draw their tables anew
+
+A page marks where a table stands: ``<!-- table: NAME -->``, the table, ``<!-- end -->``. Every name is a function here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from slidesparse.bench.problems import MODELS
+from slidesparse.pattern import Pattern
+from slidesparse.records import COPY, DENSE, ENGINE, Record, read_records
+from slidesparse.report.numbers import Comparison, comparisons, median_us, points
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+H200 = RESULTS / "h200"
+PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
+PAGES += tuple(ROOT / f"docs/{name}.md" for name in ("quantise-lift-kernel", "quickstart"))
+MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
+TYPES = {"int8": "INT8", "fp8": "FP8", "bf16": "BF16"}
+Engines = dict[tuple[str, int], Comparison]
+"""(prefill or decode, tokens) -> the engines of one comparison."""
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
+    """A table, its numbers to the right."""
+    rule = "|".join("---" if i < text_columns else "---:" for i in range(len(head)))
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], f"|{rule}|", *lines[1:]]) + "\n"
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=32)
+def engines(name: str) -> Engines:
+    """The whole engines of a record."""
+    found = comparisons(read_records([H200 / "vllm" / name]))
+    return {(one.case.layer, one.case.tokens): one for one in found if one.case.benchmark == ENGINE}
+
+
+def timed(one: Comparison, variant: str) -> Record | None:
+    """An engine of ours as it comes, or stock."""
+    return one.best(variant if variant == DENSE else f"auto {variant}")
+
+
+def speedup(one: Comparison | None, pattern: str) -> float | None:
+    """Over stock dense, by medians of the rounds."""
+    ours, dense = (None, None) if one is None else (timed(one, pattern), timed(one, DENSE))
+    return None if ours is None or dense is None else median_us(dense) / median_us(ours)
+
+
+def quiet_speedup(one: Comparison, pattern: str) -> float:
+    """Over stock dense, by the time that one round in five undercuts."""
+    ours, dense = timed(one, pattern), timed(one, DENSE)
+    assert ours is not None
+    assert dense is not None
+    assert ours.timing is not None
+    assert dense.timing is not None
+    return dense.timing.p20_us / ours.timing.p20_us
+
+
+def spread(one: Comparison) -> float:
+    """Of dense timed twice, or between the rounds of the engine that repeats itself least: the larger one."""
+    timings = [record.timing for record in one.records if record.timing is not None]
+    again = max(record.noise or 0.0 for record in one.records)
+    return max(again, *((timing.p80_us - timing.p20_us) / timing.median_us for timing in timings))
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %" if value >= 0.01 else f"{100 * value:.1f} %"
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def milliseconds(one: Comparison) -> str:
+    dense = timed(one, DENSE)
+    assert dense is not None
+    value = median_us(dense) / 1e3
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+SEVEN = {"int8": "q7-int8-auto.jsonl", "fp8": "q7-fp8-auto.jsonl"}
+LONG = [("prefill", m) for m in (4096, 8192, 16384, 32768, 65536)] + [("decode", m) for m in (64, 128, 256)]
+HEADLINE = (("prefill", 16384), ("decode", 64))
+WORDS = {"prefill": "prefill of {} tokens", "decode": "a decoding step of {} sequences"}
+
+
+def headline() -> str:
+    """README: Qwen2.5-7B over stock vLLM."""
+    rows = []
+    for kind, tokens in HEADLINE:
+        for dtype, name in SEVEN.items():
+            one = engines(name)[kind, tokens]
+            cells = [f"{speedup(one, pattern):.2f}x" for pattern in PATTERNS]
+            rows.append([f"{WORDS[kind].format(tokens)}, {TYPES[dtype]}", *cells])
+    return markdown(("one step of Qwen2.5-7B, over stock dense vLLM", *PATTERNS), rows)
+
+
+def seven() -> str:
+    """Qwen2.5-7B, both types."""
+    rows = []
+    for kind, tokens in LONG:
+        cells = [f"{kind} {tokens}"]
+        for name in SEVEN.values():
+            one = engines(name).get((kind, tokens))
+            if one is None:
+                cells += ["-"] * 6
+            else:
+                cells += [milliseconds(one), *(shown(speedup(one, p)) for p in PATTERNS), percent(spread(one))]
+        rows.append(cells)
+    columns = [column for kind in ("INT8", "FP8") for column in (f"{kind} dense, ms", *PATTERNS, "spread")]
+    return markdown(("", *columns), rows)
+
+
+def rounds(name: str, keys: Iterable[tuple[str, int]]) -> str:
+    """Medians of the rounds, and in brackets the quiet ones where they differ by more than 0.02."""
+    rows = []
+    for kind, tokens in keys:
+        one = engines(name)[kind, tokens]
+        cells = []
+        for pattern in ("2:4", "4:6", "6:8"):
+            median, quiet = speedup(one, pattern), quiet_speedup(one, pattern)
+            assert median is not None
+            cells.append(f"{median:.2f}" + (f" ({quiet:.2f})" if abs(median - quiet) > 0.02 else ""))
+        rows.append([f"{kind} {tokens}", milliseconds(one), *cells, percent(spread(one))])
+    return markdown(("INT8", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
+
+
+def short() -> str:
+    """Qwen2.5-7B, few tokens."""
+    return rounds("q7-int8-short.jsonl", [("prefill", m) for m in (512, 1024, 2048)])
+
+
+def one_b() -> str:
+    """Llama-3.2-1B."""
+    keys = [("prefill", m) for m in (512, 1024, 2048, 4096, 8192, 16384)]
+    return rounds("llama-3.2-1b-int8-auto.jsonl", keys + [("decode", m) for m in (64, 128, 256, 512)])
+
+
+def graphs() -> str:
+    """Qwen2.5-7B with larger CUDA graphs."""
+    rows = []
+    for (kind, tokens), one in engines("q7-int8-graphs.jsonl").items():
+        cells = [shown(speedup(one, pattern)) for pattern in ("2:4", "4:6", "6:8")]
+        rows.append([f"{kind.partition(',')[0]} {tokens}", milliseconds(one), *cells, percent(spread(one))])
+    return markdown(("INT8, graphs up to 2048 tokens", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
+
+
+OTHERS = (
+    ("Qwen2.5-14B", "INT8", "qwen2.5-14b-int8.jsonl"),
+    ("Llama-3.2-3B", "INT8", "llama-3.2-3b-int8.jsonl"),
+    ("Llama-3.2-1B", "FP8", "llama-3.2-1b-fp8-auto.jsonl"),
+)
+
+
+def others() -> str:
+    """Models that were measured once, in an older way."""
+    rows = []
+    for model, dtype, name in OTHERS:
+        for key in (("prefill", 16384), ("decode", 64)):
+            one = engines(name).get(key)
+            if one is not None:
+                cells = [shown(speedup(one, pattern)) for pattern in ("2:4", "4:6", "6:8")]
+                rows.append([model, dtype, f"{key[0]} {key[1]}", milliseconds(one), *cells, percent(spread(one))])
+    return markdown(("model", "type", "step", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows, 3)
+
+
+def memory() -> str:
+    """Gigabytes of weights of Qwen2.5-7B in INT8."""
+    one = engines(SEVEN["int8"])["prefill", 16384]
+    sizes = [timed(one, variant) for variant in (DENSE, *PATTERNS)]
+    cells = [f"{record.n_bytes / 1e9:.1f}" for record in sizes if record is not None]
+    return markdown(("", "dense", *PATTERNS), [["weights on the GPU, GB", *cells]])
+
+
+# -- linears -------------------------------------------------------------------------------------------------------
+
+TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Qwen2.5-14B"), ("int8", "Llama-3.2-1B"), ("fp8", "Qwen2.5-7B"))
+
+
+def layers() -> str:
+    """The four linears of a block, by the table that ships."""
+    (path,) = (ROOT / "src").rglob("speed-nvidia-h200.json")
+    table = {(one["dtype"], one["out"], one["columns"]): one for one in json.loads(path.read_text())["layers"]}
+    rows = []
+    for dtype, model in TUNED:
+        found = [table[(dtype, *shape)] for shape in MODELS[model]]
+        known = [name for name in found[0]["us"] if name.startswith("hopper")]
+        every = (dtype, model) == TUNED[0]
+        names = [name for name in known if every or name.split()[1] in ("2:4", "4:6", "6:8")]
+        for name in names:
+            lead = [TYPES[dtype], model] if name == names[0] else ["", ""]
+            rows.append([*lead, name.removeprefix("hopper "), *(_share(found, name, tokens) for tokens in TOKENS)])
+    return markdown(("type", "model", "pattern", *(f"{m}" for m in TOKENS)), rows, 3)
+
+
+def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
+    if any(tokens not in one["tokens"] for one in found):
+        return "-"
+    dense, ours = ([one["us"][key][one["tokens"].index(tokens)] for one in found] for key in (DENSE, name))
+    return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
+
+
+def decoding() -> str:
+    """The linears of decoding in one CUDA graph."""
+    lines = (H200 / "decoding-linears.jsonl").read_text().splitlines()[1:]
+    times = {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
+    patterns = ("2:4", "4:6", "6:8", "8:10")
+    rows = []
+    for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
+        dense = times[dtype, tokens, DENSE]
+        gains = [f"{dense / times[dtype, tokens, pattern]:.2f}" for pattern in patterns]
+        rows.append([TYPES[dtype], str(tokens), f"{dense:.1f}", *gains])
+    return markdown(("type", "sequences", "dense, us a block", *patterns), rows)
+
+
+def gemm() -> str:
+    """GEMMs alone, many tokens."""
+    found = comparisons(read_records([H200 / "hopper-gemm.jsonl"]))
+    at = {(p.dtype, p.tokens): p for p in points(found, "gemm") if p.model == "Qwen2.5-7B"}
+    patterns = ("2:4", "4:6", "6:8", "8:10", "4:6@50%", "2:4@50%")
+    rows = []
+    for dtype in TYPES:
+        point = at[dtype, 16384]
+        rows.append([TYPES[dtype], f"{point.tops:.0f}", *(shown(point.speedup(pattern)) for pattern in patterns)])
+    return markdown(("type", "fastest dense, TOPS", *patterns), rows)
+
+
+LIFTING = {
+    "copy": COPY,
+    "2:4": "lift 2:4",
+    "4:6": "lift 4:6",
+    "6:8": "lift 6:8",
+    "4:6@50%": "lift 4:6@50%",
+    "RMSNorm, 6:8": "rms_norm lift 6:8",
+    "add + RMSNorm, 6:8": "add_rms_norm lift 6:8",
+    "SiLU * up, 6:8": "silu_mul lift 6:8",
+}
+"""Column -> variant."""
+
+
+def lifting() -> str:
+    """Quantise + lift of many tokens: the rate at which the kernels move their bytes, beside a copy."""
+    found = comparisons(read_records([H200 / "kernels.jsonl"]))
+    many = [one for one in found if one.case.tokens >= 4096]
+    rows = []
+    for one in sorted(many, key=lambda one: (one.case.dtype != "int8", one.case.in_features, one.case.tokens)):
+        records = [one.best(variant) for variant in LIFTING.values()]
+        rates = ["-" if one is None else f"{one.n_bytes / median_us(one) / 1e6:.1f}" for one in records]
+        rows.append([TYPES[one.case.dtype], str(one.case.in_features), str(one.case.tokens), *rates])
+    return markdown(("TB/s", "K", "tokens", *LIFTING), rows)
+
+
+def demo() -> str:
+    """Every pattern on the demonstration's encoder."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads((RESULTS / "demo/minilm.json").read_text())["rows"]:
+        rows.setdefault(row["pattern"], {})[row["dtype"]] = row
+    cells = []
+    for pattern, types in rows.items():
+        int8 = types["int8"]
+        fidelity = [f"{types[dtype]['fidelity']:.3f}" for dtype in ("int8", "fp8")]
+        exact = "every bit" if int8["exact"] else "no"
+        zeros = f"{100 * float(1 - Pattern.parse(pattern).density):.0f} %"
+        size = f"{100 * int8['relative_bytes']:.0f} %"
+        cells.append([pattern, zeros, *fidelity, size, f"{int8['ideal_speedup']:.2f}x", exact])
+    head = ("pattern", "zeros", "cosine, INT8", "cosine, FP8", "bytes of dense 8-bit", "ideal speed-up")
+    return markdown((*head, "INT8 equal to dense"), cells)
+
+
+def cpu() -> str:
+    """Packing and pruning on a CPU."""
+    record = json.loads((RESULTS / "cpu.jsonl").read_text().splitlines()[-1])
+    pack, prune = record["pack_4096x14336_int8_s"], record["prune_1b"]
+    rows = [
+        ["pack a 4096 x 14336 INT8 weight at 6:8", f"{pack['median']:.2f} s"],
+        ["`prune` Llama-3.2-1B's shapes to 6:8 INT8, start-up included", f"{prune['seconds']:.0f} s"],
+        ["its peak memory", f"{prune['peak_gb']:.2f} GB"],
+    ]
+    return markdown((f"on {record['threads']} cores of an {record['cpu']}", "measured"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "qwen2.5-7b": seven,
+    "short": short,
+    "llama-1b": one_b,
+    "graphs": graphs,
+    "others": others,
+    "memory": memory,
+    "layers": layers,
+    "decoding": decoding,
+    "gemm": gemm,
+    "lifting": lifting,
+    "cpu": cpu,
+    "demo": demo,
+}
+
+
+def drawn(text: str) -> str:
+    """A page with its tables as the records have them."""
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the pages")
+    write = parser.parse_args().write
+    stale = [path for path in PAGES if path.read_text() != drawn(path.read_text())]
+    for path in stale:
+        print(f"{'drawn anew' if write else 'not what the records say'}: {path.relative_to(ROOT)}")
+        if write:
+            path.write_text(drawn(path.read_text()))
+    return bool(stale) and not write
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""The pages say what the records and the code say, and are written as CONTRIBUTING.md asks."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slidesparse import __version__
+from slidesparse.cli import _parser, main
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src/slidesparse"
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
+HISTORY = ROOT / "docs/log"
+DRAWN = {ROOT / "docs/modules.md"}
+"""Written by a script, from the words of the code."""
+
+MEASURED = runpy.run_path(str(ROOT / "benchmarks/measured.py"))
+INDEX = runpy.run_path(str(ROOT / "benchmarks/index_results.py"))
+MODULES = runpy.run_path(str(ROOT / "docs/draw_modules.py"))
+
+
+WORDS = 30
+"""Of a sentence."""
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def prose(text: str) -> list[str]:
+    """Paragraphs and list items, without code, tables, headings and comments."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "#", "!["))]
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
+    return [" ".join(block.split()) for block in blocks if block.strip()]
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", MEASURED["PAGES"], ids=name)
+def test_tables_are_what_the_records_say(path: Path) -> None:
+    text = path.read_text()
+    assert MEASURED["MARKED"].search(text)
+    assert MEASURED["drawn"](text) == text, "run python benchmarks/measured.py --write"
+
+
+def test_every_table_stands_on_a_page_and_every_marker_names_one() -> None:
+    used = [found for path in MEASURED["PAGES"] for found in re.findall(r"<!-- table: ([\w.-]+) -->", path.read_text())]
+    assert sorted(used) == sorted(MEASURED["TABLES"])
+
+
+def test_a_changed_figure_is_noticed() -> None:
+    text = (ROOT / "docs/measured.md").read_text()
+    found = re.search(r"\| prefill 16384 \| [\d.]+ \| ([\d.]+)", text)
+    assert found is not None
+    changed = text[: found.start(1)] + "9.99" + text[found.end(1) :]
+    assert MEASURED["drawn"](changed) == text
+
+
+def test_figures_in_sentences_are_those_of_the_records() -> None:
+    one = MEASURED["engines"](MEASURED["SEVEN"]["int8"])["prefill", 16384]
+    sizes = {v: f"{MEASURED['timed'](one, v).n_bytes / 1e9:.1f}" for v in ("dense", "6:8")}
+    assert sizes == {"dense": "8.7", "6:8": "14.9"}
+    for page in ("README.md", "docs/troubleshooting.md"):
+        assert f"{sizes['6:8']} GB at 6:8 where dense takes {sizes['dense']}" in (ROOT / page).read_text()
+    small = MEASURED["engines"]("llama-3.2-1b-int8-auto.jsonl")
+    nothing = [one for (kind, m), one in small.items() if kind == "decode" or (kind == "prefill" and m <= 2048)]
+    gains = [
+        (MEASURED["speedup"](one, pattern), MEASURED["spread"](one)) for one in nothing for pattern in ("2:4", "6:8")
+    ]
+    assert all(gain - 1 < spread for gain, spread in gains), "a model of 1 B gains nothing there, say three pages"
+
+
+def test_the_picture_is_current(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    drawing = runpy.run_path(str(ROOT / "docs/figures/speed.py"))
+    drawing["draw"](tmp_path / "speed.svg")
+    texts = [
+        re.findall(r">([^<>\n]+)<", path.read_text())
+        for path in (drawing["FIGURES"] / "speed.svg", tmp_path / "speed.svg")
+    ]
+    assert texts[0] == texts[1]  # texts, not bytes: another matplotlib writes other bytes
+    assert "1.13\N{MULTIPLICATION SIGN}" in texts[0]
+
+
+# -- records -------------------------------------------------------------------------------------------------------
+
+
+def test_the_index_names_every_record_and_nothing_else() -> None:
+    assert INDEX["files"]() == sorted(INDEX["descriptions"]())
+    assert INDEX["INDEX"].read_text() == INDEX["index"](), "run python benchmarks/index_results.py --write"
+
+
+@pytest.mark.parametrize("record", INDEX["files"]())
+def test_every_record_is_cited(record: str) -> None:
+    pages = INDEX["cited_by"](record)
+    assert pages, "delete it, or cite it"
+    if not record.startswith("history/"):
+        assert any("log/" not in page for page in pages), "a record that only the log cites belongs into history/"
+
+
+@pytest.mark.parametrize("report", ["h200/report-gemm/report.md", "h200/report-vllm/report.md"])
+def test_reports_are_what_their_command_draws(report: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    *words, folder = INDEX["descriptions"]()[report]["command"].split()[1:]
+    assert folder == f"results/{report}".removesuffix("/report.md")
+    words = [str(ROOT / word) if word.endswith(".jsonl") else word for word in words]
+    assert main([*words, str(tmp_path)]) == 0
+    assert (tmp_path / "report.md").read_text() == (ROOT / "results" / report).read_text()
+
+
+def test_current_pages_cite_current_records() -> None:
+    for path in PAGES:
+        if HISTORY not in path.parents:
+            assert "results/history" not in path.read_text().replace("`results/history/`", ""), name(path)
+
+
+# -- code ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_of_modules_is_current() -> None:
+    page = MODULES["PAGE"].read_text()
+    assert page == MODULES["page"](), "run python docs/draw_modules.py --write"
+    named = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)
+    assert sorted(named) == [path.relative_to(PACKAGE).as_posix() for path in MODULES["files"]()]
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in DRAWN], ids=name)
+def test_named_source_files_exist(path: Path) -> None:
+    for named in re.findall(r"`((?:[\w]+/)*[\w]+\.(?:py|cu))`", path.read_text()):
+        assert "NAME" in named or any((base / named).exists() for base in (ROOT, PACKAGE)), named
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_commands_parse(path: Path) -> None:
+    for block in code_blocks(path.read_text(), "bash"):
+        for line in re.findall(r"^(?:.*&& )?(slidesparse .*)", block, re.MULTILINE):
+            assert _parser().parse_args(shlex.split(line, comments=True)[1:]).command
+
+
+def test_messages_that_troubleshooting_explains_exist() -> None:
+    """Every quoted message, without the parts that differ from case to case, stands in the source."""
+    source = "\n".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    source = re.sub(r"\{[^{}]*\}", "{}", source)
+    tables = re.findall(r"^\| (`.+?`) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    missing = []
+    for quoted in re.findall(r"`([^`]+)`", "\n".join(tables)):
+        parts = re.split(r"^dense, (?=\D)|\.\.\.|\d[\dx.:]*|\bX\b|,? ?hopper|qkv_proj|^sparsegpt|^magnitude", quoted)
+        if max(parts, key=len).strip(" ;:,") not in source:
+            missing.append(quoted)
+    assert not missing
+
+
+def test_the_first_release_has_its_changes() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+)", text, re.MULTILINE)[:2] == ["Unreleased", __version__]
+    assert not re.search(r"\bus\b|microsecond", text.partition("## 0.2.0")[2])
+
+
+# -- language ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in DRAWN], ids=name)
+def test_prose_is_readable(path: Path) -> None:
+    text = path.read_text()
+    for line in text.splitlines():
+        assert line.startswith("|") or len(line) <= 200, line
+    for block in prose(text):
+        assert not re.search(r"\bbehind\b", block), block
+        plain = re.sub(r"\]\([^)]*\)", "]", block)
+        for sentence in re.split(r"(?<=[.!?])\**\s+(?=[A-Z`*\[(\d])|(?<=[:;])\s", plain):
+            assert len(sentence.split()) <= WORDS, sentence
+
+
+def test_short_pages_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+    assert len((ROOT / "docs/measured.md").read_text().splitlines()) <= 120
+
+
+def test_the_demonstration_is_that_of_the_record() -> None:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "results/demo/minilm.json").read_text())["rows"]
+    assert all(row["exact"] for row in rows if row["dtype"] == "int8"), "the pages say: every bit"
