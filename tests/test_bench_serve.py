@@ -104,6 +104,7 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
         {"slidesparse": {"backend": "auto"}},
     )
     assert control.folder == sparse.folder  # the densest pattern's
+    assert {options.share for options in Pretender.started} == {0.9}
     assert Pretender.stopped == 5
     assert not list((tmp_path / "scratch").iterdir())
 

@@ -55,6 +55,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     PretendLLM.made, PretendLLM.short = [], 0
     modules = {
         "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
         "vllm.config": {"ProfilerConfig": SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
         "vllm.engine": {},

@@ -29,7 +29,7 @@ from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
 from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import select
-from slidesparse.bench.serve_engine import Measured, ServedEngine, ServeOptions
+from slidesparse.bench.serve_engine import SHARE, Measured, ServedEngine, ServeOptions
 from slidesparse.bench.serve_load import ARRIVALS, FULL, MIXED, QUICK, Workload
 from slidesparse.bench.serve_records import (
     AGAIN,
@@ -349,6 +349,7 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
         bool(key.backend),
         {"slidesparse": {"backend": key.backend}} if key.backend else {},
         arguments,
+        share=SHARE,
         gpus=tuple(environment.uuids(key.gpus)),
         timeline=traces,
         timeline_steps=profile.timeline or 0,

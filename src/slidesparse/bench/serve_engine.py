@@ -232,8 +232,7 @@ class ServeDriver:
         if (wait := arrival - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
         times, tokens = [], 0
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        async for part in self._llm.generate(prompt, _sampling(request.output), name):
+        async for part in self._llm.generate(_input(request.prompt), _sampling(request.output), name):
             times.append(time.perf_counter() - arrival)
             tokens += len(part.outputs[0].token_ids)
         return Served(tuple(times), tokens)
@@ -339,6 +338,13 @@ def _meter(gpus: Sequence[str]) -> PowerMeter | None:
     except Exception as error:  # NVML's errors are its own; nothing else depends on them
         print(f"slidesparse: no power, clocks or energy: {error}", file=sys.stderr)
         return None
+
+
+def _input(prompt: Sequence[int]) -> Any:
+    """A prompt as vLLM's server hands it on, once it is tokens."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(list(prompt))
 
 
 def _sampling(tokens: int) -> Any:
