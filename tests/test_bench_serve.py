@@ -106,7 +106,17 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     assert control.folder == sparse.folder  # the densest pattern's
     assert {options.share for options in Pretender.started} == {0.9}
     assert Pretender.stopped == 5
-    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(folder.name for folder in (tmp_path / "scratch").iterdir())
+
+    run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
+    (tmp_path / "scratch" / "mine").mkdir()
+    run(replace(PROFILE, dtypes=("fp8",)), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [*(f"Qwen2.5-7B-28-fp8-{pattern}" for pattern in ("2of4", "6of8", "dense")), "mine"]
 
 
 def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:

@@ -227,8 +227,8 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Summa
     Args:
         profile: What.
         path: The records file, new or of an earlier run.
-        scratch: Where checkpoints are written, and kept until all engines of a model and type are done; a temporary
-            folder when None.
+        scratch: Where checkpoints are written, and kept for a later run of the same model and type; a temporary folder
+            when None.
 
     Raises:
         InputError: The file holds something else.
@@ -280,11 +280,7 @@ def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
         began = time.monotonic()
         _serve_one(run_, key)
         run_.longest_s = max(run_.longest_s, time.monotonic() - began)
-    waiting = [key for key in keys if run_.missing(key) and _name(key) not in run_.failed]
-    if not waiting:
-        for key in keys:
-            shutil.rmtree(_folder(run_, key), ignore_errors=True)  # disks hold those of one type
-    return waiting
+    return [key for key in keys if run_.missing(key) and _name(key) not in run_.failed]
 
 
 def _serve_one(run_: _Run, key: EngineKey) -> None:
@@ -336,6 +332,7 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
     """Write an engine's checkpoint, unless it is there already, and say how to serve it."""
     folder = _folder(run_, key)
     if not folder.exists():
+        _make_room(run_, key)
         _write(folder, key)
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if key.dtype == "bf16" and key.backend else {}
     if key.graphs is not None:
@@ -358,6 +355,15 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
 
 def _folder(run_: _Run, key: EngineKey) -> Path:
     return run_.scratch / f"{key.model}-{key.layers}-{key.dtype}-{key.pattern.replace(':', 'of')}"
+
+
+def _make_room(run_: _Run, key: EngineKey) -> None:
+    """Remove the checkpoints of other models and types: a disk may hold those of one."""
+    for model in ARCHITECTURES:
+        for dtype in DTYPES:
+            if (model, dtype) != (key.model, key.dtype):
+                for other in run_.profile.keys(model, dtype):
+                    shutil.rmtree(_folder(run_, other), ignore_errors=True)
 
 
 def _write(folder: Path, key: EngineKey) -> None:

@@ -16,12 +16,15 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slidesparse.bench import serve_timeline
 from slidesparse.bench.serve_load import (
+    AT_ONCE,
     BURST,
     DECODE,
     LONGEST,
@@ -79,7 +82,7 @@ class Measured:
         first: Time to the first token, of all requests.
         between: Time between tokens, of all requests.
         lost: Requests that did not get all their tokens.
-        step_tokens: Tokens of each engine step of the last repeat.
+        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once.
         step_us: What that step took.
         power: Of the GPU; None where it would not say.
     """
@@ -167,7 +170,7 @@ class ServeDriver:
         self._options = options
         self._steps = StepLog()
         self._served = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop = _event_loop()
         self._llm = self._run(_start(options, self._steps))
         gc.collect()
         gc.freeze()  # as vLLM's server does once it is up
@@ -193,7 +196,8 @@ class ServeDriver:
             while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
                 rounds.append(self._round(workload, prepared[done % workload.repeats]))
         wall_s = time.perf_counter() - started
-        return _measured(rounds, prepared[0], wall_s, self._steps, self._meter.power if self._meter else None)
+        steps = self._steps if workload.kind == AT_ONCE else StepLog()
+        return _measured(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None)
 
     def timeline(self, steps: int) -> list[serve_timeline.Step]:
         """Profile so many steps of the mixed load; :data:`TIMELINE_DELAY` pass before."""
@@ -286,6 +290,14 @@ def decode_step(steps: StepLog, sequences: int) -> float:
     if not found:
         raise ValueError(f"no step in which {sequences} sequences decode: {sorted(set(steps.tokens))[:20]} tokens")
     return statistics.median(found)
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The one that vLLM's server has."""
+    if find_spec("uvloop") is None:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = import_module("uvloop").new_event_loop()
+    return loop
 
 
 async def _start(options: ServeOptions, steps: StepLog) -> Any:

@@ -71,7 +71,7 @@ class ServeRecord:
         first: Time to the first token.
         between: Time between tokens.
         lost: Requests that did not get all their tokens.
-        step_tokens: Tokens of each engine step of the last repeat.
+        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once.
         step_us: What it took.
         power: Of all its GPUs together, over all repeats.
         why_not: Why there are no times; None where there are.
