@@ -423,9 +423,20 @@ def _bench_serve(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from slidesparse.bench import serve_records
     from slidesparse.records import read_records
     from slidesparse.report import write_report
+    from slidesparse.report.serve import write_serve_report
 
-    written = write_report(read_records(options.records), options.out)
+    served, profiled = (
+        [path for path in options.records if serve_records.is_of(kind, path)]
+        for kind in (serve_records.SERVE, serve_records.TIMELINE)
+    )
+    others = [path for path in options.records if path not in (*served, *profiled)]
+    written = write_report(read_records(others), options.out) if others else []
+    if served or profiled:
+        loads = serve_records.read(serve_records.ServeRecord, served)
+        steps = serve_records.read(serve_records.TimelineRecord, profiled)
+        written += write_serve_report(loads, steps, options.out)
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0
