@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     bench = add("bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
-    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm"))
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
     bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
     bench.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
@@ -162,13 +162,19 @@ def _parser() -> argparse.ArgumentParser:
         "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
-    engine = bench.add_argument_group("vllm only: whole models in vLLM, sparse against stock dense")
-    engine.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
-    engine.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 9)")
+    engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
-    engine.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
-    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written, for the run alone")
+    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written; serve reuses them")
+    beside = bench.add_argument_group("vllm only: isolated requests and steps")
+    beside.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
+    beside.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 9)")
+    beside.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
+    served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
+    served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
+    served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
+    served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
+    served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
 
     report = add("report", _report, "Draw tables and plots from benchmark records.")
     report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
@@ -335,11 +341,11 @@ def _tune(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from slidesparse.bench import problems, runner
 
+    _require_own_options(options)
     if options.benchmark == "vllm":
         return _bench_vllm(options)
-    engines = options.sequences, options.rounds, options.layers, options.graphs, options.scratch
-    if options.alone or any(value is not None for value in engines):
-        raise InputError("--sequences, --rounds, --layers, --graphs, --alone and --scratch", needed="bench vllm")
+    if options.benchmark == "serve":
+        return _bench_serve(options)
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -353,6 +359,20 @@ def _bench(options: argparse.Namespace) -> int:
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
     return 1 if summary.wrong else 0
+
+
+def _require_own_options(options: argparse.Namespace) -> None:
+    """Refuse options of bench that mean nothing to the benchmark asked for."""
+    owners = {
+        ("vllm", "serve"): ("layers", "graphs", "scratch"),
+        ("vllm",): ("sequences", "rounds", "alone"),
+        ("serve",): ("quick", "engines", "gpus", "timeline"),
+    }
+    for benchmarks, names in owners.items():
+        given = [name for name in names if getattr(options, name) not in (None, False)]
+        if given and options.benchmark not in benchmarks:
+            told = ", ".join(f"--{name}" for name in given)
+            raise InputError(told, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
 
 
 def _bench_vllm(options: argparse.Namespace) -> int:
@@ -379,10 +399,44 @@ def _bench_vllm(options: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_serve(options: argparse.Namespace) -> int:
+    from slidesparse.bench import serve
+
+    if options.tokens is not None:
+        raise InputError("--tokens", needed="another benchmark: the workloads of bench serve are fixed")
+    profile = serve.adapt(
+        quick=options.quick,
+        dtypes=options.dtype,
+        models=options.models,
+        patterns=options.patterns,
+        backends=options.backends,
+        engines=options.engines,
+        graphs=options.graphs,
+        layers=options.layers,
+        gpus=options.gpus,
+        timeline=options.timeline,
+        budget_s=options.budget_s,
+    )
+    summary = serve.run(profile, options.out, options.scratch)
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    return 1 if summary.failed else 0
+
+
 def _report(options: argparse.Namespace) -> int:
+    from slidesparse.bench import serve_records
     from slidesparse.records import read_records
     from slidesparse.report import write_report
+    from slidesparse.report.serve import write_serve_report
 
-    written = write_report(read_records(options.records), options.out)
+    served, profiled = (
+        [path for path in options.records if serve_records.is_of(kind, path)]
+        for kind in (serve_records.SERVE, serve_records.TIMELINE)
+    )
+    others = [path for path in options.records if path not in (*served, *profiled)]
+    written = write_report(read_records(others), options.out) if others else []
+    if served or profiled:
+        loads = serve_records.read(serve_records.ServeRecord, served)
+        steps = serve_records.read(serve_records.TimelineRecord, profiled)
+        written += write_serve_report(loads, steps, options.out)
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0

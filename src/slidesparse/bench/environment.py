@@ -60,6 +60,11 @@ def clocks() -> Clocks:
     return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NOTHING
 
 
+def uuids(count: int) -> list[str]:
+    """The first so many CUDA devices, as NVIDIA's tools name them."""
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+
+
 @lru_cache(maxsize=1)
 def commit() -> str | None:
     """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout.

@@ -17,7 +17,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slidesparse.base.python_stack import with_room
 from slidesparse.errors import UnsupportedError, first_line
@@ -51,6 +51,10 @@ ENVIRONMENT = {
 }
 
 
+FarEnd: TypeAlias = Callable[[Connection, Any], None]
+"""Runs in an engine's process, with that process's end of a pipe and the options."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """One engine.
@@ -77,12 +81,13 @@ class Engine:
 
     Args:
         options: What to start. The call returns at once; :meth:`ready` waits.
+        far_end: What runs there: :func:`answer_calls` with a driver.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, far_end: FarEnd | None = None) -> None:
         context = get_context("spawn")
         self._near, far = context.Pipe()
-        self._process = context.Process(target=_serve, args=(far, options))
+        self._process = context.Process(target=far_end or _serve, args=(far, options))
         self._process.start()
         far.close()
 
@@ -135,12 +140,20 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler must see the kernels
     if not options.plugin:
         os.environ["VLLM_PLUGINS"] = "none"
-    driver: Driver | None = None
+    answer_calls(connection, lambda: Driver(options))
+
+
+def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
+    """Make a driver, and call its methods as the near end asks, until that says None.
+
+    The first answer, without a value, says that the driver is there, or why it is not.
+    """
+    driver: Any = None
     message: tuple[str, tuple[Any, ...]] | None = ("start", ())
     while message is not None:
         try:
             if driver is None:
-                driver, value = Driver(options), None
+                driver, value = make(), None
             else:
                 value = getattr(driver, message[0])(*message[1])
             connection.send((value, None))

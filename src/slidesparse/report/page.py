@@ -83,7 +83,7 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
         InputError: No records, records of different GPUs, or a folder that cannot be written.
         UnsupportedError: matplotlib is missing.
     """
-    plots = _plots()
+    plots = require_plots()
     gpus = sorted({record.machine.gpu for record in records})
     if len(gpus) != 1:
         raise InputError(
@@ -110,7 +110,12 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
     return [folder / PAGE, *pictures, *(folder / name for name in files if name != PAGE)]
 
 
-def _plots() -> Any:
+def require_plots() -> Any:
+    """The module that draws.
+
+    Raises:
+        UnsupportedError: matplotlib is missing.
+    """
     try:
         from slidesparse.report import plots
     except ImportError as error:
@@ -148,7 +153,7 @@ def _conditions(records: Sequence[Record], known: Limits) -> str:
     machines = list(dict.fromkeys(record.machine for record in records))
     dates = sorted(record.started[:10] for record in records)
     lines = [f"* {dates[0]}" if dates[0] == dates[-1] else f"* {dates[0]} to {dates[-1]}"]
-    lines += [_machine(machine) for machine in machines]
+    lines += [machine_line(machine) for machine in machines]
     loads = sorted(r.clocks_after.sm_mhz for r in records if r.timing is not None and r.clocks_after.sm_mhz is not None)
     if loads:
         lines.append(f"* SM clock under load: {loads[0]:.0f} to {loads[-1]:.0f} MHz, half of the time {_half(loads)}")
@@ -158,7 +163,8 @@ def _conditions(records: Sequence[Record], known: Limits) -> str:
     return "\n".join(lines)
 
 
-def _machine(machine: Machine) -> str:
+def machine_line(machine: Machine) -> str:
+    """A GPU and its libraries."""
     versions = {
         "driver": machine.driver,
         "CUDA": machine.cuda,

@@ -1,0 +1,146 @@
+"""What a server is asked in ``bench serve``: workloads, the requests that they consist of, and what users felt.
+
+All is drawn from fixed seeds, so every engine is asked the same; a workload that is repeated asks for the same lengths
+in another order, with other tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from slidesparse.bench.vllm_engine import FIRST_TOKEN, VOCABULARY
+
+AT_ONCE, ARRIVALS, DECODE = "at once", "arrivals", "decode"
+
+SEED = 18
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing that is asked of every engine.
+
+    Attributes:
+        name: As tables call it.
+        kind: ``at once``; ``arrivals``: at random, a Poisson process; ``decode``: at once, and only steps in which all
+            requests decode count.
+        requests: How many.
+        prompt: Fewest and most tokens of a prompt.
+        output: Fewest and most tokens of an answer.
+        repeats: How often, at least.
+        seconds: It is repeated for at least so long.
+        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` only.
+    """
+
+    name: str
+    kind: str
+    requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    repeats: int = 1
+    seconds: float = 0.0
+    load: float = 0.0
+
+
+BURST = Workload("burst", AT_ONCE, 16, (1024, 1024), (1, 1), repeats=5, seconds=10.0)
+MIXED = Workload("mixed", AT_ONCE, 1000, (64, 1024), (32, 256), repeats=2)
+LONG = Workload("long", AT_ONCE, 8, (8192, 8192), (1, 1), repeats=5, seconds=10.0)
+LOADS = tuple(
+    replace(MIXED, name=f"arrivals at {share:.0%}", kind=ARRIVALS, repeats=1, load=share) for share in (0.5, 0.8)
+)
+
+
+def decode(sequences: int, context: int) -> Workload:
+    """Steps in which so many sequences decode, each with so many tokens or a few less."""
+    steps = 64
+    return Workload(
+        f"decode {sequences} at {context}",
+        DECODE,
+        sequences,
+        (context - steps, context - steps),
+        (steps, steps),
+        repeats=5,
+    )
+
+
+QUICK = (BURST, MIXED, decode(64, 80))
+FULL = (
+    BURST,
+    MIXED,
+    *LOADS,
+    LONG,
+    *(decode(sequences, context) for context in (80, 600) for sequences in (16, 64, 256)),
+)
+
+LONGEST = 8192 + 64
+"""Tokens of a request, with its answer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: its prompt, how many tokens it gets, and when it comes, in seconds."""
+
+    prompt: tuple[int, ...]
+    output: int
+    arrival_s: float = 0.0
+
+
+def requests(workload: Workload, turn: int, rate: float | None = None) -> list[Request]:
+    """The requests of one repeat.
+
+    Args:
+        workload: What is asked.
+        turn: Which repeat.
+        rate: Of ``arrivals``, requests a second.
+    """
+    sizes = random.Random(SEED)
+    lengths = [(sizes.randint(*workload.prompt), sizes.randint(*workload.output)) for _ in range(workload.requests)]
+    dice = random.Random(f"{SEED} {workload.name} {turn}")
+    dice.shuffle(lengths)
+    at, asked = 0.0, []
+    for prompt, output in lengths:
+        at += dice.expovariate(rate) if rate is not None else 0.0
+        asked.append(Request(tuple(dice.choices(range(FIRST_TOKEN, VOCABULARY), k=prompt)), output, at))
+    return asked
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request as its user saw it: seconds from its arrival to each part of the answer, and the tokens of all."""
+
+    times: tuple[float, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds: half of what users waited was shorter, and all but one in a hundred."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+def latency(seconds: Sequence[float]) -> Latency | None:
+    """Of some waits; None of none.
+
+    >>> latency([0.2, 0.1, 0.3])
+    Latency(p50_ms=200.0, p99_ms=300.0)
+    """
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+    return Latency(1e3 * statistics.median(ordered), 1e3 * p99)
+
+
+def to_first(answers: Sequence[Served]) -> Latency | None:
+    """Time to the first token."""
+    return latency([answer.times[0] for answer in answers if answer.times])
+
+
+def between(answers: Sequence[Served]) -> Latency | None:
+    """Time between parts of an answer."""
+    return latency([after - before for answer in answers for before, after in pairwise(answer.times)])

@@ -1,0 +1,95 @@
+"""What a GPU draws while it serves: energy from its own counter, clocks and load from samples, ten a second."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+INTERVAL_S = 0.1
+
+SOURCES = ("pynvml", "vllm.third_party.pynvml")
+
+
+@dataclass(frozen=True)
+class Power:
+    """Of all GPUs together, over one workload.
+
+    Attributes:
+        energy_j: Energy, by the GPU's counter.
+        mean_w: Energy over time.
+        sm_mhz: SM clock, the mean of samples.
+        temperature_c: The highest.
+        busy: Share of time in which any kernel ran, as the driver reports it.
+        memory_gb: Memory in use at the end, in 1e9 bytes.
+    """
+
+    energy_j: float
+    mean_w: float
+    sm_mhz: float
+    temperature_c: float
+    busy: float
+    memory_gb: float
+
+
+class PowerMeter:
+    """Measures between entering and leaving.
+
+    Args:
+        uuids: Of the GPUs.
+        nvml: NVIDIA's library; None: where it is installed.
+    """
+
+    def __init__(self, uuids: Sequence[str], nvml: Any = None) -> None:
+        self._nvml = nvml if nvml is not None else _nvml()
+        self._handles = [self._nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        self._samples: list[tuple[float, float, float]] = []
+        self.power: Power | None = None
+
+    def __enter__(self) -> PowerMeter:
+        self._samples, self.power = [], None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._started, self._from_j = time.perf_counter(), self._energy()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        energy, seconds = self._energy() - self._from_j, time.perf_counter() - self._started
+        self._stop.set()
+        self._thread.join()
+        clock, busy, warm = zip(*self._samples, strict=True)
+        used = sum(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
+        self.power = Power(
+            energy, energy / seconds, statistics.fmean(clock), max(warm), statistics.fmean(busy) / 100, used / 1e9
+        )
+
+    def _energy(self) -> float:
+        return sum(float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) for handle in self._handles) / 1e3
+
+    def _sample(self) -> None:
+        nvml = self._nvml
+        while True:
+            for handle in self._handles:
+                clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+                busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                warm = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+                self._samples.append((float(clock), float(busy), float(warm)))
+            if self._stop.wait(INTERVAL_S):
+                return
+
+
+def _nvml() -> Any:
+    for name in SOURCES:
+        try:
+            nvml = import_module(name)
+        except ImportError:
+            continue
+        nvml.nvmlInit()
+        return nvml
+    raise ImportError("neither pynvml nor vLLM's copy of it is installed")

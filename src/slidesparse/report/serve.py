@@ -1,0 +1,191 @@
+"""The page of served loads: what each engine takes, what users wait, the steps of a load, and where their time goes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slidesparse.bench.serve_load import ARRIVALS, MIXED
+from slidesparse.bench.serve_records import CONTROL, STOCK, ServeRecord, TimelineRecord
+from slidesparse.bench.serve_timeline import Step
+from slidesparse.errors import InputError
+from slidesparse.report.numbers import ratio
+from slidesparse.report.page import machine_line, require_plots
+from slidesparse.report.serve_numbers import (
+    Group,
+    groups,
+    steps,
+    timeline_bins,
+    tokens_a_joule,
+    tokens_a_second,
+)
+from slidesparse.report.tables import Cell, Table
+
+PAGE = "serve.md"
+
+ABOUT = """\
+Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
+`stock`: vLLM without the plugin on unpruned weights, the median over its runs first and last; `noise`: between those
+two. `control`: the plugin with every layer dense and joined with the norm or activation before it, so what it gains
+comes from fusion, and what a pattern gains over it from sparsity. Random weights of real shapes."""
+
+
+MEASURES: dict[str, Callable[[Step], float]] = {
+    "tokens": lambda step: step.tokens,
+    "wall ms": lambda step: step.wall_us / 1e3,
+    "GPU ms": lambda step: step.gpu_us / 1e3,
+    "busy ms": lambda step: step.busy_us / 1e3,
+    "busy": lambda step: ratio(step.busy_us, step.gpu_us) or 0.0,
+    "host ms": lambda step: step.host_us / 1e3,
+    "lead ms": lambda step: step.lead_us / 1e3,
+    "launches": lambda step: step.launches,
+}
+
+
+def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[TimelineRecord], folder: Path) -> list[Path]:
+    """Draw everything that records of served loads, and of their timelines, hold.
+
+    Args:
+        records: Of one GPU model.
+        profiled: Likewise.
+        folder: Made if it does not exist; files of an earlier report are replaced.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        InputError: Records of different GPUs, or a folder that cannot be written.
+        UnsupportedError: matplotlib is missing.
+    """
+    require_plots()
+    from slidesparse.report import serve_plots
+
+    machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
+    gpus = sorted({machine.gpu for machine in machines})
+    if len(gpus) != 1:
+        raise InputError("records of a report", got=", ".join(gpus) or "none", needed="records of one GPU")
+    found = groups(records)
+    tables = [table for group in found for table in group_tables(group)]
+    tables += [*timeline_tables(profiled), *missing_tables(records)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = [path for group in found for path in serve_plots.draw(group, folder)]
+        parts = [f"# Served loads on {gpus[0]}", "\n".join(map(machine_line, machines)), ABOUT]
+        parts += [f"![{path.stem}]({path.name})" for path in pictures]
+        parts += [part for table in tables for part in (f"## {table.title}", table.markdown())]
+        texts = {PAGE: "\n\n".join(parts) + "\n"} | {f"{table.name}.csv": table.csv() for table in tables}
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InputError("cannot write the report", got=error, needed="a folder that can be written") from error
+    return [folder / PAGE, *pictures, *(folder / name for name in texts if name != PAGE)]
+
+
+def group_tables(group: Group) -> list[Table]:
+    """Speed, loads and steps of one model and type."""
+    made = [speed_table(group), load_table(group)]
+    return [*made, steps_table(group)] if MIXED.name in group.workloads else made
+
+
+def speed_table(group: Group) -> Table:
+    """Milliseconds of every workload but arrivals, and how many times faster than stock and than the control."""
+    names = [name for name in group.workloads if not name.startswith(ARRIVALS)]
+    columns = ["engine"]
+    for name in names:
+        columns += [f"{name} ms", f"{name}: over stock", f"{name}: over control"]
+    formats = {column: ".2f" if column.endswith("ms") else ".3f" for column in columns}
+
+    def cells(engine: str) -> list[Cell]:
+        found: list[Cell] = []
+        for name in names:
+            seconds = group.seconds(engine, name)
+            bases = [group.over(base, engine, name) for base in (STOCK, CONTROL)]
+            found += [None if seconds is None else 1e3 * seconds, *bases]
+        return found
+
+    rows: list[tuple[Cell, ...]] = [(engine, *cells(engine)) for engine in group.engines]
+    rows.append(("noise", *(cell for name in names for cell in (None, group.noise(name), None))))
+    return Table(f"serve_speed_{group.slug}", f"{group.name}: speed", tuple(columns), tuple(rows), formats)
+
+
+def load_table(group: Group) -> Table:
+    """Tokens, energy and waits of every load."""
+    columns = (
+        *("engine", "load", "requests/s", "output tokens/s", "tokens/J", "W", "SM MHz", "GPU busy"),
+        *("first token p50 ms", "p99", "between p50 ms", "p99 ", "lost"),
+    )
+    formats = dict.fromkeys(("requests/s", "tokens/J"), ".2f") | dict.fromkeys(columns[8:], ".1f")
+    formats |= dict.fromkeys(("output tokens/s", "W", "SM MHz"), ".0f") | {"GPU busy": ".0%"}
+    rows: list[tuple[Cell, ...]] = []
+    for name in group.workloads:
+        for engine, served in group.records.items():
+            if (record := served.get(name)) is not None:
+                rows.append((engine, name, *_load_cells(record)))
+    return Table(f"serve_loads_{group.slug}", f"{group.name}: loads", columns, tuple(rows), formats)
+
+
+def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
+    assert record.workload is not None
+    power, first, between = record.power, record.first, record.between
+    served = record.workload.kind != "decode"
+    return (
+        record.workload.requests / statistics.median(record.seconds) if served else None,
+        tokens_a_second(record) if served else None,
+        tokens_a_joule(record),
+        *((power.mean_w, power.sm_mhz, power.busy) if power is not None else (None, None, None)),
+        *((first.p50_ms, first.p99_ms) if first is not None else (None, None)),
+        *((between.p50_ms, between.p99_ms) if between is not None else (None, None)),
+        record.lost,
+    )
+
+
+def steps_table(group: Group) -> Table:
+    """Steps of the mixed load by their tokens: how many, what share of the time, and what one takes on each engine."""
+    found = {name: steps(served[MIXED.name]) for name, served in group.records.items() if MIXED.name in served}
+    columns = ["tokens a step, at most"]
+    for name in found:
+        columns += [f"{name}: steps", f"{name}: of the time", f"{name}: ms"]
+    formats = {column: ".0%" if column.endswith("time") else ".2f" for column in columns}
+    edges = sorted({one.most for bins in found.values() for one in bins})
+    rows: list[tuple[Cell, ...]] = []
+    for most in edges:
+        row: list[Cell] = [most]
+        for bins in found.values():
+            one = next((one for one in bins if one.most == most), None)
+            row += [None] * 3 if one is None else [one.steps, one.share, one.median_ms]
+        rows.append(tuple(row))
+    return Table(
+        f"serve_steps_{group.slug}", f"{group.name}: steps of the mixed load", tuple(columns), tuple(rows), formats
+    )
+
+
+def timeline_tables(profiled: Sequence[TimelineRecord]) -> list[Table]:
+    """Medians over profiled steps of about the same number of tokens."""
+    bins = timeline_bins(profiled)
+    if not bins:
+        return []
+    kinds = list(dict.fromkeys(kind for record in profiled for kind in record.step.kernels_us))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (most, engine, len(records), *_medians([record.step for record in records], kinds))
+        for (engine, most), records in bins.items()
+    )
+    measures = (*MEASURES, *(f"{kind} ms" for kind in kinds))
+    formats = dict.fromkeys(measures, ".2f") | {"tokens": ".0f", "launches": ".0f", "busy": ".0%"}
+    columns = ("tokens, at most", "engine", "steps", *measures)
+    return [Table("serve_timeline", "Steps of the mixed load under the profiler", columns, rows, formats)]
+
+
+def _medians(found: Sequence[Step], kinds: Sequence[str]) -> list[float]:
+    whole = [statistics.median(map(measure, found)) for measure in MEASURES.values()]
+    return whole + [statistics.median(step.kernels_us.get(kind, 0.0) / 1e3 for step in found) for kind in kinds]
+
+
+def missing_tables(records: Sequence[ServeRecord]) -> list[Table]:
+    """Engines that died."""
+    rows = tuple(
+        (f"{r.key.model} {r.key.dtype} {r.key.engine}", r.workload.name if r.workload else "start", r.why_not)
+        for r in records
+        if r.why_not is not None
+    )
+    return [Table("serve_missing", "Engines that died", ("engine", "at", "reason"), rows, {})] if rows else []

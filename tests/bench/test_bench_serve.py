@@ -1,0 +1,252 @@
+"""``bench serve`` with an engine that only pretends: what is asked of it, what is recorded, and how a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from slidesparse.bench import environment, serve
+from slidesparse.bench.serve import adapt, run
+from slidesparse.bench.serve_engine import Measured, ServeOptions
+from slidesparse.bench.serve_load import ARRIVALS, DECODE, FULL, MIXED, QUICK, Latency, Workload
+from slidesparse.bench.serve_power import Power
+from slidesparse.bench.serve_records import EngineKey, ServeRecord, TimelineRecord, read
+from slidesparse.bench.serve_timeline import Step
+from slidesparse.cli import main
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.records import Machine
+
+MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
+SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
+STEP = Step(700, 1, 256, 20.0, 15.0, 19.0, 12.0, 3.0, {"gemm": 10.0}, 400, {"cuLaunchKernelEx": 5.0}, {}, {"k": 10.0})
+
+
+class Pretender:
+    """Takes the place of an engine."""
+
+    started: ClassVar[list[ServeOptions]] = []
+    asked: ClassVar[list[tuple[str, float | None]]] = []
+    stopped = 0
+    dies_at: str | None = None
+
+    def __init__(self, options: ServeOptions) -> None:
+        pattern = json.loads((options.folder / "config.json").read_text())["pattern"]
+        self.options, self.seconds = options, SECONDS[pattern]
+        Pretender.started.append(options)
+
+    def ready(self) -> None:
+        if self.dies_at == "start" and self.options.plugin:
+            raise UnsupportedError("the vLLM engine failed", got="no memory")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        if name == "timeline":
+            return [STEP] * arguments[0]
+        if name == "measure":
+            return self.measure(*arguments)
+        return None
+
+    def measure(self, workload: Workload, rate: float | None) -> Measured:
+        if workload.name == self.dies_at and self.options.plugin:
+            raise UnsupportedError("the vLLM engine failed", got="EngineDeadError")
+        Pretender.asked.append((workload.name, rate))
+        seconds = (self.seconds, 2 * self.seconds)
+        power = Power(700.0, 350.0, 1500.0, 60.0, 0.9, 100.0)
+        waits = Latency(1.0, 2.0)
+        return Measured(seconds, 100, 10, 3 * self.seconds, waits, waits, 0, (64, 700), (0, 20000), power)
+
+    def stop(self) -> None:
+        Pretender.stopped += 1
+
+
+def write_nothing(folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Any, device: object) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern)}))
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
+    monkeypatch.setattr(serve, "ServedEngine", Pretender)
+    monkeypatch.setattr(serve, "find_spec", lambda name: True)
+    monkeypatch.setattr(serve, "write_checkpoint", write_nothing)
+    monkeypatch.setattr(environment, "require_cuda", lambda: None)
+    monkeypatch.setattr(environment, "machine", lambda: MACHINE)
+    monkeypatch.setattr(environment, "uuids", lambda count: [f"GPU-{index}" for index in range(count)])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+PROFILE = adapt(quick=True, dtypes=["int8"], patterns=["6:8", "2:4"])
+ENGINES = ["stock", "control", "6:8", "2:4", "stock again"]
+
+
+def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
+    return list(dict.fromkeys(record.key.engine for record in records))
+
+
+def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, tmp_path: Path) -> None:
+    summary = run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    records = read(ServeRecord, [tmp_path / "r.jsonl"])
+    assert (summary.added, summary.records, summary.failed, summary.waiting) == (15, 15, {}, ())
+    assert engines(records) == ENGINES
+    assert [record.workload for record in records] == list(QUICK) * 5
+    assert [options.plugin for options in Pretender.started] == [False, True, True, True, False]
+    control, sparse = Pretender.started[1:3]
+    assert (control.additional, sparse.additional) == (
+        {"slidesparse": {"backend": "dense"}},
+        {"slidesparse": {"backend": "auto"}},
+    )
+    assert control.folder == sparse.folder  # the densest pattern's
+    assert {options.share for options in Pretender.started} == {0.9}
+    assert Pretender.stopped == 5
+
+
+def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(folder.name for folder in (tmp_path / "scratch").iterdir())
+
+    run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
+    (tmp_path / "scratch" / "mine").mkdir()
+    run(replace(PROFILE, dtypes=("fp8",)), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert kept() == [*(f"Qwen2.5-7B-28-fp8-{pattern}" for pattern in ("2of4", "6of8", "dense")), "mine"]
+
+
+def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(PROFILE, path, tmp_path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:5]) + "\n")  # the control still has to decode
+    Pretender.asked = []
+    assert run(PROFILE, path, tmp_path).added == 10
+    assert Pretender.asked[0] == ("decode 64 at 80", None)
+    assert len(read(ServeRecord, [path])) == 15
+    assert run(PROFILE, path, tmp_path).added == 0
+
+
+def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100000, 100))
+    monkeypatch.setattr(serve.time, "monotonic", lambda: float(next(clock)))
+    summary = run(replace(PROFILE, budget_s=1000.0), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert 0 < summary.added < 15
+    assert len(summary.waiting) == 5 - summary.added // 3
+    assert "run the same command again: Qwen2.5-7B int8 " in summary.describe()
+    assert list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize(("dies_at", "workload"), [("start", None), ("mixed", "mixed")])
+def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, workload: str | None
+) -> None:
+    monkeypatch.setattr(Pretender, "dies_at", dies_at)
+    path = tmp_path / "r.jsonl"
+    summary = run(PROFILE, path, tmp_path)
+    failed = [record for record in read(ServeRecord, [path]) if record.why_not is not None]
+    assert engines(failed) == ["control", "6:8", "2:4"]
+    assert {record.workload and record.workload.name for record in failed} == {workload}
+    assert len(summary.failed) == 3
+    assert Pretender.stopped == 5
+    assert engines(read(ServeRecord, [path]))[-1] == "stock again"
+    assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
+
+
+def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
+    run(profile, tmp_path / "r.jsonl", tmp_path)
+    rates = [rate for name, rate in Pretender.asked if name.startswith(ARRIVALS)]
+    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 4  # the median of 4 and 8 s
+
+
+def test_without_stock_arrivals_are_refused(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, workloads=FULL, engines=("6:8",))
+    summary = run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert "no stock engine" in next(iter(summary.failed.values()))
+
+
+def test_larger_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
+    run(replace(PROFILE, graphs=4096, patterns=("6:8",)), tmp_path / "r.jsonl", tmp_path)
+    sizes = [
+        options.arguments.get("compilation_config", {}).get("max_cudagraph_capture_size")
+        for options in Pretender.started
+    ]
+    assert sizes == [None, 4096, 4096, None, 4096]
+    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-1] == "stock, graphs to 4096"
+
+
+def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
+    profile = replace(PROFILE, timeline=3, engines=("stock", "6:8"))
+    path = tmp_path / "t.jsonl"
+    assert run(profile, path, tmp_path).added == 6
+    records = read(TimelineRecord, [path])
+    assert engines(records) == ["stock", "6:8"]
+    assert records[0].step == STEP
+    assert {options.timeline_steps for options in Pretender.started} == {3}
+    assert run(profile, path, tmp_path).added == 0
+
+
+def test_the_command_line_reaches_the_engines(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "serve", "--quick", "--dtype", "int8", "--patterns", "6:8", "--out", str(tmp_path / "r.jsonl")]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["added"] == 12
+    monkeypatch.setattr(Pretender, "dies_at", "start")
+    assert main([*command[:-1], str(tmp_path / "other.jsonl")]) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--patterns", "6:9"],
+        ["--models", "GPT"],
+        ["--dtype", "fp16"],
+        ["--engines", "9:9"],
+        ["--gpus", "0"],
+        ["--gpus", "2"],
+        ["--graphs", "99999"],
+        ["--timeline", "0"],
+        ["--budget-s", "0"],
+        ["--tokens", "5"],
+        ["--rounds", "5"],
+        ["--alone"],
+    ],
+)
+def test_wrong_arguments_get_one_line(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    assert main(["bench", "serve", *wrong, "--out", str(tmp_path / "r.jsonl")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("slidesparse: ")
+    assert error.count("\n") == 1
+    assert not Pretender.started
+
+
+def test_a_file_of_something_else_is_refused(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"format": 1}\n')
+    with pytest.raises(InputError, match="line 1"):
+        run(PROFILE, path, tmp_path)
+
+
+def test_engines_of_one_profile_differ() -> None:
+    keys: list[EngineKey] = adapt(backends=["auto", "hopper"], graphs=1024).keys("Qwen2.5-7B", "int8")
+    assert len({key.engine for key in keys}) == len(keys) == 10
+    assert CONTROL_OF_BF16 not in [key.engine for key in adapt().keys("Qwen2.5-7B", "bf16")]
+
+
+CONTROL_OF_BF16 = "control"
+
+
+def test_workloads_are_named_once() -> None:
+    assert len({workload.name for workload in FULL}) == len(FULL)
+    assert [workload.kind for workload in FULL].count(DECODE) == 6
+    assert MIXED in QUICK

@@ -1,0 +1,112 @@
+"""The report of served loads, from records made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slidesparse.bench.serve_load import BURST, LOADS, MIXED, Latency, Workload
+from slidesparse.bench.serve_power import Power
+from slidesparse.bench.serve_records import EngineKey, ServeRecord, TimelineRecord, to_line
+from slidesparse.bench.serve_timeline import Step
+from slidesparse.cli import main
+from slidesparse.errors import InputError
+from slidesparse.records import Machine
+from slidesparse.report.serve import group_tables, write_serve_report
+from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
+
+MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
+SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}
+BACKENDS = {"stock": "", "control": "dense", "stock again": ""}
+STEP = Step(700, 1, 256, 20e3, 15e3, 19e3, 12e3, 3e3, {"gemm": 10e3, "lift": 1e3}, 400, {}, {}, {})
+
+
+def record(engine: str, workload: Workload, share: float = 1.0) -> ServeRecord:
+    pattern = engine if ":" in engine else "dense"
+    key = EngineKey("Qwen2.5-7B", "int8", 28, 1, engine, pattern, BACKENDS.get(engine, "auto"), None)
+    seconds = SECONDS[engine] * share
+    return ServeRecord(
+        key,
+        workload,
+        MACHINE,
+        "2026-11-22T00:00:00+00:00",
+        seconds=(seconds, seconds, seconds * 1.5),
+        prompt_tokens=5000,
+        output_tokens=1000,
+        wall_s=3 * seconds,
+        first=Latency(10.0, 20.0),
+        between=Latency(1.0, 2.0),
+        step_tokens=(492, 16384, 700, 900, 256),
+        step_us=(0, 200000, 10000, 20000, 7000),
+        power=Power(1000.0, 690.0, 1500.0, 60.0, 0.95, 120.0),
+    )
+
+
+RECORDS = [
+    record(engine, workload, share)
+    for engine in SECONDS
+    for workload, share in ((BURST, 0.01), (MIXED, 1.0), (LOADS[0], 2.0))
+]
+TIMELINE = [TimelineRecord(RECORDS[0].key, MACHINE, "2026", replace(STEP, busy_us=busy)) for busy in (9.5e3, 19e3, 1e3)]
+
+
+def test_gains_are_split_into_fusion_and_sparsity() -> None:
+    (group,) = groups(RECORDS)
+    assert group.engines == ["stock", "control", "6:8", "2:4", "stock again"]
+    assert group.seconds("stock", "mixed") == 12.6  # of both, first and last: 12, 12, 12.6, 12.6, 18, 18.9
+    assert group.over("stock", "6:8", "mixed") == pytest.approx(1.26)
+    assert group.over("control", "6:8", "mixed") == pytest.approx(1.1)
+    assert group.noise("mixed") == pytest.approx(0.05)
+    speed = group_tables(group)[0].markdown()
+    assert "| 6:8 | 100.00 | 1.260 | 1.100 | 10000.00 | 1.260 | 1.100 |" in speed
+    assert "| noise | - | 0.050 | - | - | 0.050 | - |" in speed
+
+
+def test_tokens_a_joule_count_all_repeats() -> None:
+    assert tokens_a_joule(RECORDS[0]) == pytest.approx(3 * 6000 / 1000)
+    assert tokens_a_joule(replace(RECORDS[0], power=None)) is None
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    found = steps(RECORDS[0])  # the first has no time
+    assert [(one.most, one.steps, one.median_ms) for one in found] == [
+        (256, 1, 7.0),
+        (1024, 2, 15.0),
+        (16384, 1, 200.0),
+    ]
+    assert sum(one.share for one in found) == pytest.approx(1)
+
+
+def test_a_report_holds_all_of_it(tmp_path: Path) -> None:
+    died = replace(record("2:4", MIXED), why_not="no memory", workload=None)
+    files = write_serve_report([*RECORDS, died], TIMELINE, tmp_path)
+    assert {file.suffix for file in files} == {".md", ".png", ".csv"}
+    assert all(file.stat().st_size for file in files)
+    page = files[0].read_text()
+    assert "| 6:8 | mixed | 100.00 | 100 | 18.00 | 690 | 1500 | 95% | 10.0 | 20.0 | 1.0 | 2.0 | 0 |" in page
+    assert (
+        "| 1024 | Qwen2.5-7B int8 stock | 3 | 700 | 20.00 | 19.00 | 9.50 | 50% | 15.00 | 3.00 | 400 | 10.00 | 1.00 |"
+        in page
+    )
+    assert "| Qwen2.5-7B int8 2:4 | start | no memory |" in page
+    assert "serve_waits_qwen2_5-7b_int8_28_1.png" in page
+    assert "serve_gains_qwen2_5-7b_int8_28_1.png" in page
+
+
+def test_the_command_line_tells_files_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve, timeline = tmp_path / "serve.jsonl", tmp_path / "timeline.jsonl"
+    serve.write_text("".join(to_line(found) + "\n" for found in RECORDS))
+    timeline.write_text("".join(to_line(found) + "\n" for found in TIMELINE))
+    assert main(["report", str(serve), str(timeline), "--out", str(tmp_path / "out")]) == 0
+    assert "serve.md" in capsys.readouterr().out
+    serve.write_text(serve.read_text().replace('"lost":0', '"lost":"none"'))
+    assert main(["report", str(serve), "--out", str(tmp_path / "out")]) == 1
+    assert "lost" in capsys.readouterr().err
+
+
+def test_records_of_two_gpus_are_refused(tmp_path: Path) -> None:
+    other = replace(RECORDS[0], machine=replace(MACHINE, gpu="Other"))
+    with pytest.raises(InputError, match="one GPU"):
+        write_serve_report([RECORDS[0], other], [], tmp_path)
