@@ -54,15 +54,12 @@ class PretendLLM:
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     PretendLLM.made, PretendLLM.short = [], 0
     modules = {
-        "vllm": {"SamplingParams": SimpleNamespace},
+        "vllm": {"SamplingParams": SimpleNamespace, "AsyncLLMEngine": PretendLLM},
         "vllm.inputs": {"tokens_input": lambda tokens: {"type": "token", "prompt_token_ids": tokens}},
         "vllm.config": {"ProfilerConfig": SimpleNamespace},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta")},
         "vllm.engine": {},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": SimpleNamespace},
-        "vllm.v1": {},
-        "vllm.v1.engine": {},
-        "vllm": {"AsyncLLMEngine": PretendLLM},
     }
     for name, contents in modules.items():
         module = ModuleType(name)
