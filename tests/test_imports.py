@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"base"},
     {"pattern", "records"},
-    {"support"},
+    {"served_records", "support"},
     {"prologue", "quant", "slide"},
     {"packed", "prune"},
     {"layout"},
@@ -50,6 +50,7 @@ FORBIDDEN = {
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "records": {"torch", "numpy"},
+    "served_records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},
     "linear": {"safetensors"},  # a layer never sees files
@@ -188,7 +189,8 @@ def test_importing_the_package_needs_torch_alone() -> None:
 
 def test_theory_and_report_run_without_torch() -> None:
     # Importing any module runs the public face, which needs torch; an empty package stands in its place.
-    modules = ["slidesparse.pattern", "slidesparse.errors", "slidesparse.records", "slidesparse.report"]
+    modules = ["slidesparse.pattern", "slidesparse.errors", "slidesparse.records", "slidesparse.served_records"]
+    modules += ["slidesparse.report", "slidesparse.report.serve"]
     code = (
         "import importlib, sys, types; sys.modules['torch'] = sys.modules['numpy'] = None; "
         f"package = types.ModuleType('slidesparse'); package.__path__ = [{str(ROOT)!r}]; "

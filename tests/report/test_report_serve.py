@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slidesparse.bench.serve_load import BURST, LOADS, MIXED, Latency, Workload
-from slidesparse.bench.serve_power import Power
-from slidesparse.bench.serve_records import EngineKey, ServeRecord, TimelineRecord, to_line
-from slidesparse.bench.serve_timeline import Step
+from slidesparse.bench.serve_load import BURST, LOADS, MIXED
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.records import Machine
 from slidesparse.report.serve import group_tables, write_serve_report
 from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
+from slidesparse.served_records import EngineKey, Latency, Power, ServeRecord, Step, TimelineRecord, Workload, to_line
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}

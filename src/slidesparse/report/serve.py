@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slidesparse.bench.serve_load import ARRIVALS, MIXED
-from slidesparse.bench.serve_records import CONTROL, STOCK, ServeRecord, TimelineRecord
-from slidesparse.bench.serve_timeline import Step
 from slidesparse.errors import InputError
 from slidesparse.report.numbers import ratio
 from slidesparse.report.page import machine_line, require_plots
@@ -21,6 +18,7 @@ from slidesparse.report.serve_numbers import (
     tokens_a_second,
 )
 from slidesparse.report.tables import Cell, Table
+from slidesparse.served_records import ARRIVALS, CONTROL, MIXED_LOAD, STOCK, ServeRecord, Step, TimelineRecord
 
 PAGE = "serve.md"
 
@@ -85,7 +83,7 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 def group_tables(group: Group) -> list[Table]:
     """Speed, loads and steps of one model and type."""
     made = [speed_table(group), load_table(group)]
-    return [*made, steps_table(group)] if MIXED.name in group.workloads else made
+    return [*made, steps_table(group)] if MIXED_LOAD in group.workloads else made
 
 
 def speed_table(group: Group) -> Table:
@@ -142,7 +140,7 @@ def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
 
 def steps_table(group: Group) -> Table:
     """Steps of the mixed load by their tokens: how many, what share of the time, and what one takes on each engine."""
-    found = {name: steps(served[MIXED.name]) for name, served in group.records.items() if MIXED.name in served}
+    found = {name: steps(served[MIXED_LOAD]) for name, served in group.records.items() if MIXED_LOAD in served}
     columns = ["tokens a step, at most"]
     for name in found:
         columns += [f"{name}: steps", f"{name}: of the time", f"{name}: ms"]

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.bench.serve_records import AGAIN, CONTROL, STOCK, ServeRecord, TimelineRecord
 from slidesparse.report.numbers import ratio
+from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, TimelineRecord
 
 EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Most tokens of the steps of a bin."""

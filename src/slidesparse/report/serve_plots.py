@@ -7,10 +7,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from slidesparse.bench.serve_load import ARRIVALS, BURST, MIXED
-from slidesparse.bench.serve_records import AGAIN, CONTROL, STOCK
 from slidesparse.report.plots import COLOURS, GREY, MARKERS
 from slidesparse.report.serve_numbers import Group, tokens_a_second
+from slidesparse.served_records import AGAIN, ARRIVALS, BURST_LOAD, CONTROL, MIXED_LOAD, STOCK
 
 BLACK = "#000000"
 
@@ -27,7 +26,7 @@ def _draw_waits(group: Group, path: Path) -> bool:
     axes = figure.subplots()
     drawn = False
     for engine, served in group.records.items():
-        loads = [record for name, record in served.items() if name.startswith(ARRIVALS) or name == MIXED.name]
+        loads = [record for name, record in served.items() if name.startswith(ARRIVALS) or name == MIXED_LOAD]
         points = sorted((tokens_a_second(r), r.between.p99_ms) for r in loads if r.between is not None)
         if engine == AGAIN or not points:
             continue
@@ -45,7 +44,7 @@ def _draw_gains(group: Group, path: Path) -> bool:
     """Speed over stock, a bar a pattern and workload: fusion below, sparsity above, or hatched where it loses."""
     bars = [
         (f"{engine}\n{name}", engine, fused, whole)
-        for name in (BURST.name, MIXED.name)
+        for name in (BURST_LOAD, MIXED_LOAD)
         for engine in group.sparse
         if (whole := group.over(STOCK, engine, name)) is not None
         and (fused := group.over(STOCK, CONTROL, name)) is not None
