@@ -212,7 +212,7 @@ class Record:
 
 
 def open_records(path: Path, mode: str) -> IO[str]:
-    """Open a file of records as text: ``r`` to read it, ``x`` to make it."""
+    """Open a file of records as text: ``r`` to read it, ``x`` to make it, ``a`` to add to it."""
     if path.suffix == ".gz":
         return cast("IO[str]", gzip.open(path, f"{mode}t", encoding="utf-8"))
     return path.open(mode, encoding="utf-8")

@@ -142,6 +142,13 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     assert run(PROFILE, path, tmp_path).added == 0
 
 
+def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    assert run(PROFILE, path, tmp_path).added == 12
+    assert len(read(ServeRecord, [path])) == 15
+
+
 def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write
 from slidesparse.errors import UnsupportedError
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, Machine
+from slidesparse.records import DENSE, Machine, open_records
 from slidesparse.served_records import (
     ARRIVALS,
     STOCK,
@@ -94,7 +94,7 @@ class _Run:
     longest_s: float = 0.0
 
     def write(self, record: ServeRecord | TimelineRecord) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_records(self.path, "a") as file:
             file.write(to_line(record) + "\n")
         self.added += 1
         if isinstance(record, ServeRecord):
