@@ -32,10 +32,10 @@ def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> Pack
 
 def activations(op: str, dtype: torch.dtype = torch.bfloat16) -> tuple[object, ...]:
     """What stands in front of the column map."""
-    x, residual, weight = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
+    x, residual, gain = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
     given = {
-        "rms_norm_quantize_lift": (x, weight),
-        "add_rms_norm_quantize_lift": (x, residual, weight),
+        "rms_norm_quantize_lift": (x, gain),
+        "add_rms_norm_quantize_lift": (x, residual, gain),
         "silu_mul_quantize_lift": (torch.cat([x, residual], 1),),
     }[op]
     return *(tensor.to(dtype) for tensor in given), *([EPS] if "norm" in op else [])
@@ -75,8 +75,8 @@ def test_fused_operators_under_compile(op: str) -> None:
 def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
     column_map, given = packed_weight("4:6@50%").column_map(16), activations(op)
     before = [tensor.clone() for tensor in given if isinstance(tensor, torch.Tensor)]
-    first = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
-    value, *rest = first if isinstance(first, tuple) else (first,)
+    result = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
+    value, *rest = result if isinstance(result, tuple) else (result,)
     wanted = quantize_rows(value, dtype)
     values, scale, *others = getattr(ops, op)(*given, column_map, dtype)
     assert same(values, gather(wanted.values, column_map))
@@ -95,18 +95,18 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype) -> None:
     x, residual = (torch.randint(-40, 41, (2, 5, K)) / 8).to(dtype).unbind(0)
-    weight = torch.randn(K).to(dtype)
+    gain = torch.randn(K).to(dtype)
     total = x.double().numpy() + residual.double().numpy()
     normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
-    wanted = rounded(normed * weight.double().numpy(), dtype)
-    got, after = add_rms_norm(x, residual, weight, EPS)
+    wanted = rounded(normed * gain.double().numpy(), dtype)
+    got, after = add_rms_norm(x, residual, gain, EPS)
     assert np.array_equal(after.double().numpy(), rounded(total, dtype))
     # A square root in float32 may put a value on the other side of a rounding boundary: one step of the type.
     step = torch.finfo(dtype).eps
     np.testing.assert_allclose(got.double().numpy(), wanted, rtol=2 * step, atol=0)
     assert (got.double().numpy() != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
     wide = torch.from_numpy(total).to(torch.float32)
-    assert same(rms_norm(wide, weight, EPS), got)
+    assert same(rms_norm(wide, gain, EPS), got)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chain_links import EPS, Weight, chained, linear_spec, one_by_one
+from chained_linears import EPS, Weight, chained, linear_spec, one_by_one
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
@@ -248,7 +248,7 @@ def needs_the_residual_early(x: Any, residual: Any, gains: Any, weights: Any) ->
     return ops.silu_mul_linear(y, *down), early
 
 
-def ends_behind_silu(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+def ends_after_silu(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
     o, gate_up, down, _ = weights
     y, total = ops.add_rms_norm_linear(ops.linear(x, *o), residual, gains[0], EPS, *gate_up)
     return ops.silu_mul_linear(y, *down), total
@@ -292,7 +292,7 @@ def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
         (reads_the_first_product, [3]),
         (reads_the_residual_between, [3]),
         (needs_the_residual_early, [2]),
-        (ends_behind_silu, [3]),
+        (ends_after_silu, [3]),
         (adds_its_own_product, []),
         (never_adds, []),
         (starts_with_a_norm, [3]),
@@ -310,7 +310,7 @@ def test_linears_in_a_row_become_one_operator(model: Callable[..., Results], cha
     assert [len(parse_chain(str(node.args[-1]))) for node in found] == chains
     assert joined == sum(chains)
     wanted = make_fx(model, tracing_mode="fake")(*given).graph
-    prologues = [sorted(link.prologue for _, link in find_linears(graph)) for graph in (graph_module.graph, wanted)]
+    prologues = [sorted(linear.prologue for _, linear in find_linears(graph)) for graph in (graph_module.graph, wanted)]
     assert prologues[0] == prologues[1]
     assert len(find_linears(wanted)) >= sum(chains)
     for got, wanted in zip(graph_module(*given), model(*given), strict=True):
