@@ -409,6 +409,21 @@ def test_products_of_float32_are_whole_where_a_user_allowed_tf32(monkeypatch: py
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older way alone")
+def test_tf32_by_torchs_newer_interface_is_put_aside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it ``torch.get_float32_matmul_precision`` raises."""
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "int8")
+    weight, matmul, linear, seen = layer.unpack(), torch.backends.cuda.matmul, ops.linear, []
+    monkeypatch.setattr(ops, "linear", lambda *given: seen.append(matmul.fp32_precision) or linear(*given))
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert torch.equal(layer.state_dict()["weight"], weight)
+        assert (seen, matmul.fp32_precision) == (["ieee"], "tf32")
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_from_linear_prunes_only_when_asked() -> None:
     linear = nn.Linear(16, 4)
     before = linear.weight.detach().clone()
