@@ -212,6 +212,19 @@ def test_a_text_that_is_no_chain_is_refused(change: Callable[[dict[str, Any]], o
         ops.chain(x, residual, tensors, json.dumps(linears))
 
 
+@pytest.mark.parametrize("text", ["", "chain", '{"out_features": 1', "[NaN]", '{"dtype": "int8", "dtype": "fp8"}'])
+def test_a_text_that_is_no_json_is_refused(text: str) -> None:
+    for parse in (parse_weight, parse_chain):
+        with pytest.raises(InputError, match="spec of a"):
+            parse(text)
+
+
+@pytest.mark.parametrize("routes", [(), (Route(1, "dense"),), (Route(0, "dense"), Route(9, "hopper"))])
+def test_a_spec_has_a_form_for_every_number_of_tokens(routes: tuple[Route, ...]) -> None:
+    with pytest.raises(InputError, match="routes of a weight"):
+        WeightSpec(48, "int8", (FormSpec("dense", (), 3),), routes)
+
+
 def test_a_chain_must_give_a_new_residual() -> None:
     x, residual, _, weights = block(1)
     text = chain_text([linear_spec("none", weights[0])])
