@@ -11,9 +11,10 @@ import torch
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Layout, Slabs, slab_view
+from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting import TorchLift
 from slidesparse.packed import PackedWeight
-from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
+from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import as_bits
@@ -85,6 +86,24 @@ def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
     assert all(same(one, other) for one, other in zip(given, before, strict=False)), "an input was overwritten"
 
 
+@pytest.mark.parametrize(
+    ("prologue", "gain", "residual", "message"),
+    [
+        ("rms_norm", None, None, "gain of RMSNorm; got none"),
+        ("rms_norm", torch.ones(1), None, r"gain of RMSNorm; got \[1\]"),
+        ("add_rms_norm", torch.ones(K), None, "residual; got none"),
+        ("add_rms_norm", torch.ones(K), torch.ones(1, K), r"residual; got \[1, 92\]; needed \[9, 92\]"),
+    ],
+)
+def test_a_norm_is_neither_left_out_nor_broadcast(
+    prologue: Prologue, gain: torch.Tensor | None, residual: torch.Tensor | None, message: str
+) -> None:
+    """As the kernels, which refuse what is not there or of another size."""
+    tensors = LinearTensors(packed_weight().column_map(), None, (), None, None, gain)
+    with pytest.raises(InputError, match=message):
+        TorchLift(prologue, torch.int8, Layout())(torch.randn(TOKENS, K), residual, tensors, EPS)
+
+
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------
 
 
@@ -110,7 +129,7 @@ def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_silu_is_rounded_behind_the_product(dtype: torch.dtype) -> None:
+def test_silu_is_rounded_after_the_product(dtype: torch.dtype) -> None:
     x = torch.randn(5, 2 * K).to(dtype)
     gate, up = np.split(x.double().numpy(), 2, -1)
     wanted = rounded(gate / (1 + np.exp(-gate)) * up, dtype)
