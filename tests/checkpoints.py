@@ -86,3 +86,11 @@ def write_text(path: Path, words: int = 800) -> Path:
 def tokens(vocabulary: int = SMALL["vocab_size"]) -> torch.Tensor:
     """A batch of token ids."""
     return torch.randint(3, vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+def make_source(folder: Path, name: str, dtype: torch.dtype) -> Path:
+    """A checkpoint ``m`` with a tokenizer, and beside it ``text.txt`` to calibrate with."""
+    make_checkpoint(folder / "m", name, dtype)
+    add_tokenizer(folder / "m")
+    write_text(folder / "text.txt")
+    return folder / "m"

@@ -57,7 +57,7 @@ def lift_row(x: Sequence[int], n: int) -> list[int]:
     ]
 
 
-def places_all(support: Iterable[int], starts: Sequence[int], window: int, room: int) -> bool:
+def places_all(support: Iterable[int], starts: Sequence[int], window: int, most: int) -> bool:
     """True when every position finds a place in a window that covers it: bipartite matching by augmenting paths."""
     held: list[list[int]] = [[] for _ in starts]
 
@@ -65,7 +65,7 @@ def places_all(support: Iterable[int], starts: Sequence[int], window: int, room:
         for w, start in enumerate(starts):
             if start <= position < start + window and w not in tried:
                 tried.add(w)
-                if len(held[w]) < room:
+                if len(held[w]) < most:
                     held[w].append(position)
                     return True
                 for i, other in enumerate(held[w]):

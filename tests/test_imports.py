@@ -118,7 +118,7 @@ def test_no_part_imports_what_it_must_not_see(path: Path) -> None:
     forbidden = _forbidden(path, FORBIDDEN)
     for file, chain in chains(path, ROOT).items():
         seen = {name for name in imports(file, ROOT) for other in forbidden if _is_inside(name, other)}
-        assert not seen, f"{' -> '.join(str(link.relative_to(ROOT)) for link in chain)} imports {seen}"
+        assert not seen, f"{' -> '.join(str(file.relative_to(ROOT)) for file in chain)} imports {seen}"
 
 
 @pytest.mark.parametrize("path", _under(FORBIDDEN_ITSELF), ids=lambda path: str(path.relative_to(ROOT)))

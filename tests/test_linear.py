@@ -166,7 +166,7 @@ def test_compiled_is_eager(dtype: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_outputs_lie_as_the_fake_ones_do(backend: str) -> None:
-    # Without scales, bias and a change of type nothing stands behind the product of a padded weight.
+    # Without scales, bias and a change of type nothing stands after the product of a padded weight.
     layer = SlideLinear.from_linear(_pruned_linear("6:8", bias=False), "6:8", "fp32", backend=backend)
     assert layer(torch.randn(7, K)).stride() == (OUT, 1)
 
@@ -209,16 +209,16 @@ def test_operators_keep_their_contract(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.slidesparse, op).default, _arguments(op))
 
 
-# -- switching -----------------------------------------------------------------------------------------------------
+# -- routes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def _switched(monkeypatch: pytest.MonkeyPatch) -> None:
+def _routed(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = Route(0, "dense"), Route(8, "reference"), Route(100, "dense")
     monkeypatch.setattr("slidesparse.linear.choose", lambda *_: Choice(routes, "told so"))
 
 
-@pytest.mark.usefixtures("_switched")
+@pytest.mark.usefixtures("_routed")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
@@ -245,7 +245,7 @@ def test_the_number_of_tokens_picks_the_backend(
     assert ran[1:] == ["dense", "reference", "reference", "dense", "dense"]
 
 
-@pytest.mark.usefixtures("_switched")
+@pytest.mark.usefixtures("_routed")
 def test_what_is_kept_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log_once.cache_clear()
     caplog.set_level("INFO", logger="slidesparse")
@@ -407,6 +407,21 @@ def test_products_of_float32_are_whole_where_a_user_allowed_tf32(monkeypatch: py
         assert (seen, torch.get_float32_matmul_precision()) == (["highest"], "high")
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has the older way alone")
+def test_tf32_by_torchs_newer_interface_is_put_aside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it ``torch.get_float32_matmul_precision`` raises."""
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "int8")
+    weight, matmul, linear, seen = layer.unpack(), torch.backends.cuda.matmul, ops.linear, []
+    monkeypatch.setattr(ops, "linear", lambda *given: seen.append(matmul.fp32_precision) or linear(*given))
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert torch.equal(layer.state_dict()["weight"], weight)
+        assert (seen, matmul.fp32_precision) == (["ieee"], "tf32")
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_from_linear_prunes_only_when_asked() -> None:

@@ -11,9 +11,10 @@ import torch
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
 from slidesparse.gemm.reference import Reference
-from slidesparse.layout import Layout, Slabs, slab_view
+from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting import TorchLift
 from slidesparse.packed import PackedWeight
-from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
+from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
 from slidesparse.support import as_bits
@@ -32,10 +33,10 @@ def packed_weight(pattern: str = "6:8", dtype: torch.dtype = torch.int8) -> Pack
 
 def activations(op: str, dtype: torch.dtype = torch.bfloat16) -> tuple[object, ...]:
     """What stands in front of the column map."""
-    x, residual, weight = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
+    x, residual, gain = torch.randn(TOKENS, K), torch.randn(TOKENS, K), torch.randn(K)
     given = {
-        "rms_norm_quantize_lift": (x, weight),
-        "add_rms_norm_quantize_lift": (x, residual, weight),
+        "rms_norm_quantize_lift": (x, gain),
+        "add_rms_norm_quantize_lift": (x, residual, gain),
         "silu_mul_quantize_lift": (torch.cat([x, residual], 1),),
     }[op]
     return *(tensor.to(dtype) for tensor in given), *([EPS] if "norm" in op else [])
@@ -75,14 +76,32 @@ def test_fused_operators_under_compile(op: str) -> None:
 def test_fused_is_one_after_the_other(op: str, dtype: torch.dtype) -> None:
     column_map, given = packed_weight("4:6@50%").column_map(16), activations(op)
     before = [tensor.clone() for tensor in given if isinstance(tensor, torch.Tensor)]
-    first = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
-    value, *rest = first if isinstance(first, tuple) else (first,)
+    result = {FUSED[0]: rms_norm, FUSED[1]: add_rms_norm, FUSED[2]: silu_mul}[op](*given)
+    value, *rest = result if isinstance(result, tuple) else (result,)
     wanted = quantize_rows(value, dtype)
     values, scale, *others = getattr(ops, op)(*given, column_map, dtype)
     assert same(values, gather(wanted.values, column_map))
     assert torch.equal(scale, wanted.scale)
     assert all(same(one, other) for one, other in zip(others, rest, strict=True))
     assert all(same(one, other) for one, other in zip(given, before, strict=False)), "an input was overwritten"
+
+
+@pytest.mark.parametrize(
+    ("prologue", "gain", "residual", "message"),
+    [
+        ("rms_norm", None, None, "gain of RMSNorm; got none"),
+        ("rms_norm", torch.ones(1), None, r"gain of RMSNorm; got \[1\]"),
+        ("add_rms_norm", torch.ones(K), None, "residual; got none"),
+        ("add_rms_norm", torch.ones(K), torch.ones(1, K), r"residual; got \[1, 92\]; needed \[9, 92\]"),
+    ],
+)
+def test_a_norm_is_neither_left_out_nor_broadcast(
+    prologue: Prologue, gain: torch.Tensor | None, residual: torch.Tensor | None, message: str
+) -> None:
+    """As the kernels, which refuse what is not there or of another size."""
+    tensors = LinearTensors(packed_weight().column_map(), None, (), None, None, gain)
+    with pytest.raises(InputError, match=message):
+        TorchLift(prologue, torch.int8, Layout())(torch.randn(TOKENS, K), residual, tensors, EPS)
 
 
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------
@@ -95,22 +114,22 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype) -> None:
     x, residual = (torch.randint(-40, 41, (2, 5, K)) / 8).to(dtype).unbind(0)
-    weight = torch.randn(K).to(dtype)
+    gain = torch.randn(K).to(dtype)
     total = x.double().numpy() + residual.double().numpy()
     normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
-    wanted = rounded(normed * weight.double().numpy(), dtype)
-    got, after = add_rms_norm(x, residual, weight, EPS)
+    wanted = rounded(normed * gain.double().numpy(), dtype)
+    got, after = add_rms_norm(x, residual, gain, EPS)
     assert np.array_equal(after.double().numpy(), rounded(total, dtype))
     # A square root in float32 may put a value on the other side of a rounding boundary: one step of the type.
     step = torch.finfo(dtype).eps
     np.testing.assert_allclose(got.double().numpy(), wanted, rtol=2 * step, atol=0)
     assert (got.double().numpy() != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
     wide = torch.from_numpy(total).to(torch.float32)
-    assert same(rms_norm(wide, weight, EPS), got)
+    assert same(rms_norm(wide, gain, EPS), got)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_silu_is_rounded_behind_the_product(dtype: torch.dtype) -> None:
+def test_silu_is_rounded_after_the_product(dtype: torch.dtype) -> None:
     x = torch.randn(5, 2 * K).to(dtype)
     gate, up = np.split(x.double().numpy(), 2, -1)
     wanted = rounded(gate / (1 + np.exp(-gate)) * up, dtype)

@@ -154,7 +154,7 @@ def test_our_family_reaches_the_bound(n: int) -> None:
     assert d.feasible
     assert d.expansion == 2 - Fraction(2, n)
     assert d.speedup == d.bound == Pattern(2 * n - 2, 2 * n).ideal_speedup
-    # One more non-zero than the windows have room for.
+    # One more non-zero than the windows can hold.
     assert not decompose(2 * n - 1, 2 * n).feasible
 
 

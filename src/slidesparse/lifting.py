@@ -94,13 +94,17 @@ class TorchLift:
     def _apply_prologue(
         self, x: torch.Tensor, residual: torch.Tensor | None, gain: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.prologue == "none":
+            return x, None
         if self.prologue == "silu_mul":
             return silu_mul(x), None
-        if self.prologue == "rms_norm" and gain is not None:
+        if gain is None or gain.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
+            raise InputError("gain of RMSNorm", got=_form(gain), needed=f"[{x.shape[-1]}]")
+        if self.prologue == "rms_norm":
             return rms_norm(x, gain, eps), None
-        if self.prologue == "add_rms_norm" and gain is not None and residual is not None:
-            return add_rms_norm(x, residual, gain, eps)
-        return x, None
+        if residual is None or residual.shape != x.shape:
+            raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
+        return add_rms_norm(x, residual, gain, eps)
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Row-major activations [M, K'] in the layout."""
@@ -108,6 +112,10 @@ class TorchLift:
         if self.layout.slabs is not None:
             return self.layout.slabs.arrange(lifted).view(-1, width)[:tokens]
         return with_rows(lifted, self.layout.rows(tokens))[:tokens]
+
+
+def _form(tensor: torch.Tensor | None) -> str:
+    return "none" if tensor is None else str(list(tensor.shape))
 
 
 def _check_finite(x: torch.Tensor) -> None:

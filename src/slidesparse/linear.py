@@ -311,13 +311,28 @@ class SlideLinear(nn.Module):
 
 @contextmanager
 def _whole_float32() -> Iterator[None]:
-    """Keep products of float32 in float32, where a user allowed TF32."""
-    before = torch.get_float32_matmul_precision()
+    """Keep products of float32 in float32, where a user allowed TF32 by either of torch's two interfaces."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # allowed by the newer interface, which the older one refuses to read
+        backends: Any = torch.backends
+        with _ieee(backends.cuda.matmul), _ieee(backends.mkldnn.matmul):
+            yield
+        return
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _ieee(matmul: Any) -> Iterator[None]:
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:

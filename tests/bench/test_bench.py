@@ -134,7 +134,7 @@ def test_shapes_are_those_of_the_paper() -> None:
     for qkv, o, gate_up, down in problems.MODELS.values():
         hidden = o[0]
         assert o == (hidden, hidden)
-        assert qkv[0] > hidden  # keys and values are behind the queries
+        assert qkv[0] > hidden  # keys and values come after the queries
         assert qkv[1] == gate_up[1] == down[0] == hidden
         assert gate_up[0] == 2 * down[1]
 
@@ -350,7 +350,7 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
     quantised = dtype in problems.QUANTISED
-    fused = {f"{first} lift 6:8" for first in ("rms_norm", "add_rms_norm", "silu_mul")}
+    fused = {f"{prologue} lift 6:8" for prologue in ("rms_norm", "add_rms_norm", "silu_mul")}
     assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8", *fused} if quantised else set())
     exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
     assert all(r.error == 0 for r in exact)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
@@ -172,10 +172,7 @@ def test_a_share_of_zeros_counts_cut_groups() -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "m", "llama", torch.float32)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    return tmp_path / "m"
+    return make_source(tmp_path, "llama", torch.float32)
 
 
 def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from slidesparse.demo.run import (
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.reference import Reference
+from slidesparse.ops.resolve import resolve_linear
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import following_groups
 
@@ -199,7 +201,15 @@ class Quick(Reference):
     accelerated = True
 
 
-def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch):
+@pytest.fixture
+def resolved_anew() -> Iterator[None]:
+    """No runner from before a test, of the backend that it replaces, and none of the replacement after it."""
+    resolve_linear.cache_clear()
+    yield
+    resolve_linear.cache_clear()
+
+
+def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch, resolved_anew):
     pattern = Pattern.parse("6:8")
     pruned = prune_(copy.deepcopy(encoder), pattern, batches)
     monkeypatch.setitem(BACKENDS, "reference", OffByOne)

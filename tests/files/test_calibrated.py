@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, reverse_letters, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, reverse_letters, write_text
 from torch import nn
 
 import slidesparse
@@ -40,10 +40,7 @@ def calibration(folder: Path, **changes: Any) -> Calibration:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "m", "llama", torch.float32)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    return tmp_path / "m"
+    return make_source(tmp_path, "llama", torch.float32)
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from chain_links import EPS, Weight, chained, linear_spec, one_by_one
+from chained_linears import EPS, Weight, chained, linear_spec, one_by_one
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slidesparse import InputError, SlideLinear, ops
@@ -212,6 +212,19 @@ def test_a_text_that_is_no_chain_is_refused(change: Callable[[dict[str, Any]], o
         ops.chain(x, residual, tensors, json.dumps(linears))
 
 
+@pytest.mark.parametrize("text", ["", "chain", '{"out_features": 1', "[NaN]", '{"dtype": "int8", "dtype": "fp8"}'])
+def test_a_text_that_is_no_json_is_refused(text: str) -> None:
+    for parse in (parse_weight, parse_chain):
+        with pytest.raises(InputError, match="spec of a"):
+            parse(text)
+
+
+@pytest.mark.parametrize("routes", [(), (Route(1, "dense"),), (Route(0, "dense"), Route(9, "hopper"))])
+def test_a_spec_has_a_form_for_every_number_of_tokens(routes: tuple[Route, ...]) -> None:
+    with pytest.raises(InputError, match="routes of a weight"):
+        WeightSpec(48, "int8", (FormSpec("dense", (), 3),), routes)
+
+
 def test_a_chain_must_give_a_new_residual() -> None:
     x, residual, _, weights = block(1)
     text = chain_text([linear_spec("none", weights[0])])
@@ -248,7 +261,7 @@ def needs_the_residual_early(x: Any, residual: Any, gains: Any, weights: Any) ->
     return ops.silu_mul_linear(y, *down), early
 
 
-def ends_behind_silu(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
+def ends_after_silu(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
     o, gate_up, down, _ = weights
     y, total = ops.add_rms_norm_linear(ops.linear(x, *o), residual, gains[0], EPS, *gate_up)
     return ops.silu_mul_linear(y, *down), total
@@ -292,7 +305,7 @@ def two_layers(x: Any, residual: Any, gains: Any, weights: Any) -> Results:
         (reads_the_first_product, [3]),
         (reads_the_residual_between, [3]),
         (needs_the_residual_early, [2]),
-        (ends_behind_silu, [3]),
+        (ends_after_silu, [3]),
         (adds_its_own_product, []),
         (never_adds, []),
         (starts_with_a_norm, [3]),
@@ -310,7 +323,7 @@ def test_linears_in_a_row_become_one_operator(model: Callable[..., Results], cha
     assert [len(parse_chain(str(node.args[-1]))) for node in found] == chains
     assert joined == sum(chains)
     wanted = make_fx(model, tracing_mode="fake")(*given).graph
-    prologues = [sorted(link.prologue for _, link in find_linears(graph)) for graph in (graph_module.graph, wanted)]
+    prologues = [sorted(linear.prologue for _, linear in find_linears(graph)) for graph in (graph_module.graph, wanted)]
     assert prologues[0] == prologues[1]
     assert len(find_linears(wanted)) >= sum(chains)
     for got, wanted in zip(graph_module(*given), model(*given), strict=True):

@@ -40,7 +40,7 @@ def test_dense_rows() -> None:
     assert [dense_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
 
 
-def test_spare_rows_are_found_behind_the_activations() -> None:
+def test_spare_rows_are_found_after_the_activations() -> None:
     buffer = torch.arange(40, dtype=torch.int8).view(8, 5)
     x = buffer[1:3]
     more = with_rows(x, 7)

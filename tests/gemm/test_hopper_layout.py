@@ -40,7 +40,7 @@ def _bits(matrix: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_hardware_reads_the_weight_behind_the_column_map(pattern: str, dtype: torch.dtype) -> None:
+def test_the_hardware_reads_the_weight_by_the_column_map(pattern: str, dtype: torch.dtype) -> None:
     packed = _packed(pattern, dtype, 70, 333)
     decoded, column_map = _decoded(packed), Hopper.layout.column_map(packed).numpy()
     assert decoded.shape == (256, len(column_map))

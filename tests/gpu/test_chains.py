@@ -1,4 +1,4 @@
-"""Chains on the Hopper kernel, on a GPU: the bits of their links, captured, on poison, and beside dense links."""
+"""Chains on the Hopper kernel, on a GPU: the bits of their linears, captured, on poison, and beside dense linears."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from call_listener import listen
-from chain_links import Weight, chained, one_by_one
+from chained_linears import Weight, chained, one_by_one
+from runner_listener import listen
 from torch import nn
 
 from slidesparse import InputError, ops
@@ -65,7 +65,7 @@ def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> b
 @pytest.mark.parametrize("tokens", [1, 60, 700, 5000])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
-def test_a_chain_has_the_bits_of_its_links(pattern: str, dtype: str, tokens: int, answers: list[bool]) -> None:
+def test_a_chain_has_the_bits_of_its_linears(pattern: str, dtype: str, tokens: int, answers: list[bool]) -> None:
     given = weights(pattern, dtype)
     for _ in range(2):  # the second time its weights are known
         x, residual, gains = inputs(tokens)
@@ -88,16 +88,16 @@ def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8"), inputs(600)
     for cache in (lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, resolve_chain):
         cache.cache_clear()
-    warmup, (tensors, links) = WarmUp(700, BF16), chained(given, gains)
+    warmup, (tensors, text) = WarmUp(700, BF16), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded
-    for link in parse_chain(links):
-        warmup.lift(link.prologue, link.weight, x.device)
-    assert same(ops.chain(x, residual, tensors, links), one_by_one(x, residual, gains, given))
+    for linear in parse_chain(text):
+        warmup.lift(linear.prologue, linear.weight, x.device)
+    assert same(ops.chain(x, residual, tensors, text), one_by_one(x, residual, gains, given))
     assert answers == [True]
 
 
 @pytest.mark.parametrize(("dense", "chains"), [((0,), 1), ((1,), 1), ((2,), 1), ((0, 2), 0), ((1, 3), 0)])
-def test_dense_links_stand_alone(dense: tuple[int, ...], chains: int, answers: list[bool]) -> None:
+def test_dense_linears_stand_alone(dense: tuple[int, ...], chains: int, answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8", dense), inputs(600)
     expected = one_by_one(x, residual, gains, given)
     assert same(ops.chain(x, residual, *chained(given, gains)), expected)
@@ -137,21 +137,21 @@ def test_many_chains_without_a_pause_do_not_disturb_each_other(answers: list[boo
     assert all(answers)
 
 
-def test_what_a_chain_does_not_take_is_run_or_refused_by_its_links(answers: list[bool]) -> None:
+def test_what_a_chain_does_not_take_is_run_or_refused_by_its_linears(answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8"), inputs(64)
     expected = one_by_one(x, residual, gains, given)
-    tensors, links = chained(given, gains)
-    assert same(ops.chain(x.t().contiguous().t(), residual, tensors, links), expected)
+    tensors, text = chained(given, gains)
+    assert same(ops.chain(x.t().contiguous().t(), residual, tensors, text), expected)
     unaligned = torch.empty(residual.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(residual).copy_(residual)
-    assert same(ops.chain(x, unaligned, tensors, links), expected)
+    assert same(ops.chain(x, unaligned, tensors, text), expected)
     wrong = {"residual": (x, residual[:-1], tensors), "activations to lift": (x[:, :-8], residual, tensors)}
     for message, arguments in wrong.items():
         with pytest.raises(InputError, match=message):
-            ops.chain(*arguments, links)
+            ops.chain(*arguments, text)
     for i, tensor in enumerate(tensors):
         if tensor.dtype == torch.float32 or (tensor.dtype == BF16 and tensor.numel() == HIDDEN):
             with pytest.raises(InputError):
-                ops.chain(x, residual, [*tensors[:i], tensor[:-1], *tensors[i + 1 :]], links)
+                ops.chain(x, residual, [*tensors[:i], tensor[:-1], *tensors[i + 1 :]], text)
     assert not any(answers)
-    assert same(ops.chain(x, residual, tensors, links), expected)
+    assert same(ops.chain(x, residual, tensors, text), expected)
     assert answers[-1]

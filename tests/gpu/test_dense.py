@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from call_listener import listen
+from runner_listener import listen
 from tolerances import ACCUMULATION, FP8_TENSOR_CORE, assert_product
 from torch import nn
 

@@ -35,7 +35,7 @@ def _backends(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(select.BACKENDS, name, type(name, (Reference,), {"name": name, "layout": layout}))
 
 
-def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -> tuple[tuple, tuple, Callable]:
+def problem(prologue: str, pattern: str, tokens: int, columns: int, backend: str) -> tuple[tuple, tuple, Callable]:
     """Inputs, the rest of the arguments but for the type, and the operator."""
     parsed = Pattern.parse(pattern)
     groups = None if parsed.is_uniform else torch.arange(1, parsed.groups(columns), 2)
@@ -43,13 +43,13 @@ def problem(first: str, pattern: str, tokens: int, columns: int, backend: str) -
     layout = select.get_backend(backend).layout
     order = layout.order(packed)
     x, residual = torch.randn(2, tokens, columns, dtype=torch.bfloat16, device="cuda").unbind(0)
-    weight = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
+    gain = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
     given = {
-        "rms_norm": (x, weight, EPS),
-        "add_rms_norm": (x, residual, weight, EPS),
+        "rms_norm": (x, gain, EPS),
+        "add_rms_norm": (x, residual, gain, EPS),
         "silu_mul": (torch.cat([x, residual], 1),),
-    }[first]
-    run = getattr(ops, f"{first}_quantize_lift")
+    }[prologue]
+    run = getattr(ops, f"{prologue}_quantize_lift")
     return given, (layout.column_map(packed), (backend, order.pairs, order.numbers)), run
 
 
@@ -75,11 +75,11 @@ def _listened(x):
 @pytest.mark.parametrize("backend", ["reference", "padded", "tiled"])
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=["int8", "fp8"])
-@pytest.mark.parametrize("first", FUSED)
-def test_fused_is_one_after_the_other(first: str, dtype: torch.dtype, pattern: str, backend: str) -> None:
-    given, (column_map, where), run = problem(first, pattern, 200, 3584, backend)
+@pytest.mark.parametrize("prologue", FUSED)
+def test_fused_is_one_after_the_other(prologue: str, dtype: torch.dtype, pattern: str, backend: str) -> None:
+    given, (column_map, where), run = problem(prologue, pattern, 200, 3584, backend)
     values, scale, *others = run(*given, column_map, dtype, *where)
-    made = FUSED[first](*given)
+    made = FUSED[prologue](*given)
     normed, *rest = made if isinstance(made, tuple) else (made,)
     wanted = quantize_rows(normed, dtype)
     # Sums of squares in another order, and an exponential that differs in its last bit: few values, by one step.
@@ -102,9 +102,9 @@ def from_slabs(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["padded", "tiled"])
-@pytest.mark.parametrize("first", FUSED)
-def test_compiled_and_captured(first: str, backend: str) -> None:
-    given, (column_map, where), run = problem(first, "6:8", 70, 1024, backend)
+@pytest.mark.parametrize("prologue", FUSED)
+def test_compiled_and_captured(prologue: str, backend: str) -> None:
+    given, (column_map, where), run = problem(prologue, "6:8", 70, 1024, backend)
 
     def call() -> tuple[torch.Tensor, ...]:
         return run(*given, column_map, torch.int8, *where)

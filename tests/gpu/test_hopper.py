@@ -10,7 +10,7 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
-from call_listener import listen
+from runner_listener import listen
 from tolerances import FP8_TENSOR_CORE, assert_product
 from torch import nn
 
@@ -310,7 +310,7 @@ def columns(request: pytest.FixtureRequest) -> int:
 
 
 def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """The layer behind everything that can stand before it."""
+    """The layer after everything that can stand before it."""
     x, residual = torch.randn(2, tokens, ALIGNED, dtype=source, device="cuda").unbind(0)
     gain, gate_up = torch.randn(ALIGNED, dtype=source, device="cuda"), torch.cat([x, residual], 1)
     tensors = [tensor for form in layer.forms for tensor in form.tensors]

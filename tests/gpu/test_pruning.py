@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_text
+from checkpoints import make_source
 
 from slidesparse.commands.evaluate import evaluate
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "m", "qwen3", torch.bfloat16)
-    add_tokenizer(tmp_path / "m")
-    write_text(tmp_path / "text.txt")
-    return tmp_path / "m"
+    return make_source(tmp_path, "qwen3", torch.bfloat16)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from chain_links import Weight, chained
+from chained_linears import Weight, chained
 from torch import nn
 
 from slidesparse import ops
@@ -72,8 +72,8 @@ def _linear_call(linears: list[nn.Linear], x: list[list[torch.Tensor]]) -> Call:
 def _chain_call(
     linears: list[nn.Linear], x: list[list[torch.Tensor]], residual: list[list[torch.Tensor]], gains: list[torch.Tensor]
 ) -> Call:
-    tensors, links = chained([_weight(_layer(linear)) for linear in linears], gains)
-    return lambda thread, i: ops.chain(x[thread][i], residual[thread][i], tensors, links)
+    tensors, text = chained([_weight(_layer(linear)) for linear in linears], gains)
+    return lambda thread, i: ops.chain(x[thread][i], residual[thread][i], tensors, text)
 
 
 def _in_two_threads(call: Call) -> list[list[Results]]:

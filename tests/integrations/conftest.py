@@ -23,7 +23,7 @@ SMALL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_atte
 
 @pytest.fixture(autouse=True)
 def default_type() -> Iterator[None]:
-    """A model that vLLM fails to load leaves torch's default type behind."""
+    """A model that vLLM fails to load leaves torch's default type changed."""
     import torch
 
     before = torch.get_default_dtype()

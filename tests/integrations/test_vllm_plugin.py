@@ -297,7 +297,7 @@ def replicated(config: Any, name: str, weight: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> None:
-    """Also of a checkpoint that an older release pruned, whose marker claims the layer."""
+    """Also of a checkpoint that an older release pruned, whose marker names the layer."""
     from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
 
     vllm_config.additional_config = REFERENCE

@@ -1,4 +1,4 @@
-"""What gets room on Python's stack, in modules that stand for vLLM's."""
+"""Loops that get stack room, in modules that stand for vLLM's."""
 
 import sys
 from types import ModuleType

@@ -73,7 +73,7 @@ INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "cvt.rn.satfinite.e4m3x2.f32 low, $2, $1": to_fp8,
     "rcp.approx.ftz.f32 $0, e": sigmoid,
 }
-"""What identifies a piece of inline PTX -> what it computes, of each element on its own."""
+"""A part of inline PTX that no other has -> what it computes, of each element on its own."""
 
 
 def complete() -> None:

@@ -111,11 +111,11 @@ def test_rows_of_several_steps(device: str, small_steps: None, pattern: str, dty
 def test_norms_of_several_steps(device: str, small_steps: None, pattern: str) -> None:
     packed = packed_weight(pattern, 500)
     x, residual = (torch.randint(-40, 41, (2, 2, 500)) / 8).to(device, torch.bfloat16).unbind(0)
-    weight = torch.randn(500).to(device, torch.bfloat16)
+    gain = torch.randn(500).to(device, torch.bfloat16)
     total = x.to(torch.float32) + residual.to(torch.float32)
     columns = on(device, packed, 32)
-    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=weight, residual=residual, eps=1e-6)
-    assert_same(got, expected(rms_norm(total, weight, 1e-6), packed, torch.int8, 32))
+    *got, after = quantize_lift(x, columns, torch.int8, "add_rms_norm", gain=gain, residual=residual, eps=1e-6)
+    assert_same(got, expected(rms_norm(total, gain, 1e-6), packed, torch.int8, 32))
     assert same_bits(after, total.to(torch.bfloat16))
 
 
@@ -138,8 +138,8 @@ def test_walked_rows_are_held_rows(
 ) -> None:
     packed = packed_weight("6:8", 700)
     x, residual = torch.randint(-40, 41, (2, 2, 700)).div(8).to(device, torch.bfloat16).unbind(0)
-    weight = torch.randn(700).to(device, torch.bfloat16)
-    given = {"x": torch.cat([x, residual], 1)} if prologue == "silu_mul" else {"x": x, "gain": weight, "eps": 1e-6}
+    gain = torch.randn(700).to(device, torch.bfloat16)
+    given = {"x": torch.cat([x, residual], 1)} if prologue == "silu_mul" else {"x": x, "gain": gain, "eps": 1e-6}
     given |= {"residual": residual} if prologue == "add_rms_norm" else {}
     results = []
     for read in (1024, 64):  # held in one chunk, and walked
@@ -295,10 +295,10 @@ def test_fused_kernels_write_slabs_too(device: str, pattern: str, prologue: str)
     packed, slabs = packed_weight(pattern, 90), Slabs(24, swizzle=True)
     columns = on(device, packed, 128)
     x, residual = torch.randn(2, 9, 90, dtype=torch.bfloat16, device=device).unbind(0)
-    weight = torch.randn(90, dtype=torch.bfloat16, device=device)
+    gain = torch.randn(90, dtype=torch.bfloat16, device=device)
     given = {
-        "rms_norm": {"x": x, "gain": weight, "eps": 1e-6},
-        "add_rms_norm": {"x": x, "gain": weight, "residual": residual, "eps": 1e-6},
+        "rms_norm": {"x": x, "gain": gain, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "gain": gain, "residual": residual, "eps": 1e-6},
         "silu_mul": {"x": torch.cat([x, residual], 1)},
     }[prologue]
     # The row-major results are tested below; here the same bytes must stand elsewhere, and all else be the same.
@@ -336,13 +336,13 @@ def test_offsets_beyond_two_to_the_31() -> None:
 # -- fused with what comes before ----------------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The definition with square roots that are right to the last bit; in the type of the weight."""
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """The definition with square roots that are right to the last bit; in the type of the gain."""
     wide = x.to(torch.float32)
     mean = wide.square().sum(-1, keepdim=True) / torch.tensor(float(x.shape[-1]), device=x.device)
     # torch's float32 square root is not always the nearest number on a CPU; through float64 it is.
     rstd = torch.ones_like(mean) / (mean + eps).to(torch.float64).sqrt().to(torch.float32)
-    return (wide * rstd * weight.to(torch.float32)).to(weight.dtype)
+    return (wide * rstd * gain.to(torch.float32)).to(gain.dtype)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
@@ -355,16 +355,16 @@ def test_rms_norm_first(
     packed = packed_weight(pattern, 70)
     # Small multiples of 1/8: their squares add up exactly in any order, so that nothing but rounding is left to differ.
     x, residual = (torch.randint(-40, 41, (2, 3, 70)) / 8).to(device, source).unbind(0)
-    weight = torch.randn(70).to(device, source)
+    gain = torch.randn(70).to(device, source)
     total = x.to(torch.float32) + residual.to(torch.float32) if with_residual else x
-    wanted = expected(rms_norm(total, weight, 1e-6), packed, dtype)
+    wanted = expected(rms_norm(total, gain, 1e-6), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
-        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", gain=weight, residual=residual, eps=1e-6)
+        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", gain=gain, residual=residual, eps=1e-6)
         assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
-        got = quantize_lift(x, columns, dtype, "rms_norm", gain=weight, eps=1e-6)
+        got = quantize_lift(x, columns, dtype, "rms_norm", gain=gain, eps=1e-6)
     assert_same(got, wanted)
 
 

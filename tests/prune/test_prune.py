@@ -247,8 +247,8 @@ def sparsegpt_by_definition(weight: torch.Tensor, gram: torch.Tensor, pattern: P
                 members = range(column, min(column + pattern.group, columns))
                 # what a removal costs when everything from that column on is free
                 costs = [float(row[j] ** 2 / torch.linalg.inv(hessian[j:, j:])[0, 0]) for j in members]
-                room = max(len(members) - pattern.keep, 0)
-                leaving = [members[i] for i in sorted(range(len(costs)), key=costs.__getitem__)[:room]]
+                excess = max(len(members) - pattern.keep, 0)
+                leaving = [members[i] for i in sorted(range(len(costs)), key=costs.__getitem__)[:excess]]
             if column in leaving:
                 inverse = torch.linalg.inv(hessian[column:, column:])
                 row[column:] -= row[column].clone() / inverse[0, 0] * inverse[0]

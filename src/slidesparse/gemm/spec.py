@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slidesparse.base.typed_json import decode
+from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 from slidesparse.layout import LinearTensors
 from slidesparse.prologue import NORMS, Prologue
@@ -63,13 +63,22 @@ class WeightSpec:
         out_features: Its rows.
         dtype: Its type, a name of :data:`slidesparse.quant.DTYPES`.
         forms: In the order of their tensors.
-        routes: The first one from 0 tokens on.
+        routes: The first one from 0 tokens on, each through one of the forms.
+
+    Raises:
+        InputError: Other routes.
     """
 
     out_features: int
     dtype: str
     forms: tuple[FormSpec, ...]
     routes: tuple[Route, ...]
+
+    def __post_init__(self) -> None:
+        backends = {form.backend for form in self.forms}
+        if not self._starts or self._starts[0] or any(route.backend not in backends for route in self.routes):
+            needed = f"the first one from 0 tokens on, each through one of {sorted(backends)}"
+            raise InputError("routes of a weight", got=[(r.from_tokens, r.backend) for r in self.routes], needed=needed)
 
     @property
     def tensors(self) -> int:
@@ -196,6 +205,10 @@ def _to_text(spec: Any) -> str:
     return json.dumps([asdict(s) for s in spec] if isinstance(spec, tuple) else asdict(spec), separators=(",", ":"))
 
 
+def _from_text(kind: Any, text: str, what: str) -> Any:
+    return decode(kind, parse_json(text, what), what)
+
+
 def chain_text(linears: Sequence[LinearSpec]) -> str:
     """Return a chain's spec as a string, for :func:`parse_chain`."""
     return _to_text(tuple(linears))
@@ -208,7 +221,7 @@ def parse_weight(text: str) -> WeightSpec:
     Raises:
         InputError: For any other text.
     """
-    spec: WeightSpec = decode(WeightSpec, json.loads(text), "spec of a weight")
+    spec: WeightSpec = _from_text(WeightSpec, text, "spec of a weight")
     return spec
 
 
@@ -219,7 +232,9 @@ def parse_chain(text: str) -> tuple[LinearSpec, ...]:
     Raises:
         InputError: For any other text, or a chain that adds no residual: the operator must give a new one.
     """
-    linears: tuple[LinearSpec, ...] = decode(tuple[LinearSpec, ...], json.loads(text), "spec of a chain")
+    linears: tuple[LinearSpec, ...] = decode(
+        tuple[LinearSpec, ...], parse_json(text, "spec of a chain"), "spec of a chain"
+    )
     if not any(linear.prologue == "add_rms_norm" for linear in linears):
         raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one with add_rms_norm")
     return linears

@@ -39,14 +39,14 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def _layers(dtype: str) -> tuple[SlideLinear, SlideLinear]:
     torch.manual_seed(1)
     linear = nn.Linear(K, OUT).to(torch.bfloat16).cuda()
-    switched = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude")
-    return switched, SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="dense")
+    routed = SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude")
+    return routed, SlideLinear.from_linear(linear, "6:8", dtype, method="magnitude", backend="dense")
 
 
 def test_the_choice_is_the_tables() -> None:
-    switched, _ = _layers("int8")
-    assert switched.choice.routes == (Route(0, "dense"), Route(32, "cusparselt"), Route(513, "dense"))
-    assert set(switched.operand_bytes) == {"dense", "cusparselt"}
+    routed, _ = _layers("int8")
+    assert routed.choice.routes == (Route(0, "dense"), Route(32, "cusparselt"), Route(513, "dense"))
+    assert set(routed.operand_bytes) == {"dense", "cusparselt"}
     problem = Problem(Pattern(6, 8), torch.int8, OUT, K, torch.device("cuda"))
     assert choose(problem, fallback="none").backends == ("cusparselt",)
 
@@ -54,11 +54,11 @@ def test_the_choice_is_the_tables() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
 def test_eager_compiled_and_captured_agree_with_dense(dtype: str) -> None:
     torch._dynamo.reset()
-    switched, dense = _layers(dtype)
-    compiled = torch.compile(switched, fullgraph=True, dynamic=True)
+    routed, dense = _layers(dtype)
+    compiled = torch.compile(routed, fullgraph=True, dynamic=True)
     for m in TOKENS:
         x = torch.randn(m, K, dtype=torch.bfloat16, device="cuda")
-        y, expected = switched(x), dense(x)
+        y, expected = routed(x), dense(x)
         if dtype == "int8":
             assert torch.equal(y, expected)
         else:
@@ -67,7 +67,7 @@ def test_eager_compiled_and_captured_agree_with_dense(dtype: str) -> None:
         assert torch.equal(compiled(x), y)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = switched(x)
+            captured = routed(x)
         captured.fill_(7)
         graph.replay()
         assert torch.equal(captured, y)
