@@ -10,7 +10,7 @@ import torch
 from slidesparse import packed
 from slidesparse.packed import PackedWeight, Packer
 from slidesparse.pattern import Pattern
-from slidesparse.support import dense_rows
+from slidesparse.support import with_contiguous_columns
 
 
 def pack(
@@ -43,14 +43,14 @@ class KernelPacker:
         from slidesparse.kernels.pack import following_groups
 
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            return following_groups(dense_rows(weight), pattern, k_offset=k_offset, name=name)
+            return following_groups(with_contiguous_columns(weight), pattern, k_offset=k_offset, name=name)
 
     def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""
         from slidesparse.kernels.pack import copy_groups
 
         with torch.cuda.device_of(weight):
-            return copy_groups(dense_rows(weight), pattern, groups, k_offset=k_offset)
+            return copy_groups(with_contiguous_columns(weight), pattern, groups, k_offset=k_offset)
 
     def compress(
         self,
@@ -66,6 +66,6 @@ class KernelPacker:
         from slidesparse.kernels.pack import compress
 
         with torch.cuda.device_of(weight):
-            rows = dense_rows(weight)
+            rows = with_contiguous_columns(weight)
             values, code, _ = compress(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
         return values, code

@@ -33,7 +33,7 @@ def as_bits(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.dtype == bits else weight.view(bits)
 
 
-def dense_rows(matrix: torch.Tensor) -> torch.Tensor:
+def with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix with contiguous columns, as the kernels read one; rows may lie anywhere."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 

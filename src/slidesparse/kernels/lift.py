@@ -30,7 +30,7 @@ from slidesparse.kernels.triton_launcher import ALIGNMENT, LARGEST, Launcher, ea
 from slidesparse.layout import SLAB_BYTES, ColumnOrder, Lifted, LinearTensors, Slabs
 from slidesparse.prologue import NORMS, Prologue
 from slidesparse.quant import QUANTISED
-from slidesparse.support import dense_rows, is_vector
+from slidesparse.support import is_vector, with_contiguous_columns
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -142,8 +142,8 @@ class KernelLift:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`slidesparse.lifting.Lift`."""
-        rows = None if residual is None else dense_rows(residual)
-        return self.run(dense_rows(x), rows, tensors.pairs, tensors.gain, eps)
+        rows = None if residual is None else with_contiguous_columns(residual)
+        return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
 
     def run(
         self,
