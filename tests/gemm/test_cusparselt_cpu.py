@@ -15,7 +15,7 @@ from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
-from slidesparse.gemm.dense import dense_rows
+from slidesparse.gemm.dense import padded_rows
 from slidesparse.layout import with_rows
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -37,7 +37,7 @@ def test_buckets_are_few_and_close() -> None:
 
 
 def test_dense_rows() -> None:
-    assert [dense_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
+    assert [padded_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
 
 
 def test_spare_rows_are_found_behind_the_activations() -> None:

@@ -51,7 +51,7 @@ TORCH_ROWS = 256
 and by 3 to 13 % at 16384, where vLLM's is up to twice as fast at 64 (results/h200)."""
 
 
-def dense_rows(tokens: int) -> int:
+def padded_rows(tokens: int) -> int:
     """Rows for M tokens."""
     return max(tokens, FEWEST_ROWS) if tokens else 0
 
@@ -60,7 +60,7 @@ class Dense(Reference):
     """The pruned weight in dense form."""
 
     name = "dense"
-    layout = Layout(lifted=False, multiple=MULTIPLE, rows=dense_rows)
+    layout = Layout(lifted=False, multiple=MULTIPLE, rows=padded_rows)
 
     def library(self) -> str:
         """Torch, and vLLM where its 8-bit kernels were found."""
@@ -176,7 +176,7 @@ def _quantised(
         if multiply is not None and (bias is None or bias.dtype == out_dtype):
             return multiply(x, weight, scale_x, scale_w, bias, out_dtype)
     if x.dtype == torch.int8:
-        acc = torch_private.int8_mm(with_rows(x, dense_rows(tokens)), weight.T)
+        acc = torch_private.int8_mm(with_rows(x, padded_rows(tokens)), weight.T)
     else:
         acc = torch_private.fp8_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
 
