@@ -12,8 +12,8 @@ from slidesparse import InputError
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
+    AlgorithmRecord,
     Key,
-    Record,
     Trial,
     add_records,
     load_table,
@@ -28,7 +28,7 @@ TRIALS = (
     Trial(Algorithm(7, -1), 21.5, None),
     Trial(Algorithm(9), None, "wrong product"),
 )
-RECORD = Record(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
+RECORD = AlgorithmRecord(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

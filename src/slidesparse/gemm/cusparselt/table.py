@@ -90,7 +90,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Record:
+class AlgorithmRecord:
     """The outcome of one search.
 
     Attributes:
@@ -121,7 +121,7 @@ def _check_time(whose: str, time_us: float) -> None:
         raise InputError(f"time of {whose}", got=time_us, needed="microseconds, above zero")
 
 
-Table = tuple[Record, ...]
+Table = tuple[AlgorithmRecord, ...]
 
 
 def table_path() -> Path:
@@ -129,10 +129,10 @@ def table_path() -> Path:
     return cache_folder() / "cusparselt-tune.json"
 
 
-def nearest(table: Table, key: Key, rows: int) -> Record | None:
+def nearest(table: Table, key: Key, rows: int) -> AlgorithmRecord | None:
     """The record of this key that is nearest in rows, within :data:`REACH`, or None."""
 
-    def distance(record: Record) -> float:
+    def distance(record: AlgorithmRecord) -> float:
         return abs(math.log2(record.rows / rows))
 
     known = [record for record in table if record.key == key and distance(record) <= math.log2(REACH)]
@@ -162,7 +162,7 @@ class _StoredTrial:
 
 @dataclass(frozen=True)
 class _StoredRecord:
-    """A :class:`Record` as the file has it."""
+    """A :class:`AlgorithmRecord` as the file has it."""
 
     gpu: str
     library: str
@@ -177,7 +177,7 @@ class _StoredRecord:
     tried: tuple[_StoredTrial, ...]
 
     @classmethod
-    def of(cls, record: Record) -> _StoredRecord:
+    def of(cls, record: AlgorithmRecord) -> _StoredRecord:
         return cls(
             **asdict(record.key),
             rows=record.rows,
@@ -187,10 +187,10 @@ class _StoredRecord:
             tried=tuple(map(_StoredTrial.of, record.trials)),
         )
 
-    def record(self) -> Record:
+    def record(self) -> AlgorithmRecord:
         key = Key(self.gpu, self.library, self.out, self.columns, self.dtype, self.accumulator)
         trials = tuple(stored.trial() for stored in self.tried)
-        return Record(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
+        return AlgorithmRecord(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def load_table(path: Path) -> Table:
         ) from error
 
 
-def add_records(path: Path, records: Iterable[Record]) -> None:
+def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
     """Write records into a file, in the place of older ones of the same key and rows; a reader sees old or new."""
     added = {(record.key, record.rows): record for record in records}
     load_table.cache_clear()

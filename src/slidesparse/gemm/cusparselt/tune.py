@@ -24,7 +24,7 @@ from slidesparse.gemm.cusparselt.backend import (
     plan_for,
     token_bucket,
 )
-from slidesparse.gemm.cusparselt.table import Algorithm, Record, Trial, add_records, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, Trial, add_records, table_path
 
 SEGMENT_K_ROWS = 512
 """Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
@@ -40,7 +40,7 @@ def tune(
     accumulator: torch.dtype | None = None,
     *,
     device: torch.device | str = "cuda",
-) -> Record:
+) -> AlgorithmRecord:
     """Search for one shape.
 
     Args:
@@ -78,8 +78,8 @@ def tune_shapes(
     dtype: torch.dtype,
     *,
     device: torch.device | str = "cuda",
-    progress: Callable[[Record], None] | None = None,
-) -> list[Record]:
+    progress: Callable[[AlgorithmRecord], None] | None = None,
+) -> list[AlgorithmRecord]:
     """Search for several shapes, and store each result as soon as it is there.
 
     Args:
@@ -145,7 +145,7 @@ class _Bench:
         return self.y
 
 
-def _search(shape: Shape) -> Record:
+def _search(shape: Shape) -> AlgorithmRecord:
     bench, default = _Bench(shape), MatmulPlan(shape, None)
     reference = bench.product(default).clone()
     plans, faults = [default], {}
@@ -169,7 +169,7 @@ def _search(shape: Shape) -> Record:
     best = min(times, key=lambda algorithm: times[algorithm])
     trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items() if algorithm is not None]
     trials += [Trial(algorithm, None, fault) for algorithm, fault in faults.items()]
-    return Record(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
+    return AlgorithmRecord(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:
