@@ -16,7 +16,7 @@ from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress, plan_for, token_bucket
-from slidesparse.gemm.cusparselt.table import load_table, table_path
+from slidesparse.gemm.cusparselt.table import load_algorithms, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import with_rows
@@ -39,7 +39,7 @@ OUT, COLUMNS = 100, 333
 @pytest.fixture(autouse=True)
 def _no_search_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load_table.cache_clear()
+    load_algorithms.cache_clear()
     plan_for.cache_clear()
 
 
@@ -366,7 +366,7 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     assert told == records
     assert len(records) == 1
     record = records[0]
-    assert load_table(table_path()) == (record,)
+    assert load_algorithms(table_path()) == (record,)
     good = [trial for trial in record.trials if trial.fault is None]
     assert len(good) > 1
     assert record.time_us <= record.default_us

@@ -301,8 +301,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _start(options: ServeOptions, steps: StepLog) -> Any:
-    from vllm import AsyncLLMEngine
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm import AsyncLLMEngine
 
     settings: dict[str, Any] = {
         "model": str(options.folder),

@@ -29,7 +29,7 @@ from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_table, nearest, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_algorithms, nearest_record, table_path
 from slidesparse.layout import Layout, with_rows
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
@@ -245,7 +245,7 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
     """The plan of a shape, with the algorithm that a search found for it, or the library's default."""
-    record = nearest(load_table(table_path()), shape.key, shape.rows)
+    record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
     return MatmulPlan(shape, None if record is None else record.best)
 
 
@@ -371,7 +371,7 @@ class CuSparseLt(Backend):
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
         shape = self._shape(problem, tokens)
-        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         if record is None:
             return []
         first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
@@ -380,7 +380,7 @@ class CuSparseLt(Backend):
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
         """The fastest algorithms of a search at this shape, each as :meth:`bare`; [] without one."""
         shape = self._shape(problem, tokens)
-        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         timed = [
             (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
         ]

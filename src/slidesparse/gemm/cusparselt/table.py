@@ -23,7 +23,7 @@ from slidesparse.errors import InputError
 
 VERSION = 1
 
-REACH = 2.0
+ROWS_REACH = 2.0
 """A record serves row counts within this factor of its own: beyond it another tile shape usually wins."""
 
 
@@ -121,7 +121,7 @@ def _check_time(whose: str, time_us: float) -> None:
         raise InputError(f"time of {whose}", got=time_us, needed="microseconds, above zero")
 
 
-Table = tuple[AlgorithmRecord, ...]
+AlgorithmTable = tuple[AlgorithmRecord, ...]
 
 
 def table_path() -> Path:
@@ -129,13 +129,13 @@ def table_path() -> Path:
     return cache_folder() / "cusparselt-tune.json"
 
 
-def nearest(table: Table, key: Key, rows: int) -> AlgorithmRecord | None:
-    """The record of this key that is nearest in rows, within :data:`REACH`, or None."""
+def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecord | None:
+    """The record of this key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
 
     def distance(record: AlgorithmRecord) -> float:
         return abs(math.log2(record.rows / rows))
 
-    known = [record for record in table if record.key == key and distance(record) <= math.log2(REACH)]
+    known = [record for record in table if record.key == key and distance(record) <= math.log2(ROWS_REACH)]
     return min(known, key=distance) if known else None
 
 
@@ -204,7 +204,7 @@ class _StoredTable:
 
 
 @lru_cache(maxsize=4)
-def load_table(path: Path) -> Table:
+def load_algorithms(path: Path) -> AlgorithmTable:
     """Read the records of a file, none when it does not exist; once a process.
 
     Raises:
@@ -224,8 +224,8 @@ def load_table(path: Path) -> Table:
 def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
     """Write records into a file, in the place of older ones of the same key and rows; a reader sees old or new."""
     added = {(record.key, record.rows): record for record in records}
-    load_table.cache_clear()
-    kept = [record for record in load_table(path) if (record.key, record.rows) not in added]
+    load_algorithms.cache_clear()
+    kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
     table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
     replace_file(path, json.dumps(asdict(table), indent=1))
-    load_table.cache_clear()
+    load_algorithms.cache_clear()
