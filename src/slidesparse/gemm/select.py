@@ -30,7 +30,7 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
-from slidesparse.gemm.speed import LayerSpeed, Measured, fastest, nearest, switching, tables_for
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, fastest, find_nearest, switching, tables_for
 from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]
@@ -129,11 +129,11 @@ def _only(backend: str, reason: str) -> Choice:
     return Choice((Route(0, backend),), reason)
 
 
-def _measured(problem: Problem, names: Sequence[str]) -> Measured | None:
+def _measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
     """The measured layer that speaks for a problem on a GPU."""
     if problem.device.type != "cuda":
         return None
     tables = tables_for(torch.cuda.get_device_name(problem.device))
     libraries = {name: get_backend(name).library() for name in names}
     size = problem.out_features, problem.in_features
-    return nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)
+    return find_nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)

@@ -30,7 +30,7 @@ VERSION = 1
 
 PACKAGED = Path(__file__).parent / "speed_tables"
 
-REACH = 2.0
+SIZE_REACH = 2.0
 """A layer speaks for others whose sizes are within this factor of its own, the nearest one first."""
 
 MARGIN = 0.98
@@ -87,7 +87,7 @@ class LayerSpeed:
 
 
 @dataclass(frozen=True)
-class Table:
+class SpeedTable:
     """A file of them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLayer:
     """A measured layer, and how old its times are.
 
     Attributes:
@@ -129,10 +129,10 @@ def key(backend: str, pattern: str) -> str:
     return DENSE if backend == DENSE else f"{backend} {pattern}"
 
 
-def nearest(
-    tables: Sequence[Table], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
-) -> Measured | None:
-    """Find the measured layer of this type and pattern that is nearest in size, within :data:`REACH`.
+def find_nearest(
+    tables: Sequence[SpeedTable], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
+) -> MeasuredLayer | None:
+    """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
     A layer whose times the libraries of this machine made goes before all others; after that the fewer of its backends
     have another version here, the better.
@@ -152,11 +152,11 @@ def nearest(
         keeps what is known of the others.
     """
     found = [
-        Measured(replace(layer, us=times), _other_versions(table, libraries, times))
+        MeasuredLayer(replace(layer, us=times), _other_versions(table, libraries, times))
         for table in tables
         for layer in table.layers
         if layer.dtype == dtype
-        and layer.distance(out, columns) <= math.log2(REACH)
+        and layer.distance(out, columns) <= math.log2(SIZE_REACH)
         and _is_telling(
             times := _times(layer, pattern, (name for name in libraries if name in table.libraries)), libraries
         )
@@ -181,13 +181,15 @@ def _is_telling(times: Mapping[str, object], libraries: Mapping[str, str]) -> bo
     return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
 
 
-def _other_versions(table: Table, libraries: Mapping[str, str], backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def _other_versions(
+    table: SpeedTable, libraries: Mapping[str, str], backends: Iterable[str]
+) -> tuple[tuple[str, str], ...]:
     """The libraries of these backends that differ between a table and this machine: (there, here)."""
     pairs = ((table.libraries[name], libraries[name]) for name in backends)
     return tuple((there, here) for there, here in pairs if there != here)
 
 
-def _continued(measured: Measured, more: Measured) -> Measured:
+def _continued(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
     """A layer with the times of another one, of the same size and backends, where its own numbers of tokens end."""
     layer, other = measured.layer, more.layer
     below = [i for i, m in enumerate(other.tokens) if m < layer.tokens[0]]
@@ -201,7 +203,7 @@ def _continued(measured: Measured, more: Measured) -> Measured:
 
     us = {name: joined(times, other.us[name]) for name, times in layer.us.items()}
     longer = replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
-    return Measured(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
+    return MeasuredLayer(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:
@@ -212,7 +214,7 @@ def switching(layer: LayerSpeed) -> tuple[Route, ...]:
     of times over the ends is taken.
 
     Args:
-        layer: From :func:`nearest`.
+        layer: From :func:`find_nearest`.
     """
 
     def best(ends: Sequence[int]) -> str:
@@ -264,21 +266,21 @@ def file_name(gpu: str) -> str:
     return f"speed-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
-def tables_for(gpu: str) -> list[Table]:
+def tables_for(gpu: str) -> list[SpeedTable]:
     """The user's table of a GPU and the package's, as far as there are any."""
     paths = (tuned_path(gpu), PACKAGED / file_name(gpu))
-    return [table for path in paths if (table := load_table(path)) is not None and table.gpu == gpu]
+    return [table for path in paths if (table := load_speeds(path)) is not None and table.gpu == gpu]
 
 
 @lru_cache(maxsize=8)
-def load_table(path: Path) -> Table | None:
+def load_speeds(path: Path) -> SpeedTable | None:
     """A file's table, None when there is no file. Read once a process.
 
     Raises:
         InputError: For anything but the form at the top of this file.
     """
     try:
-        table: Table = decode(Table, load_json(path), "table")
+        table: SpeedTable = decode(SpeedTable, load_json(path), "table")
         if table.version != VERSION:
             raise InputError("version of the table", got=table.version, needed=str(VERSION))
     except FileNotFoundError:
@@ -288,23 +290,23 @@ def load_table(path: Path) -> Table | None:
     return table
 
 
-def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> Table:
+def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> SpeedTable:
     """Write layers into a table, in the place of older ones of the same type and size.
 
     Layers whose times a library of another version made are dropped: two runs are not to be compared.
     """
-    load_table.cache_clear()
-    old = load_table(path)
+    load_speeds.cache_clear()
+    old = load_speeds(path)
     added = {(layer.dtype, layer.out, layer.columns): layer for layer in layers}
     kept = old.layers if old is not None and (old.gpu, old.libraries) == (gpu, libraries) else ()
     rest = [layer for layer in kept if (layer.dtype, layer.out, layer.columns) not in added]
-    table = Table(gpu, dict(libraries), (*rest, *added.values()))
+    table = SpeedTable(gpu, dict(libraries), (*rest, *added.values()))
     replace_file(path, _text(table))
-    load_table.cache_clear()
+    load_speeds.cache_clear()
     return table
 
 
-def _text(table: Table) -> str:
+def _text(table: SpeedTable) -> str:
     """JSON with a line for each list of times."""
     head = {"version": table.version, "gpu": table.gpu, "libraries": table.libraries}
     layers = ",\n".join(map(_layer_text, table.layers))
