@@ -73,13 +73,13 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
 
-    def prepare(self, packed: PackedWeight) -> weights.Operand:
+    def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
         """Return the steps of both segments, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
         """
-        operand = weights.Operand(dense_steps(packed), sparse_steps(packed))
+        operand = weights.HopperOperand(dense_steps(packed), sparse_steps(packed))
         if operand.sparse.is_cuda:
             torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand

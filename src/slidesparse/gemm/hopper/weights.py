@@ -39,7 +39,7 @@ def step_bytes(itemsize: int) -> int:
     return ROWS * STEP_BYTES + 1024 // itemsize
 
 
-class Operand(NamedTuple):
+class HopperOperand(NamedTuple):
     """What the kernel reads of a weight, in the order of its arguments.
 
     Attributes:
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of an :class:`Operand`, dense first.
+    """Return the shapes of an :class:`HopperOperand`, dense first.
 
     Args:
         order: The packed column order in slabs.
