@@ -37,15 +37,15 @@ def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def encode(a: torch.Tensor, b: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+def encode_group(a: torch.Tensor, b: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """The group code: the rank ``b(b-1)/2 + a`` of the pair, uint8 while ``C(2N, 2) <= 256``, else int16."""
     dtype = torch.uint8 if pattern.codes <= 256 else torch.int16
     wide_b = b.to(torch.int16)
     return (wide_b * (wide_b - 1) // 2 + a).to(dtype)
 
 
-def decode(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of :func:`encode`.
+def decode_group(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of :func:`encode_group`.
 
     Raises:
         InputError: When a code is no pair of this pattern's positions.
@@ -69,19 +69,19 @@ def compress(groups: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torc
         pattern: The pattern that the groups follow.
 
     Returns:
-        values [out, n * keep] in the weight's type, and code [out, n] (see :func:`encode`).
+        values [out, n * keep] in the weight's type, and code [out, n] (see :func:`encode_group`).
     """
     a, b = left_out(groups)
     bits = torch.where(is_nonzero(groups), as_bits(groups), 0)
     entry = torch.arange(pattern.keep, dtype=torch.int8, device=groups.device)
     before_a, before_b = entry < a.unsqueeze(-1), entry + 1 < b.unsqueeze(-1)
     values = torch.where(before_a, bits[..., :-2], torch.where(before_b, bits[..., 1:-1], bits[..., 2:]))
-    return values.flatten(-2).view(groups.dtype), encode(a, b, pattern)
+    return values.flatten(-2).view(groups.dtype), encode_group(a, b, pattern)
 
 
 def decompress(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """The inverse of :func:`compress`: values [out, n * keep], code [out, n] -> groups [out, n, 2N]."""
-    a, b = (position.unsqueeze(-1) for position in decode(code, pattern))
+    a, b = (position.unsqueeze(-1) for position in decode_group(code, pattern))
     kept = as_bits(values).unflatten(-1, (-1, pattern.keep))
     padded = torch.nn.functional.pad(kept, (2, 2))
     at = torch.arange(pattern.group, dtype=torch.int8, device=values.device)
@@ -94,7 +94,7 @@ def decompress(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> to
 
 def window_indices(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
     """The 2:4 index of every kept value inside its window: code [out, n] -> uint8 [out, n * keep], each 0 to 3."""
-    a, b = (position.unsqueeze(-1) for position in decode(code, pattern))
+    a, b = (position.unsqueeze(-1) for position in decode_group(code, pattern))
     entry = torch.arange(pattern.keep, dtype=torch.int8, device=code.device)
     index = (entry % WINDOW_KEEP) + (entry >= a) + (entry + 1 >= b)
     return index.to(torch.uint8).flatten(-2)
