@@ -235,14 +235,14 @@ def report_pack() -> None:
         dense = torch.where(prune_mask(dense, parsed), dense * 30, 0.0).to(dtype)
         small = dense[:99]
         wanted = compress(grouped(as_bits(small), parsed).view(dtype), parsed)
-        got = packing.compress(small, parsed)
+        got = packing.compress_groups(small, parsed)
         assert torch.equal(as_bits(got.values), as_bits(wanted[0])), f"pack {pattern} {dtype}: values"
         assert torch.equal(got.code, wanted[1]), f"pack {pattern} {dtype}: code"
         times = []
         for _ in range(5):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            packing.compress(dense, parsed, metadata=True)
+            packing.compress_groups(dense, parsed, metadata=True)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         seconds = statistics.median(times)

@@ -40,10 +40,10 @@ class KernelPacker:
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""
-        from slidesparse.kernels.pack import following_groups
+        from slidesparse.kernels.pack import find_following_groups
 
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            return following_groups(with_contiguous_columns(weight), pattern, k_offset=k_offset, name=name)
+            return find_following_groups(with_contiguous_columns(weight), pattern, k_offset=k_offset, name=name)
 
     def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""
@@ -63,9 +63,9 @@ class KernelPacker:
         checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`slidesparse.packed.Packer`."""
-        from slidesparse.kernels.pack import compress
+        from slidesparse.kernels.pack import compress_groups
 
         with torch.cuda.device_of(weight):
             rows = with_contiguous_columns(weight)
-            values, code, _ = compress(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
+            values, code, _ = compress_groups(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
         return values, code

@@ -10,7 +10,7 @@ import torch
 
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.kernels import pack as kernels
-from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress, following_groups
+from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
 from slidesparse.packed import pack
 from slidesparse.packing import KernelPacker
 from slidesparse.pattern import Pattern
@@ -38,7 +38,7 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
     wanted = pack(weight, pattern, k_offset=k_offset).segments[0]
-    got = compress(weight.to(device), parsed, k_offset=k_offset, metadata=True)
+    got = compress_groups(weight.to(device), parsed, k_offset=k_offset, metadata=True)
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
     assert got.code.dtype == wanted.code.dtype
@@ -49,7 +49,7 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
     wanted = pack(weight, "6:8").segments[0]
-    got = compress(weight.to(device), Pattern(6, 8))
+    got = compress_groups(weight.to(device), Pattern(6, 8))
     assert got.values.dtype == dtype
     assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
     assert torch.equal(got.code.cpu(), wanted.code)
@@ -64,7 +64,7 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
     by_group[:, others] = 1
     dense_elsewhere = by_group.flatten(1)
     wanted = pack(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
-    got = compress(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
+    got = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
 
@@ -72,7 +72,7 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
     wanted = pack(weight, "2:4").segments[0]
-    got = compress(weight.to(device), Pattern(2, 4))
+    got = compress_groups(weight.to(device), Pattern(2, 4))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
 
@@ -80,12 +80,12 @@ def test_more_groups_than_one_program_treats(device: str) -> None:
 def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
-    got = compress(wide[::2, 3:], Pattern(6, 8))
+    got = compress_groups(wide[::2, 3:], Pattern(6, 8))
     assert torch.equal(got.values.cpu(), pack(weight[::2], "6:8").segments[0].values)
 
 
 def test_no_rows(device: str) -> None:
-    got = compress(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
+    got = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
     assert got.values.shape == (0, 12)
     assert got.code.shape == (0, 2)
 
@@ -94,7 +94,7 @@ def test_a_violation_is_named(device: str) -> None:
     weight = sparse("6:8", 64, torch.int8)
     weight[1, 24:32] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1])
     with pytest.raises(PatternViolation) as error:
-        compress(weight.to(device), Pattern(6, 8), name="q_proj")
+        compress_groups(weight.to(device), Pattern(6, 8), name="q_proj")
     assert (error.value.row, error.value.group, error.value.count, error.value.violations) == (1, 3, 7, 1)
     assert error.value.tensor == "q_proj"
 
@@ -109,18 +109,18 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
     weight[2, 5] = fault
     weight[2, 0:2] = 0
     with pytest.raises(InputError, match="NaN or Inf"):
-        compress(weight.to(device), Pattern(6, 8))
+        compress_groups(weight.to(device), Pattern(6, 8))
 
 
 def test_what_is_no_weight_is_refused(device: str) -> None:
     with pytest.raises(InputError, match="rank"):
-        compress(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
+        compress_groups(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
     with pytest.raises(InputError, match="type"):
-        compress(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
+        compress_groups(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
     with pytest.raises(InputError, match="contiguous"):
-        compress(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
+        compress_groups(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
     with pytest.raises(InputError, match="k_offset"):
-        compress(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
+        compress_groups(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
 
 
 # -- the whole of pack ---------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_
     weight = wide.to(torch.float8_e4m3fn)
     parsed = Pattern.parse(pattern)
     wanted = defined_following_groups(weight, parsed, k_offset)
-    got = following_groups(weight.to(device), parsed, k_offset=k_offset)
+    got = find_following_groups(weight.to(device), parsed, k_offset=k_offset)
     assert got.dtype == wanted.dtype
     assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
     assert torch.equal(got.cpu(), wanted)
@@ -224,7 +224,7 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         inside.remove(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("compress", "copy_groups", "following_groups"):
+    for name in ("compress_groups", "copy_groups", "find_following_groups"):
         run = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)

@@ -209,13 +209,13 @@ def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.con
     tl.atomic_add(counts + 1, broken, mask=broken > 0)
 
 
-def following_groups(
+def find_following_groups(
     weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
 ) -> torch.Tensor:
     """:func:`slidesparse.support.following_groups` of a weight that holds neither NaN nor Inf, int64 [n], on the CPU.
 
     Args:
-        weight: As :func:`compress` takes it.
+        weight: As :func:`compress_groups` takes it.
         pattern: The pattern.
         k_offset: Position inside its group at which column 0 stands.
         name: What error messages call the weight.
@@ -241,7 +241,7 @@ def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *,
     """Groups of a weight as they are, side by side, -0 as +0: [out, n * 2N].
 
     Args:
-        weight: As :func:`compress` takes it.
+        weight: As :func:`compress_groups` takes it.
         pattern: The pattern, whose groups these are.
         groups: int64 [n], on the weight's device.
         k_offset: Position inside its group at which column 0 stands.
@@ -307,7 +307,7 @@ def _prepared(
     return plan, Launcher(kernel, (plan, *constants), num_warps=4)
 
 
-def compress(
+def compress_groups(
     weight: torch.Tensor,
     pattern: Pattern,
     groups: torch.Tensor | None = None,
@@ -322,10 +322,10 @@ def compress(
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
         pattern: The pattern that the groups follow.
-        groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
+        groups: int [n], the groups to compress_groups, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group at which column 0 stands.
         metadata: Return the 2:4 metadata too.
-        checked: The groups are some of those that :func:`following_groups` found in this weight. Nothing is checked
+        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is checked
             again, and nothing waits.
         name: What error messages call the weight.
 
