@@ -15,7 +15,7 @@ from slidesparse import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
-from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress, plan_for, token_bucket
+from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress_matrix, plan_for, token_bucket
 from slidesparse.gemm.cusparselt.table import load_algorithms, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
@@ -236,7 +236,7 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
     if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
-    ours, library = compress(matrix), api.load()
+    ours, library = compress_matrix(matrix), api.load()
     accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
     stream = torch.cuda.current_stream().cuda_stream
     pointer = ctypes.c_void_p
@@ -377,7 +377,7 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     x = _tokens(dtype, shape.rows, 768)
     packed = _packed(dtype, "2:4", 512, 768, scaled=False)
     acc = torch.empty(shape.rows, 512, dtype=shape.accumulator, device="cuda")
-    plan_for(shape).run(compress(packed.columns()), x.data_ptr(), acc)
+    plan_for(shape).run(compress_matrix(packed.columns()), x.data_ptr(), acc)
     exact = product(x, packed.columns())
     largest = exact.abs().max()
     assert float((acc.double() - exact.double()).abs().max()) <= (0 if dtype == INT8 else 2.0**-8 * float(largest))

@@ -199,7 +199,7 @@ class MatmulPlan:
         The device must be the current one.
 
         Args:
-            weight: From :func:`compress`.
+            weight: From :func:`compress_matrix`.
             x_pointer: Address of the activations, a multiple of 16.
             y: [rows, out], contiguous.
             accumulate: Add to what ``y`` holds, in float32.
@@ -253,7 +253,7 @@ _CAPTURED: set[MatmulPlan] = set()
 """Plans that a CUDA graph may have recorded: never destroyed, since a plan may own what its kernels need."""
 
 
-def compress(matrix: torch.Tensor) -> torch.Tensor:
+def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
     """Bring a matrix into the library's compressed form, which serves every row count and algorithm.
 
     Args:
@@ -363,7 +363,7 @@ class CuSparseLt(Backend):
             raise UnsupportedError(
                 "cuSPARSELt multiplies 2:4 segments", got="a weight without one", remedy="use backend='dense'"
             )
-        operand = [compress(matrices["2:4"])]
+        operand = [compress_matrix(matrices["2:4"])]
         if "dense" in matrices:
             operand += [matrices["dense"], torch.ones((), device=packed.device)]
         return tuple(operand)

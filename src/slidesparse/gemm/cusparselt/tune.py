@@ -20,7 +20,7 @@ from slidesparse.gemm.cusparselt.backend import (
     MULTIPLE,
     MatmulPlan,
     Shape,
-    compress,
+    compress_matrix,
     plan_for,
     token_bucket,
 )
@@ -127,7 +127,7 @@ class _Bench:
     """Operands of a shape, several times, and graphs of GEMMs over them."""
 
     def __init__(self, shape: Shape) -> None:
-        compressed = compress(_random(shape.out, shape.columns, shape.dtype, sparse=True))
+        compressed = compress_matrix(_random(shape.out, shape.columns, shape.dtype, sparse=True))
         x = _random(shape.rows, shape.columns, shape.dtype)
         copies = copies_to_rotate(compressed.numel() + x.numel() * x.element_size(), shape.device)
         self.operands = [(compressed, x)] + [(compressed.clone(), x.clone()) for _ in range(copies - 1)]
