@@ -23,7 +23,7 @@ from slidesparse.kernels import pack as packing
 from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure
 from slidesparse.kernels.lift_variant import CHUNKS
 from slidesparse.layout import ColumnOrder, Slabs, slab_view
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.prune import prune_mask
@@ -62,7 +62,7 @@ class Case:
 def weight(pattern: str, columns: int):
     parsed = Pattern.parse(pattern)
     groups = None if parsed.is_uniform else torch.arange(0, parsed.groups(columns), 2)
-    return pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups)
+    return pack_segments(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups)
 
 
 @functools.cache

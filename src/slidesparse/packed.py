@@ -212,7 +212,7 @@ class TorchPacker:
 TORCH = TorchPacker()
 
 
-def pack(
+def pack_segments(
     weight: torch.Tensor,
     pattern: Pattern | str,
     *,
@@ -240,7 +240,7 @@ def pack(
         InputError: When the weight, the scale or an argument is malformed.
 
     >>> w = torch.tensor([[5, 0, 7, 1, 0, 2, 0, 3]], dtype=torch.int8)
-    >>> packed = pack(w, "6:8")
+    >>> packed = pack_segments(w, "6:8")
     >>> packed.segments[0].values.tolist(), packed.columns().tolist()
     ([[5, 0, 7, 1, 2, 3]], [[5, 0, 0, 0, 7, 1, 0, 0, 0, 2, 0, 3]])
     >>> torch.equal(packed.unpack(), w)

@@ -22,9 +22,9 @@ def pack(
     groups: torch.Tensor | None = None,
     name: str = "weight",
 ) -> PackedWeight:
-    """:func:`slidesparse.packed.pack`, which explains the arguments: the same bits, the same errors."""
+    """:func:`slidesparse.packed.pack_segments`, which explains the arguments: the same bits, the same errors."""
     packer = _packer(weight.device)
-    return packed.pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer)
+    return packed.pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer)
 
 
 @lru_cache(maxsize=64)

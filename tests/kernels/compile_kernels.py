@@ -30,7 +30,7 @@ from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
 from slidesparse.layout import ColumnOrder, Slabs
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.quant import QUANTISED
 from slidesparse.support import INT_VIEW
@@ -91,7 +91,7 @@ def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
     parsed = Pattern.parse(pattern)
     total = parsed.groups(columns)
     groups = None if parsed.is_uniform else torch.arange(0, total, 2)
-    return ColumnOrder.of(pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
+    return ColumnOrder.of(pack_segments(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:

@@ -11,7 +11,7 @@ import torch
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.kernels import pack as kernels
 from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.packing import KernelPacker
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -37,7 +37,7 @@ def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, ro
 def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
-    wanted = pack(weight, pattern, k_offset=k_offset).segments[0]
+    wanted = pack_segments(weight, pattern, k_offset=k_offset).segments[0]
     got = compress_groups(weight.to(device), parsed, k_offset=k_offset, metadata=True)
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
@@ -48,7 +48,7 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
-    wanted = pack(weight, "6:8").segments[0]
+    wanted = pack_segments(weight, "6:8").segments[0]
     got = compress_groups(weight.to(device), Pattern(6, 8))
     assert got.values.dtype == dtype
     assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
@@ -63,7 +63,7 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
     by_group = grouped(weight, Pattern(4, 6))
     by_group[:, others] = 1
     dense_elsewhere = by_group.flatten(1)
-    wanted = pack(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
+    wanted = pack_segments(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
     got = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
@@ -71,7 +71,7 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
 
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
-    wanted = pack(weight, "2:4").segments[0]
+    wanted = pack_segments(weight, "2:4").segments[0]
     got = compress_groups(weight.to(device), Pattern(2, 4))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
@@ -81,7 +81,7 @@ def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
     got = compress_groups(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(got.values.cpu(), pack(weight[::2], "6:8").segments[0].values)
+    assert torch.equal(got.values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
 
 
 def test_no_rows(device: str) -> None:
@@ -156,9 +156,9 @@ def partial(columns: int, dtype: torch.dtype) -> torch.Tensor:
 def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
     weight = sparse(pattern, 100, dtype) if pattern == "6:8" else partial(100, dtype)
     scale = torch.rand(len(weight))
-    wanted = pack(weight, pattern, scale=scale)
+    wanted = pack_segments(weight, pattern, scale=scale)
     for given in (weight, weight.T.contiguous().T):  # any strides
-        got = pack(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
+        got = pack_segments(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
         assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
         assert torch.equal(got.scale.cpu(), scale)
         for ours, theirs in zip(got.segments, wanted.segments, strict=True):
@@ -171,8 +171,8 @@ def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: st
 def test_chosen_groups_of_a_shard(device: str) -> None:
     weight = partial(100, torch.int8)[:, 9:].contiguous()
     groups = defined_following_groups(weight, Pattern(4, 6), 3)
-    wanted = pack(weight, "4:6@50%", k_offset=3, groups=groups)
-    got = pack(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
+    wanted = pack_segments(weight, "4:6@50%", k_offset=3, groups=groups)
+    got = pack_segments(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
     for ours, theirs in zip(got.segments, wanted.segments, strict=True):
         assert torch.equal(ours.groups.cpu(), theirs.groups)
         assert torch.equal(ours.values.cpu(), theirs.values)
@@ -206,9 +206,9 @@ def test_errors_are_those_of_the_definition(device: str, case: str) -> None:
     weight, pattern, arguments = faulty()[case]
     there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     with pytest.raises(InputError) as wanted:
-        pack(weight, pattern, name="q_proj", **arguments)
+        pack_segments(weight, pattern, name="q_proj", **arguments)
     with pytest.raises(InputError) as got:
-        pack(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
+        pack_segments(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
     assert type(got.value) is type(wanted.value)
     assert str(got.value) == str(wanted.value)
 
@@ -228,6 +228,6 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         run = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
-    packed = pack(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
+    packed = pack_segments(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)
     assert not inside

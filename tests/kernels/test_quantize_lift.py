@@ -12,7 +12,7 @@ from slidesparse.kernels import lift as kernels
 from slidesparse.kernels.lift import quantize_lift
 from slidesparse.kernels.lift_launch import Launch, LiftInputs
 from slidesparse.layout import ColumnOrder, LinearTensors, Slabs, slab_view
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -33,7 +33,7 @@ def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight
     if not parsed.is_uniform:
         total = parsed.groups(columns, k_offset)
         groups = torch.tensor(sorted({*range(1, total, 2), total - 1}))
-    return pack(zeros, parsed, k_offset=k_offset, groups=groups)
+    return pack_segments(zeros, parsed, k_offset=k_offset, groups=groups)
 
 
 def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple: int = 1) -> tuple[torch.Tensor, ...]:

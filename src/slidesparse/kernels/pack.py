@@ -322,7 +322,7 @@ def compress_groups(
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
         pattern: The pattern that the groups follow.
-        groups: int [n], the groups to compress_groups, ascending, on the weight's device; all of them when None.
+        groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group at which column 0 stands.
         metadata: Return the 2:4 metadata too.
         checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is checked
