@@ -155,9 +155,9 @@ def test_a_cpu_is_refused() -> None:
 
 @pytest.fixture
 def _unloaded() -> Iterator[None]:
-    api.load.cache_clear()
+    api.load_library.cache_clear()
     yield
-    api.load.cache_clear()
+    api.load_library.cache_clear()
 
 
 @pytest.mark.usefixtures("_unloaded")
@@ -219,7 +219,7 @@ class _OldLibrary:
 def test_too_old_a_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_open", _OldLibrary)
     with pytest.raises(UnsupportedError, match=r"cuSPARSELt is too old; got 0\.7\.1; needed 0\.8\.0 or newer"):
-        api.load()
+        api.load_library()
 
 
 def _wheel_file(name: str) -> str:
@@ -304,7 +304,7 @@ def test_enumerators_are_the_headers(header: str, enumerator: str, value: int) -
 @pytest.mark.usefixtures("_unloaded")
 def test_the_wheels_library_loads_and_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     _wheel_file(api.SONAME)
-    library = api.load()
+    library = api.load_library()
     assert library.version >= api.OLDEST
     with pytest.raises(
         UnsupportedError, match=r"somewhere of cuSPARSELt \d+\.\d+\.\d+ failed; got invalid value \(3\)"

@@ -236,7 +236,7 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
     if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
-    ours, library = compress_matrix(matrix), api.load()
+    ours, library = compress_matrix(matrix), api.load_library()
     accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
     stream = torch.cuda.current_stream().cuda_stream
     pointer = ctypes.c_void_p

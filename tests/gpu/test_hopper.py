@@ -432,7 +432,7 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    for cache in (hopper_launch.load, hopper_launch._launch, resolve_linear):
+    for cache in (hopper_launch.load_kernel, hopper_launch._launch, resolve_linear):
         cache.cache_clear()
 
 

@@ -137,7 +137,7 @@ class Library:
 
 
 @lru_cache(maxsize=1)
-def load() -> Library:
+def load_library() -> Library:
     """The library that torch has loaded already, else that of an installed wheel, else the system's.
 
     Raises:

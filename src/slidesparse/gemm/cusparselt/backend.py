@@ -81,7 +81,7 @@ def _handle(device: int) -> api.Structure:
     handle = api.Structure()
     with torch.cuda.device(device):
         torch.cuda.init()
-        api.load().call("cusparseLtInit", handle.address)
+        api.load_library().call("cusparseLtInit", handle.address)
     return handle
 
 
@@ -111,7 +111,7 @@ class Shape(NamedTuple):
         """Under what a search stores its result."""
         gpu = torch.cuda.get_device_name(self.device)
         names = dtype_name(self.dtype), str(self.accumulator).removeprefix("torch.")
-        return Key(gpu, api.load().version_text, self.out, self.columns, *names)
+        return Key(gpu, api.load_library().version_text, self.out, self.columns, *names)
 
 
 class MatmulPlan:
@@ -135,7 +135,7 @@ class MatmulPlan:
                 f"cuSPARSELt has no plan for {shape.rows} rows yet and cannot make one while a CUDA graph is captured",
                 remedy="run the layer once with as many tokens before the capture",
             )
-        self._library, self._handle = api.load(), _handle(shape.device)
+        self._library, self._handle = api.load_library(), _handle(shape.device)
         self._structures: list[tuple[str | None, api.Structure]] = []
         # What was made is destroyed with the plan, also when making the rest fails.
         self._end = weakref.finalize(self, _destroy, self._library, self._structures)
@@ -239,7 +239,7 @@ def _destroy(library: api.Library, structures: list[tuple[str | None, api.Struct
 
 def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: int, dtype: torch.dtype) -> None:
     where = (columns, out, columns, ALIGNMENT, api.CUDA_TYPES[dtype], api.ORDER_COLUMN, api.SPARSITY_50_PERCENT)
-    api.load().call("cusparseLtStructuredDescriptorInit", handle.address, descriptor, *where)
+    api.load_library().call("cusparseLtStructuredDescriptorInit", handle.address, descriptor, *where)
 
 
 @lru_cache(maxsize=PLANS)
@@ -262,7 +262,7 @@ def compress_matrix(matrix: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [bytes], with room for a tile of metadata at the end.
     """
-    library, (out, columns) = api.load(), matrix.shape
+    library, (out, columns) = api.load_library(), matrix.shape
     device = matrix.get_device()
     with torch.cuda.device(device):
         handle, descriptor = _handle(device), api.Structure()
@@ -319,7 +319,7 @@ class CuSparseLt(Backend):
         if problem.dtype == torch.float8_e4m3fn and capability < (8, 9):
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
-            version = api.load().version
+            version = api.load_library().version
             _handle(_index(problem.device))  # the library's own word on this GPU and its driver
         except UnsupportedError as error:
             return str(error)
@@ -342,7 +342,7 @@ class CuSparseLt(Backend):
 
     def library(self) -> str:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        return release("cuSPARSELt", api.load().version_text)
+        return release("cuSPARSELt", api.load_library().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
         """The compressed 2:4 segment, uint8 [bytes]; with a dense segment also that, [out, its K'], and a float32 1.

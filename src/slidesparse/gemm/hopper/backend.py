@@ -27,7 +27,7 @@ from slidesparse.gemm.backend import (
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.hopper.compile import OPERANDS, nvrtc_version
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_all
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS, dense_steps, sparse_steps
@@ -99,7 +99,7 @@ class Hopper(Backend):
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`: every tile."""
-        load_all(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
+        load_kernels(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
 
     def matmul(
         self,

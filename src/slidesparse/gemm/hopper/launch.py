@@ -173,7 +173,7 @@ def find_launch(
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
-        UnsupportedError: See :func:`load`.
+        UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
         tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
@@ -208,12 +208,12 @@ def _launch(
     )
     if not tokens or not out_features:
         return GemmLaunch(None, device, 0, sizes, slab_bytes)
-    kernel = load(tile, dtype, out_dtype, device)
+    kernel = load_kernel(tile, dtype, out_dtype, device)
     return GemmLaunch(kernel, device, kernel.grid(tile.count(tokens, out_features)), sizes, slab_bytes)
 
 
 @cache
-def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
     """The variant on a device, for the life of the process.
 
     Raises:
@@ -240,17 +240,17 @@ def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) ->
     return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def load_all(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
-    """:func:`load` of many tiles, those that are in no cache compiled side by side.
+def load_kernels(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
+    """:func:`load_kernel` of many tiles, those that are in no cache compiled side by side.
 
     Raises:
-        UnsupportedError: As :func:`load`.
+        UnsupportedError: As :func:`load_kernel`.
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda tile: cubin(tile, dtype, out_dtype), tiles))
     for tile in tiles:
-        load(tile, dtype, out_dtype, device)
+        load_kernel(tile, dtype, out_dtype, device)
 
 
 @lru_cache(maxsize=1)

@@ -35,7 +35,7 @@ class HopperLinear:
         tile: Of the product; None for the fastest.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load`.
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
 
     Attributes:
         lift: As given.
