@@ -48,7 +48,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {}
 """Name -> constructor of every known method."""
 
 
-def register(name: str, make: Callable[[], Pruner]) -> None:
+def register_pruner(name: str, make: Callable[[], Pruner]) -> None:
     """Make a method known under ``name``."""
     METHODS[name] = make
 

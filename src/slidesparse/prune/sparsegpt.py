@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.prune.base import Linears, register
+from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
 from slidesparse.support import grouped, is_nonzero
@@ -117,4 +117,4 @@ def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -
     return chosen
 
 
-register(SparseGPT.name, SparseGPT)
+register_pruner(SparseGPT.name, SparseGPT)

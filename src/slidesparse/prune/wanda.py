@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.prune.base import Linears, register
+from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import positive_where, prune_masks
 from slidesparse.support import is_nonzero
@@ -42,4 +42,4 @@ def wanda_cost(weight: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tenso
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square() * squared_norms)
 
 
-register(Wanda.name, Wanda)
+register_pruner(Wanda.name, Wanda)
