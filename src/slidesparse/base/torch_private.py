@@ -56,7 +56,7 @@ def find(name: str) -> Any:
         return None
 
 
-def need(name: str) -> Any:
+def require(name: str) -> Any:
     """Return the same, for those who can do without nothing else.
 
     Raises:
@@ -215,9 +215,9 @@ def outside_tracing() -> Iterator[None]:
     """Compute with real tensors, in a pass that torch.compile runs while it traces.
 
     Raises:
-        UnsupportedError: See :func:`need`.
+        UnsupportedError: See :func:`require`.
     """
-    tracing, real = need("torch._guards.tracing"), need("torch._subclasses.fake_tensor.unset_fake_temporarily")
+    tracing, real = require("torch._guards.tracing"), require("torch._subclasses.fake_tensor.unset_fake_temporarily")
     with tracing(None), real():
         yield
 
@@ -231,11 +231,11 @@ def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torc
         dtype: Of the example.
 
     Raises:
-        UnsupportedError: See :func:`need`.
+        UnsupportedError: See :func:`require`.
     """
-    fake = need("torch._subclasses.fake_tensor.FakeTensorMode")
-    trace = need("torch._inductor.pattern_matcher.fwd_only")
-    to_pattern = need("torch._inductor.pattern_matcher.fx_to_pattern")
+    fake = require("torch._subclasses.fake_tensor.FakeTensorMode")
+    trace = require("torch._inductor.pattern_matcher.fwd_only")
+    to_pattern = require("torch._inductor.pattern_matcher.fx_to_pattern")
     with outside_tracing(), fake():
         graph_module = trace(function, [torch.empty(shape, dtype=dtype)])
         return to_pattern(graph_module, ignore_types=(), argnames=("x",))
