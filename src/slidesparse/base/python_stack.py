@@ -10,13 +10,13 @@ request of 1024 tokens to a model of 1 B took 6.8 ms with room and 9.4 with 305 
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import first_line
 
 P = ParamSpec("P")
@@ -40,7 +40,7 @@ def _call_with_room() -> Callable[..., Any] | None:
         return FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
     except Exception as error:  # which one is for CPython to choose: it promises nothing about frames
         line = "slidesparse: Python %s makes no large frames (%s): loops run without room on the stack"
-        logging.getLogger("slidesparse").warning(line, sys.version.split()[0], first_line(error))
+        LOG.warning(line, sys.version.split()[0], first_line(error))
         return None
 
 

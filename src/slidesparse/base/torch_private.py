@@ -8,7 +8,6 @@ The functions that run on every call look nothing up after their first.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, UnsupportedError
 
 _AUTOGRAD = "operators are called through torch.library.register_autograd, which takes 8 us longer"
@@ -43,8 +43,6 @@ PRIVATE = {
 }
 """Every private name of torch that the package uses, and what holds where torch has it no more."""
 
-log = logging.getLogger("slidesparse")
-
 
 @cache
 def find(name: str) -> Any:
@@ -52,7 +50,7 @@ def find(name: str) -> Any:
     try:
         return resolve_name(name)
     except (ImportError, AttributeError):
-        log.warning("slidesparse: torch %s has no %s: %s", torch.__version__, name, PRIVATE[name])
+        LOG.warning("slidesparse: torch %s has no %s: %s", torch.__version__, name, PRIVATE[name])
         return None
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import first_line
 
@@ -49,8 +49,6 @@ ORDER = (
 )
 """What Triton 3.4 to 3.8 passes to ``CompiledKernel.run``, and so does :meth:`Launcher.launch`: the last part of each
 expression, of which ``values()`` stands for all arguments of the kernel, constants included."""
-
-log = logging.getLogger("slidesparse")
 
 
 class Launcher:
@@ -151,7 +149,7 @@ def can_launch_directly(compiled: object) -> bool:
 
 @cache
 def _tell_once(refusal: str) -> None:
-    log.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
+    LOG.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
 
 
 @lru_cache
@@ -220,7 +218,7 @@ def early_start() -> dict[str, bool]:
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError as error:
-        log.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
+        LOG.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
         return {}
     known = getattr(CUDAOptions, "__dataclass_fields__", {})
     return {"launch_pdl": True} if "launch_pdl" in known else {}  # from 3.4 on
