@@ -26,7 +26,7 @@ from slidesparse.gemm.backend import (
 )
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.gemm.hopper.compile import OPERANDS, nvrtc_version
+from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
@@ -56,7 +56,7 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         if problem.device.type != "cuda":
             return "it needs a CUDA device"
-        if problem.dtype not in OPERANDS:
+        if problem.dtype not in TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels"
         major, minor = torch.cuda.get_device_capability(problem.device)
         if (major, minor) != (9, 0):

@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.tiles import Tile
 SOURCE = Path(__file__).with_name("sparse_gemm.cu")
 ARCH = "sm_90a"
 
-OPERANDS = {
+TYPES = {
     torch.int8: "S8",
     torch.float8_e4m3fn: "E4M3",
     torch.bfloat16: "BF16",
@@ -48,7 +48,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
     return [
         f"--gpu-architecture={ARCH}",
         "--std=c++17",
-        f"-DOPERAND_{OPERANDS[dtype]}",
+        f"-DTYPE_{TYPES[dtype]}",
         f"-DOUT_{OUTPUTS[out_dtype]}",
         *(f"-D{name}={value}" for name, value in geometry.items()),
         f'-DACC_NAMES="{names}"',

@@ -17,7 +17,7 @@
 // With few tokens there are fewer tiles than multiprocessors. Then SPLIT blocks, a cluster, share the steps of a tile and add
 // up their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
 //
-// The compiler is told (gemm/hopper/compile.py): OPERAND_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
+// The compiler is told (gemm/hopper/compile.py): TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
 // ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor); and, since a preprocessor cannot count, the accumulator operands
 // of the wgmma: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
 // OPERAND(n) the string of the n-th operand after them (OPERAND_0 ... OPERAND_4 are given).
@@ -30,25 +30,25 @@ typedef long long i64;
 
 // ---- types -----------------------------------------------------------------------------------------------------------
 
-#if defined(OPERAND_S8)
+#if defined(TYPE_S8)
 typedef int acc_t;
 #define MMA_TYPES "s32.s8.s8"
 #define MMA_TAIL ""
-#elif defined(OPERAND_E4M3)
+#elif defined(TYPE_E4M3)
 typedef float acc_t;
 #define MMA_TYPES "f32.e4m3.e4m3"
 #define MMA_TAIL ", 1, 1"
-#elif defined(OPERAND_BF16)
+#elif defined(TYPE_BF16)
 typedef float acc_t;
 #define MMA_TYPES "f32.bf16.bf16"
 #define MMA_TAIL ", 1, 1, 0, 0"
-#elif defined(OPERAND_F16)
+#elif defined(TYPE_F16)
 typedef float acc_t;
 #define MMA_TYPES "f32.f16.f16"
 #define MMA_TAIL ", 1, 1, 0, 0"
 #endif
 
-#if defined(OPERAND_S8) || defined(OPERAND_E4M3)
+#if defined(TYPE_S8) || defined(TYPE_E4M3)
 #define K_SPARSE "k64"
 #define K_DENSE "k32"
 constexpr int META_WORDS = 2;  // metadata registers of a thread a step: one for each of its two instructions
@@ -434,7 +434,7 @@ __device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
 
 // Four sums into another block's memory; its barrier counts the bytes. Registers of wgmma go in as they are: a conversion of
 // their type would be an instruction that the compiler moves before the wait for them.
-#if defined(OPERAND_S8)
+#if defined(TYPE_S8)
 #define SUM "r"
 #else
 #define SUM "f"
