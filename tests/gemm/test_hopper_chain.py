@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper import chain as hopper_chain
 from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, Known
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_launch import LiftInputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import LinearTensors
 
 TOKENS, HIDDEN, WIDE = 3, 16, 32

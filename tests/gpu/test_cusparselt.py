@@ -15,8 +15,10 @@ from slidesparse import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
-from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress_matrix, plan_for, token_bucket
-from slidesparse.gemm.cusparselt.table import load_algorithms, table_path
+from slidesparse.gemm.cusparselt import plan as plans
+from slidesparse.gemm.cusparselt.backend import token_bucket
+from slidesparse.gemm.cusparselt.plan import METADATA_TILE, MatmulPlan, Shape, compress_matrix, plan_for
+from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import with_rows
@@ -245,14 +247,14 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
         shape = Shape(0, 128, 256, 256, rows, dtype, accumulator)
         for number in range(MatmulPlan(shape, None).algorithms):
             try:
-                plan = MatmulPlan(shape, cusparselt.Algorithm(number))
+                plan = MatmulPlan(shape, Algorithm(number))
             except UnsupportedError:
                 continue
             handle, structure = pointer(plan._handle.address), pointer(plan._plan)
             size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
             sizes = ctypes.byref(size), ctypes.byref(scratch)
             assert library.functions.cusparseLtSpMMACompressedSize(handle, structure, *sizes) == 0
-            assert size.value == ours.numel() - cusparselt.METADATA_TILE
+            assert size.value == ours.numel() - METADATA_TILE
             theirs = torch.zeros_like(ours)
             buffer = torch.empty(scratch.value + 16, dtype=torch.uint8, device="cuda")
             pointers = [pointer(t.data_ptr()) for t in (matrix, theirs, buffer)]
@@ -331,13 +333,13 @@ def test_two_streams() -> None:
 
 def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     destroyed = []
-    destroy = cusparselt._destroy
+    destroy = plans._destroy
 
     def counting(*arguments: object) -> None:
         destroyed.append(arguments)
         destroy(*arguments)
 
-    monkeypatch.setattr(cusparselt, "_destroy", counting)
+    monkeypatch.setattr(plans, "_destroy", counting)
     monkeypatch.setattr(cusparselt, "plan_for", lru_cache(maxsize=2)(plan_for.__wrapped__))
     layer, reference = _layer("6:8", "int8"), _layer("6:8", "int8", backend="reference")
     for m in (10, 40, 70, 10, 40, 70, 71, 72):

@@ -29,7 +29,7 @@ from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
-from slidesparse.kernels.lift_launch import LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftOutputs
 from slidesparse.layout import Layout, LinearTensors, with_rows
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight

@@ -14,20 +14,20 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs, inputs_of, is_aligned, outputs_of
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import (
     EARLY_ARCH,
     FP8_ARCH,
     Launch,
-    LiftInputs,
-    LiftOutputs,
     configure,
     device_arch,
+    make_variant,
 )
 from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.triton_launcher import ALIGNMENT, LARGEST, Launcher, early_start
-from slidesparse.layout import SLAB_BYTES, ColumnOrder, Lifted, LinearTensors, Slabs
+from slidesparse.kernels.triton_launcher import ALIGNMENT, Launcher, early_start
+from slidesparse.layout import ColumnOrder, Lifted, LinearTensors, Slabs
 from slidesparse.prologue import NORMS, Prologue
 from slidesparse.quant import QUANTISED
 from slidesparse.support import is_vector, with_contiguous_columns
@@ -223,7 +223,7 @@ class KernelLift:
         if tokens and width:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
-                self.launch(inputs, _outputs_of(lifted), eps)
+                self.launch(inputs, outputs_of(lifted), eps)
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
@@ -245,7 +245,7 @@ class KernelLift:
         inputs = inputs_of(x, residual, pairs, gain)
         tensors = x, residual, total, gain, pairs, values, scale
         arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, _aligned(inputs))
+        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
@@ -265,13 +265,13 @@ class KernelLift:
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
         if not is_current(self.index):
             return f"{self.device} is not the current device"
-        if not _aligned(inputs_of(x, residual, pairs, gain)):
+        if not is_aligned(inputs_of(x, residual, pairs, gain)):
             return f"rows, gain or index of pairs do not start at multiples of {ALIGNMENT} bytes or numbers"
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
         """Whether :meth:`launch` can run on these: a kernel is compiled, and they are aligned as it expects."""
-        return self.launcher.ready and _aligned(inputs)
+        return self.launcher.ready and is_aligned(inputs)
 
     def launch(self, inputs: LiftInputs, outputs: LiftOutputs, eps: float) -> None:
         """Launch by addresses on the current stream of the device, which is the current one; nothing is checked.
@@ -285,30 +285,6 @@ class KernelLift:
             current_stream(self.index),
             *(x, residual, total, gain, pairs, values, scale, self.tokens, x_stride, residual_stride, eps),
         )
-
-
-def inputs_of(
-    x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
-) -> LiftInputs:
-    """Return the addresses of checked tensors; ``pairs`` may be empty."""
-    residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
-    gain_at = None if gain is None else gain.data_ptr()
-    pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor has no address
-    return LiftInputs(x.data_ptr(), residual_at, gain_at, pairs_at, x.stride()[0], residual_stride)
-
-
-def _outputs_of(lifted: Lifted) -> LiftOutputs:
-    values, scale, total = lifted
-    return LiftOutputs(
-        None if total is None else total.data_ptr(), values.data_ptr(), None if scale is None else scale.data_ptr()
-    )
-
-
-def _aligned(inputs: LiftInputs) -> bool:
-    """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
-    x, residual, gain, pairs, x_stride, residual_stride = inputs
-    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0) | (pairs or 0)
-    return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
 
 
 def _described(tensor: torch.Tensor | None) -> str:
@@ -327,50 +303,3 @@ def _launcher(variant: LiftVariant, launch: Launch, source: torch.dtype, device:
     kernel, most = held_kernel if variant.held else walking_kernel, launch.registers or None
     early = early_start() if variant.early else {}
     return Launcher(kernel, (variant,), num_warps=launch.num_warps, maxnreg=most, **early)
-
-
-def make_variant(
-    order: ColumnOrder,
-    source: torch.dtype,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs | None,
-    launch: Launch,
-    early: bool = False,
-) -> LiftVariant:
-    """Return the constants that a launch compiles in.
-
-    Args:
-        order: The packed column order.
-        source: Type of the input.
-        target: Type of the output; the input's own type to lift only.
-        prologue: Applied first.
-        slabs: Layout of the output.
-        launch: Columns of a step.
-        early: See :class:`LiftVariant`.
-    """
-    if target not in QUANTISED and target != source:
-        raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
-        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
-    steps = launch.read, launch.write
-    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
-        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
-    return LiftVariant(
-        in_features=order.in_features,
-        half=order.group // 2,
-        k_offset=order.k_offset,
-        dense_groups=order.dense_groups,
-        slid_groups=order.slid_groups,
-        dense_columns=order.dense_columns,
-        slid_columns=order.slid_columns,
-        gathered=order.gathered,
-        prologue=prologue,
-        quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
-        itemsize=target.itemsize,
-        slab_rows=0 if slabs is None else slabs.rows,
-        swizzle=slabs is not None and slabs.swizzle,
-        read=launch.read,
-        write=launch.write,
-        early=early,
-    )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.lift_variant import CHUNKS
-from slidesparse.layout import ColumnOrder
+from slidesparse.kernels.lift_variant import CHUNKS, LiftVariant
+from slidesparse.layout import SLAB_BYTES, ColumnOrder, Slabs
+from slidesparse.prologue import Prologue
+from slidesparse.quant import QUANTISED
 
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
@@ -74,40 +75,6 @@ class Launch:
                 raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
 
 
-class LiftInputs(NamedTuple):
-    """Addresses and strides of what a launch reads.
-
-    Attributes:
-        x: Address of the activations.
-        residual: Of the residual; None where the kernel reads none, as below.
-        gain: Of the gain of the norm.
-        pairs: Of the index of pairs.
-        x_stride: Elements between two rows of the activations.
-        residual_stride: The same of the residual; 0 without.
-    """
-
-    x: int
-    residual: int | None
-    gain: int | None
-    pairs: int | None
-    x_stride: int
-    residual_stride: int
-
-
-class LiftOutputs(NamedTuple):
-    """Addresses of what a launch writes, all multiples of 16.
-
-    Attributes:
-        total: Memory for the new residual [M, K]; None where there is none.
-        values: Memory for the values, ``padded`` rows of ``width``.
-        scale: Memory for M scales, float32; None where nothing is quantised.
-    """
-
-    total: int | None
-    values: int
-    scale: int | None
-
-
 @lru_cache(maxsize=4096)
 def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, quantised: bool = True) -> Launch:
     """Choose the launch of a quantise-and-lift kernel.
@@ -158,3 +125,50 @@ def device_arch(device: torch.device) -> int:
         return 120
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def make_variant(
+    order: ColumnOrder,
+    source: torch.dtype,
+    target: torch.dtype,
+    prologue: Prologue,
+    slabs: Slabs | None,
+    launch: Launch,
+    early: bool = False,
+) -> LiftVariant:
+    """Return the constants that a launch compiles in.
+
+    Args:
+        order: The packed column order.
+        source: Type of the input.
+        target: Type of the output; the input's own type to lift only.
+        prologue: Applied first.
+        slabs: Layout of the output.
+        launch: Columns of a step.
+        early: See :class:`LiftVariant`.
+    """
+    if target not in QUANTISED and target != source:
+        raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
+    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
+        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
+    steps = launch.read, launch.write
+    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
+        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
+    return LiftVariant(
+        in_features=order.in_features,
+        half=order.group // 2,
+        k_offset=order.k_offset,
+        dense_groups=order.dense_groups,
+        slid_groups=order.slid_groups,
+        dense_columns=order.dense_columns,
+        slid_columns=order.slid_columns,
+        gathered=order.gathered,
+        prologue=prologue,
+        quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
+        itemsize=target.itemsize,
+        slab_rows=0 if slabs is None else slabs.rows,
+        swizzle=slabs is not None and slabs.swizzle,
+        read=launch.read,
+        write=launch.write,
+        early=early,
+    )

@@ -325,8 +325,8 @@ def compress_groups(
         groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
         k_offset: Position inside its group at which column 0 stands.
         metadata: Return the 2:4 metadata too.
-        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is checked
-            again, and nothing waits.
+        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is
+            checked again, and nothing waits.
         name: What error messages call the weight.
 
     Raises:

@@ -15,15 +15,8 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.autotune import copies_to_rotate, race
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.backend import (
-    ACCUMULATORS,
-    MULTIPLE,
-    MatmulPlan,
-    Shape,
-    compress_matrix,
-    plan_for,
-    token_bucket,
-)
+from slidesparse.gemm.cusparselt.backend import ACCUMULATORS, MULTIPLE, token_bucket
+from slidesparse.gemm.cusparselt.plan import MatmulPlan, Shape, compress_matrix, plan_for
 from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, Trial, add_records, table_path
 
 SEGMENT_K_ROWS = 512
@@ -90,7 +83,7 @@ def tune_shapes(
         progress: Told of every record.
 
     Returns:
-        The records, which :func:`slidesparse.gemm.cusparselt.backend.plan_for` uses from now on.
+        The records, which :func:`slidesparse.gemm.cusparselt.plan.plan_for` uses from now on.
     """
     records, sizes = [], list(dict.fromkeys(token_bucket(count) for count in tokens))
     for out, columns in dict.fromkeys(shapes):

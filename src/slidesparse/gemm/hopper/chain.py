@@ -27,7 +27,7 @@ from slidesparse.gemm.backend import OneByOne, Products
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_launch import LiftInputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.kernels.triton_launcher import ALIGNMENT
 from slidesparse.layout import SLAB_BYTES
 

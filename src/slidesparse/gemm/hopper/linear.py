@@ -16,7 +16,7 @@ from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
 from slidesparse.layout import LinearTensors
 from slidesparse.support import is_vector
 
