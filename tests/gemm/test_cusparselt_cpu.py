@@ -96,7 +96,7 @@ def _why(
     slid: bool = True,
 ) -> str | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(api, "load", lambda: _Library(*version))
+    monkeypatch.setattr(api, "load_library", lambda: _Library(*version))
     monkeypatch.setattr(cusparselt, "device_index", lambda device: 0)
     monkeypatch.setattr(cusparselt, "handle_of", lambda device: None)
     return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda"), slid))
@@ -180,7 +180,7 @@ def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypa
 
     monkeypatch.delitem(BACKENDS, "hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(api, "load", lambda: _Library(0, 8, 0))
+    monkeypatch.setattr(api, "load_library", lambda: _Library(0, 8, 0))
     monkeypatch.setattr(cusparselt, "device_index", lambda device: 0)
     monkeypatch.setattr(cusparselt, "handle_of", refuse)
     problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
