@@ -36,19 +36,19 @@ class SlideLinear(nn.Module):
     weight each token is quantised on the way in (:mod:`slidesparse.quant`).
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
-    layer but leaves its types alone. Its state dict is what a checkpoint holds (docs/format.md) and no backend's own
+    layer but leaves its types alone. Its state dict has the tensors of a checkpoint (docs/format.md), in no backend's
     form: ``weight`` [out, in], zeros in place and on the CPU, ``weight_scale`` float32 [out, 1] and ``bias`` [out].
 
     Args:
         packed: The weight; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
-        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
 
     Attributes:
-        choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
+        choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
         forms: The weight in the form of each of these backends.
-        spec: What the operators are told of it: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
+        spec: The description of it that operators take: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
     """
 
     weight_scale: torch.Tensor | None
@@ -75,16 +75,16 @@ class SlideLinear(nn.Module):
         problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
         self.choice = choose(problem, backend, fallback)
         self._set_forms(packed)
-        # Not persistent: the state dict has it in the shape of a checkpoint's (state_dict).
+        # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
-        """Bring a packed weight into the form of every backend of ``choice``."""
+        """Bring a packed weight into the form of every backend in ``choice``."""
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
-        self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
+        self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
         specs = tuple(form.spec() for form in self.forms)
         self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes).text
@@ -101,16 +101,16 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         name: str = "weight",
     ) -> SlideLinear:
-        """Take over a linear layer.
+        """Make a SlideLinear of a linear layer.
 
         Args:
-            linear: Its weight [out, in] and bias.
+            linear: The layer, whose weight [out, in] and bias are taken.
             pattern: The pattern of the packed weight.
             dtype: ``int8`` or ``fp8`` to quantise; ``bf16``, ``fp16`` or ``fp32`` to store as that.
             method: A pruning method to apply first; None when the weight satisfies the pattern already.
             backend: ``auto`` or a backend's name.
-            fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-            name: What error messages call the weight.
+            fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
+            name: The weight's name in error messages.
 
         Raises:
             PatternViolation: When the weight does not satisfy the pattern and no method was given.
@@ -124,11 +124,11 @@ class SlideLinear(nn.Module):
 
     @property
     def operand_bytes(self) -> dict[str, int]:
-        """Backend -> bytes of the form of the weight that is kept for it."""
+        """Backend -> bytes of its operand, which the layer keeps."""
         return {form.backend: form.operand_bytes for form in self.forms}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
+        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
@@ -156,7 +156,7 @@ class SlideLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """The device of the weight."""
         return self._forms[0].column_map.device
 
     @torch.no_grad()
@@ -164,9 +164,9 @@ class SlideLinear(nn.Module):
         """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
 
         Only the backends' forms of the weight are kept, and each has a layout of its own. So the layer multiplies the
-        rows of an identity, whose products are the columns of the weight: every sum has one term that is not zero.
-        Quantised to ``1 = 127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, they come back with an error of a few
-        float32 roundings, and the nearest value of the type is the weight, bit for bit but for the sign of zeros.
+        rows of an identity matrix, and the products are the columns of the weight: every sum has one non-zero term.
+        A one is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products have an error of a few
+        float32 roundings, and the nearest value of the type is the weight, bit for bit except for the sign of zeros.
 
         Raises:
             UnsupportedError: The layer cannot multiply where it is now.
@@ -193,7 +193,7 @@ class SlideLinear(nn.Module):
         return weight
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them; nothing of a backend's."""
+        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
         destination[f"{prefix}weight"] = self.unpack()
         if self.weight_scale is not None:
             destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
@@ -209,7 +209,7 @@ class SlideLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Pack the weight of a state dict, whose groups may be others than those of this layer's weight."""
+        """Pack the weight of a state dict; other groups may follow the pattern than in this layer's weight."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -229,7 +229,7 @@ class SlideLinear(nn.Module):
             needed = f"{self.weight_dtype} [{self.out_features}, {self.in_features}]"
             raise InputError(f"form of {name}", got=f"{weight.dtype} {list(weight.shape)}", needed=needed)
         weight = weight.detach().to(self.device)
-        # A uniform pattern holds for all groups; those of a partial one, or of a shard of it, the zeros show.
+        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
         whole = self.pattern == DENSE or (self.pattern.is_uniform and self._all_slid)
         groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
         scale = None if scale is None else scale.detach().to(self.device)
@@ -237,7 +237,7 @@ class SlideLinear(nn.Module):
         forms, spec, before = self.forms, self.spec, self._tensors()
         self._set_forms(packed)
         if self.spec == spec and [t.shape for t in before] == [t.shape for t in self._tensors()]:
-            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs know them by address
+            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs hold their addresses
                 own.copy_(new)
             self.forms, self._forms = forms, tuple(forms)
             if self.device.type == "cuda":  # as in Backend.prepare: a product may fetch weights early
@@ -249,10 +249,10 @@ class SlideLinear(nn.Module):
         return [tensor for form in self._forms for tensor in form.tensors]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"  # its forms are its own affair
+        return f"{type(self).__name__}({self.extra_repr()})"  # without the forms, which a Module would list
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """Return the text that ``print(model)`` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"pattern={self.pattern}, dtype={dtype_name(self.weight_dtype)}, backend={'+'.join(self.choice.backends)}"
@@ -266,7 +266,7 @@ class SlideLinear(nn.Module):
 
 @contextmanager
 def _whole_float32() -> Iterator[None]:
-    """Keep products of float32 in float32, where a user allowed TF32."""
+    """Compute float32 products in float32 even where a user allowed TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -280,7 +280,7 @@ def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
         raise InputError(
             "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
         )
-    return bias.detach().contiguous()  # kernels read it by its address
+    return bias.detach().contiguous()  # kernels read it by address
 
 
 def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:

@@ -1,4 +1,4 @@
-"""Pack a weight with what its device has: the kernels of :mod:`slidesparse.kernels.pack` on a GPU, else torch."""
+"""Pack a weight by the kernels of :mod:`slidesparse.kernels.pack` on a GPU, and in torch elsewhere."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ def pack(
     groups: torch.Tensor | None = None,
     name: str = "weight",
 ) -> PackedWeight:
-    """:func:`slidesparse.packed.pack_segments`, which explains the arguments: the same bits, the same errors."""
+    """Slide and compress a weight: :func:`slidesparse.packed.pack_segments`, which explains the arguments.
+
+    The kernels give the same bits and raise the same errors as the definition.
+    """
     packer = _packer(weight.device)
-    return packed.pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer)
+    return packed.pack_segments(
+        weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer
+    )
 
 
 @lru_cache(maxsize=64)
 def _packer(device: torch.device) -> Packer:
-    """The kernels, where there are any: Triton generates code from compute capability 8.0 on."""
+    """Return the kernels where they run, else torch: Triton generates code from compute capability 8.0 on."""
     if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return packed.TORCH
     return KernelPacker()

@@ -13,7 +13,7 @@ from slidesparse.packed import PackedWeight
 
 
 class WeightForm(nn.Module):
-    """A packed weight in the form of one backend, and which input column feeds which of its columns.
+    """A packed weight as one backend keeps it: operand, column map and index of pairs, as buffers.
 
     Args:
         packed: The weight.
@@ -40,19 +40,19 @@ class WeightForm(nn.Module):
 
     @property
     def operand(self) -> list[torch.Tensor]:
-        """What the backend reads of the weight."""
+        """The tensors that the backend's kernel reads of the weight."""
         return [getattr(self, name) for name in self._names]
 
     @property
     def operand_bytes(self) -> int:
-        """What the operand takes."""
+        """Bytes of the operand."""
         return sum(tensor.nbytes for tensor in self.operand)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the operator ``linear`` takes: all buffers, in the order in which they were registered."""
+        """All buffers in the order in which they were registered, as the operator ``linear`` takes them."""
         return cast("list[torch.Tensor]", list(self._buffers.values()))
 
     def spec(self) -> FormSpec:
-        """Return what the operator is told of them."""
+        """Return the description of these tensors that the operator takes."""
         return FormSpec(self.backend, self._order, len(self.tensors))

@@ -55,13 +55,13 @@ def quantize_lift(
     Args:
         x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
         order: The packed column order.
-        target: torch.int8, torch.float8_e4m3fn, or x's type: lift alone, bit for bit.
+        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
         prologue: A function of :mod:`slidesparse.prologue`.
-        pairs: Replaces ``order.pairs`` where ``order`` has none.
+        pairs: The index of pairs, where ``order.pairs`` is None.
         gain: [K] in x's type, the gain of the norm.
         residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
-        eps: Of the norm.
-        slabs: Slab after slab; row-major when None.
+        eps: The norm's epsilon.
+        slabs: Layout of the output in slabs; row-major when None.
         rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
 
     Raises:
@@ -78,7 +78,7 @@ def quantize_lift(
 
 
 class KernelLift:
-    """A lift of M tokens by a Triton kernel: everything that does not depend on the tensors' contents, made once.
+    """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
     Args:
         order: The packed column order.
@@ -86,16 +86,16 @@ class KernelLift:
         target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
         prologue: Applied first.
         tokens: M.
-        device: Where.
-        slabs: Slab after slab; row-major when None.
+        device: The device of the activations.
+        slabs: Layout of the output in slabs; row-major when None.
         rows: Allocate at least this many rows.
 
     Attributes:
-        index: Of the device; negative in Triton's interpreter.
-        shape: Of the activations.
-        width: K'.
+        index: Index of the device; negative in Triton's interpreter.
+        shape: Shape of the activations.
+        width: Packed columns K'.
         padded: Rows of memory that the values take.
-        quantised: There are scales.
+        quantised: Whether there are scales.
 
     Raises:
         InputError: A layout that does not fit.
@@ -153,7 +153,7 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Lift tensors of the types, the rows and the device that this lift was made for; the rest is checked.
+        """Lift checked tensors of the sizes, types and device that this lift was made for.
 
         Raises:
             InputError: As :func:`quantize_lift`.
@@ -167,10 +167,10 @@ class KernelLift:
         with torch.cuda.device(index):
             return self._run(index, x, residual, pairs, gain, eps)
 
-    # A launch passes addresses, which say neither how much memory follows them nor of what type and where it is.
+    # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
     def refusal(self, x: torch.Tensor, residual: torch.Tensor | None) -> InputError | None:
-        """Say what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
+        """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
         if not self.is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
         if self.prologue == "add_rms_norm" and not self.is_rows(residual):
@@ -178,7 +178,7 @@ class KernelLift:
         return None
 
     def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
-        """Say the same of what stays from call to call: the index of pairs, and the gain of the norm."""
+        """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
         if self.gathered and not self._is_index(pairs):
             needed = f"{self.width // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
@@ -188,7 +188,7 @@ class KernelLift:
         return None
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
-        """Whether these are activations, or a residual, as this lift was made for."""
+        """Whether this lift can read these activations, or this residual."""
         if x is None or x.shape != self.shape or x.dtype != self.source:
             return False
         return x.stride()[1] == 1 and x.device == self.device
@@ -227,7 +227,7 @@ class KernelLift:
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
-            values.resize_(tokens, width)  # the memory after them stays; a view would be another tensor to make
+            values.resize_(tokens, width)  # keeps the memory after them; a view would be one more tensor to make
         return lifted
 
     def _launch_by_triton(
@@ -250,7 +250,7 @@ class KernelLift:
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
     ) -> LiftInputs | None:
-        """Return what :meth:`launch` reads of these tensors; None where :meth:`why_not` says why it cannot."""
+        """Return the addresses that :meth:`launch` reads; None where it cannot read them (:meth:`why_not`)."""
         if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_weights(pairs, gain):
             return None
         inputs = inputs_of(x, residual, pairs, gain)
@@ -259,9 +259,9 @@ class KernelLift:
     def why_not(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
     ) -> str | None:
-        """Say why :meth:`inputs` gives nothing, in one sentence; None where only the first compilation is missing."""
+        """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
         refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
-        if refusal is not None:  # whose numbers differ with every batch, and a reason is logged once
+        if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
         if not is_current(self.index):
             return f"{self.device} is not the current device"
@@ -270,11 +270,11 @@ class KernelLift:
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
-        """Whether :meth:`launch` can run on these: a kernel is compiled, and they are aligned as it expects."""
+        """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
         return self.launcher.ready and is_aligned(inputs)
 
     def launch(self, inputs: LiftInputs, outputs: LiftOutputs, eps: float) -> None:
-        """Launch by addresses on the current stream of the device, which is the current one; nothing is checked.
+        """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
 
         :meth:`can_launch` must hold.
         """
@@ -294,7 +294,8 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 find_kernel_lift = lru_cache(maxsize=1 << 13)(KernelLift)
-"""One look-up a call: a model has few linears, and a server many numbers of tokens. An entry takes about 1 KB."""
+"""Return the :class:`KernelLift` of these arguments by one look-up. A model has few linears, a server many numbers of
+tokens, and an entry takes about 1 KB."""
 
 
 @lru_cache(maxsize=4096)

@@ -11,15 +11,15 @@ from slidesparse.layout import Lifted
 
 
 class LiftInputs(NamedTuple):
-    """Addresses and strides of what a launch reads.
+    """The addresses and strides that a launch reads.
 
     Attributes:
         x: Address of the activations.
-        residual: Of the residual; None where the kernel reads none, as below.
-        gain: Of the gain of the norm.
-        pairs: Of the index of pairs.
-        x_stride: Elements between two rows of the activations.
-        residual_stride: The same of the residual; 0 without.
+        residual: Address of the residual; None where the kernel reads none, as below.
+        gain: Address of the norm's gain.
+        pairs: Address of the index of pairs.
+        x_stride: Elements from one row of the activations to the next.
+        residual_stride: Elements from one row of the residual to the next; 0 without one.
     """
 
     x: int
@@ -31,12 +31,12 @@ class LiftInputs(NamedTuple):
 
 
 class LiftOutputs(NamedTuple):
-    """Addresses of what a launch writes, all multiples of 16.
+    """The addresses that a launch writes, all multiples of 16.
 
     Attributes:
-        total: Memory for the new residual [M, K]; None where there is none.
-        values: Memory for the values, ``padded`` rows of ``width``.
-        scale: Memory for M scales, float32; None where nothing is quantised.
+        total: Address of memory for the new residual [M, K]; None where there is none.
+        values: Address of memory for the values, ``padded`` rows of ``width``.
+        scale: Address of memory for M scales, float32; None where nothing is quantised.
     """
 
     total: int | None

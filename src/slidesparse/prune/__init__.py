@@ -1,4 +1,4 @@
-"""Pruning to a pattern: what each removal costs, and the mask that removes the least."""
+"""Pruning to a pattern: the cost of every removal, and the mask that costs least."""
 
 from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register_pruner
 from slidesparse.prune.gram import output_error

@@ -3,14 +3,14 @@
     acc[M, out] = x[M, K'] @ W[out, K']^T        the library, into int32 (INT8) or float32 (FP8)
     y = scale_x * (scale_w * acc) + bias         kernels/scale.py, one rounding
 
-The library offers no per-token scale, hence the second kernel. It thinks in columns: W row-major is its column-major
-[K', out], transposed; x row-major its [K', M]; and the product comes out column-major [out, M], which is acc row-major.
+The library offers no per-token scale, hence the second kernel. Its matrices are column-major: W row-major is its
+[K', out], transposed; x row-major is its [K', M]; and its product [out, M] is acc row-major.
 
 A *plan* belongs to one shape, M included, and takes half a millisecond to make. So M is padded to a bucket, plans are
-kept, and a call in steady state makes nothing: it costs one call into the library and one kernel launch.
+kept, and a call in steady state makes no plan: it costs one call into the library and one kernel launch.
 
 A partial pattern runs its dense segment through torch into an accumulator of its own; the second kernel adds the two,
-exactly for INT8 (the library's ``beta`` goes through float32) and with as many bytes moved.
+exactly for INT8 (the library's ``beta`` goes through float32) and with the same number of bytes moved.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SMALLEST_BUCKET = 32
 """torch._int_mm, which runs the dense segment, refuses 16 rows; no kernel has a tile of fewer than 64."""
 
 ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
-"""Operands -> the accumulators that leave the GEMM. 16-bit operands leave it in their own type, rounded once."""
+"""Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
 
 
 def token_bucket(tokens: int) -> int:
-    """Rows for M tokens: 16 buckets an octave, at most 6.25 % of padding from 256 tokens on.
+    """Return the padded rows for M tokens: 16 buckets an octave, at most 6.25 % of padding from 256 tokens on.
 
     >>> [token_bucket(m) for m in (0, 1, 33, 256, 257, 1000, 65536)]
     [0, 32, 48, 256, 272, 1024, 65536]
@@ -78,9 +78,9 @@ class CuSparseLt(Backend):
     """2:4 weights times lifted activations through cuSPARSELt.
 
     Args:
-        intermediate: ``"exact"``: int32 or float32 accumulators leave the GEMM and are rounded once, at the end.
-            ``"bf16"``: they leave it as bfloat16, which halves the bytes between the two kernels and rounds twice: an
-            output may be off by one bf16 rounding (2^-9 of its value, before the bias) more. ``auto`` never takes it.
+        intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
+            ``"bf16"``: it writes bfloat16, which halves the bytes between the two kernels and rounds twice: an output
+            may have one more bf16 rounding error (2^-9 of its value, before the bias). ``auto`` never takes it.
 
     A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
@@ -107,11 +107,11 @@ class CuSparseLt(Backend):
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
             version = api.load_library().version
-            handle_of(device_index(problem.device))  # the library's own word on this GPU and its driver
+            handle_of(device_index(problem.device))  # the library says whether it supports this GPU and its driver
         except UnsupportedError as error:
             return str(error)
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
-            # "illegal instruction" ends the process's CUDA context; it cannot be caught.
+            # "illegal instruction" destroys the process's CUDA context; it cannot be caught.
             return "FP16 kernels of cuSPARSELt 0.8 fail on Hopper from 128 tokens on; use bf16, or 0.9"
         return self._why_not_pattern(problem)
 
@@ -132,7 +132,7 @@ class CuSparseLt(Backend):
         return release("cuSPARSELt", api.load_library().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The compressed 2:4 segment, uint8 [bytes]; with a dense segment also that, [out, its K'], and a float32 1.
+        """Return the compressed 2:4 segment, uint8 [bytes]; with a dense one also that, [out, its K'], and a float32 1.
 
         Raises:
             UnsupportedError: When no group is slid (a shard of a partial weight can be so).
@@ -156,7 +156,7 @@ class CuSparseLt(Backend):
         return tuple(operand)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
-        """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
+        """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
         shape = self._shape(problem, tokens)
         record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         if record is None:
@@ -165,7 +165,7 @@ class CuSparseLt(Backend):
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
-        """The fastest algorithms of a search at this shape, each as :meth:`bare`; [] without one."""
+        """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
         record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         timed = [
@@ -230,7 +230,7 @@ class CuSparseLt(Backend):
         return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
-        """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
+        """Return the library's product alone, for a uniform pattern: [>= M, >= out], the accumulators."""
         return self._bare(None, x, operand, out_features)
 
     def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
@@ -246,7 +246,7 @@ class CuSparseLt(Backend):
         bias: torch.Tensor | None = None,
         plan: MatmulPlan | None = None,
     ) -> torch.Tensor:
-        """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
+        """Multiply activations [rows, K'], from column ``start`` on, by the 2:4 segment, and add the bias."""
         rows, stride = x.shape
         out = out_features + -out_features % MULTIPLE
         accumulator = self._accumulators.get(x.dtype, x.dtype)
@@ -266,7 +266,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """``x @ weight^T`` through torch (cuBLASLt): int32 for int8, float32 for FP8."""
+    """Return ``x @ weight^T`` by torch (cuBLASLt): int32 for int8, float32 for FP8."""
     if x.dtype == torch.int8:
         return torch_private.int8_mm(x, weight.T)
     return torch_private.fp8_mm(x, weight.T, one, one, out_dtype=torch.float32)

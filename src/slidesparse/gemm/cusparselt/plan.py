@@ -1,4 +1,4 @@
-"""Plans and compressed matrices of cuSPARSELt: the library's objects, made once and kept."""
+"""Plans and compressed matrices of cuSPARSELt: the library's objects, made once and then used by every call."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_algorithms, n
 from slidesparse.quant import dtype_name
 
 PLANS = 2048
-"""Plans kept, some kilobytes of host memory each: a model has few shapes, a shape 143 buckets up to 65536 tokens."""
+"""Most plans kept, some kilobytes of host memory each. A model has few shapes, a shape 143 buckets to 65536 tokens."""
 
 ALIGNMENT = 16
 
 METADATA_TILE = 2048
-"""Where K' is no multiple of 128, an INT8 kernel of 0.8.0 reads the metadata of a whole 128x128 tile, past what
-cusparseLtSpMMACompressedSize2 asks for (512 bytes past it at out = 128, K' = 448: compute-sanitizer)."""
+"""Bytes added to compressed matrices. Where K' is no multiple of 128, an INT8 kernel of 0.8.0 reads the metadata of a
+whole 128x128 tile, past the size that cusparseLtSpMMACompressedSize2 asks for (512 bytes past it at out = 128,
+K' = 448: compute-sanitizer)."""
 
 
 def device_index(device: torch.device) -> int:
@@ -32,7 +33,7 @@ def device_index(device: torch.device) -> int:
 
 @lru_cache(maxsize=64)
 def handle_of(device: int) -> api.Structure:
-    """The library's context on a device, for the life of the process."""
+    """Return the library's context on a device, for the life of the process."""
     handle = api.Structure()
     with torch.cuda.device(device):
         torch.cuda.init()
@@ -41,7 +42,7 @@ def handle_of(device: int) -> api.Structure:
 
 
 class Shape(NamedTuple):
-    """What a plan is for.
+    """The shape of a GEMM, for which a plan is made.
 
     Attributes:
         device: CUDA device index.
@@ -63,7 +64,7 @@ class Shape(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Under what a search stores its result."""
+        """The key under which a search stores its result."""
         gpu = torch.cuda.get_device_name(self.device)
         names = dtype_name(self.dtype), str(self.accumulator).removeprefix("torch.")
         return Key(gpu, api.load_library().version_text, self.out, self.columns, *names)
@@ -73,8 +74,8 @@ class MatmulPlan:
     """A GEMM that is ready to run.
 
     Args:
-        shape: Of what.
-        algorithm: Which kernel; None for the library's default.
+        shape: The shape of the GEMM.
+        algorithm: The kernel; None for the library's default.
 
     Attributes:
         workspace: Bytes of device memory that a run needs.
@@ -92,7 +93,7 @@ class MatmulPlan:
             )
         self._library, self._handle = api.load_library(), handle_of(shape.device)
         self._structures: list[tuple[str | None, api.Structure]] = []
-        # What was made is destroyed with the plan, also when making the rest fails.
+        # The structures are destroyed with the plan, also when making one of them fails.
         self._end = weakref.finalize(self, _destroy, self._library, self._structures)
         self._end.atexit = False
         with torch.cuda.device(shape.device):
@@ -160,7 +161,7 @@ class MatmulPlan:
             accumulate: Add to what ``y`` holds, in float32.
         """
         # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
-        # reuses this memory on this stream only after the GEMM, and it keeps it for a captured graph.
+        # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.
         workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
         stream = ctypes.c_void_p(current_stream(y.get_device()))
         pointer = y.data_ptr()
@@ -199,7 +200,7 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
-    """The plan of a shape, with the algorithm that a search found for it, or the library's default."""
+    """Return the plan of a shape, with the algorithm that a search found for it, or the library's default."""
     record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
     return MatmulPlan(shape, None if record is None else record.best)
 

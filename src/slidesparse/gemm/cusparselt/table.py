@@ -1,11 +1,11 @@
-"""What a search found: the fastest cuSPARSELt algorithm per shape, in one JSON file of the user's cache folder.
+"""The fastest cuSPARSELt algorithm of every searched shape, in one JSON file of the user's cache folder.
 
     {"version": 1, "records": [{"gpu": "NVIDIA H200", "library": "0.8.0", "out": 4608, "columns": 5376, "rows": 1024,
       "dtype": "int8", "accumulator": "int32", "algorithm": {"id": 7, "split_k": 1, "split_k_mode": 0},
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
 The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
-the library's own default runs; a null algorithm says that it won.
+the library's own default runs; a null algorithm says that the default was the fastest.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slidesparse.errors import InputError
 VERSION = 1
 
 ROWS_REACH = 2.0
-"""A record serves row counts within this factor of its own: beyond it another tile shape usually wins."""
+"""A record is used for row counts within this factor of its own: beyond it another tile is usually the fastest."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What selects a kernel of the library.
+    """The numbers that select a kernel of the library.
 
     Attributes:
-        id: Its number, 0 .. CONFIG_MAX_ID - 1.
+        id: The kernel's number, 0 .. CONFIG_MAX_ID - 1.
         split_k: Slices of K; -1 lets a Hopper kernel choose (segment-K).
         split_k_mode: cusparseLtSplitKMode_t; 0 leaves it as the library sets it.
     """
@@ -50,9 +50,9 @@ class Trial:
     """One algorithm of a search.
 
     Attributes:
-        algorithm: Which.
+        algorithm: The algorithm.
         time_us: Time of one GEMM, or None when it did not run.
-        fault: Why it is out of the race, or None.
+        fault: Why it was rejected, or None.
     """
 
     algorithm: Algorithm
@@ -66,7 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Key:
-    """What a record is about.
+    """The GPU, library, weight and types that a record is about.
 
     Attributes:
         gpu: Name of the device.
@@ -94,12 +94,12 @@ class AlgorithmRecord:
     """The outcome of one search.
 
     Attributes:
-        key: Of what.
-        rows: Tokens, as padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
-        best: The winner's algorithm; None when the library's default won.
+        key: The GPU, library, weight and types.
+        rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
+        best: The fastest algorithm; None when the library's default is the fastest.
         time_us: Its time.
         default_us: The time of the library's default.
-        trials: Everything that was tried.
+        trials: Every algorithm that was tried.
     """
 
     key: Key
@@ -125,12 +125,12 @@ AlgorithmTable = tuple[AlgorithmRecord, ...]
 
 
 def table_path() -> Path:
-    """Where the records are."""
+    """Return the path of the file of records."""
     return cache_folder() / "cusparselt-tune.json"
 
 
 def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecord | None:
-    """The record of this key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
+    """Return the record of this key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
 
     def distance(record: AlgorithmRecord) -> float:
         return abs(math.log2(record.rows / rows))
@@ -222,7 +222,7 @@ def load_algorithms(path: Path) -> AlgorithmTable:
 
 
 def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
-    """Write records into a file, in the place of older ones of the same key and rows; a reader sees old or new."""
+    """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new."""
     added = {(record.key, record.rows): record for record in records}
     load_algorithms.cache_clear()
     kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
