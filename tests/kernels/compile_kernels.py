@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
 from slidesparse.layout import ColumnOrder, Slabs
 from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
@@ -144,7 +144,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        plan = PackPlan(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
+        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,

@@ -56,7 +56,7 @@ class Compressed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackPlan:
+class PackVariant:
     """The constants that a packing kernel is compiled for, besides the types of its arguments.
 
     Attributes:
@@ -227,8 +227,8 @@ def find_following_groups(
     rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
     counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
     if rows:
-        plan, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
-        programs = -(-rows // COUNTED_ROWS) * plan.blocks
+        variant, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
+        programs = -(-rows // COUNTED_ROWS) * variant.blocks
         launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
     on_host = counts.cpu()
     if bool(on_host[1]):
@@ -250,8 +250,8 @@ def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *,
     groups = groups.contiguous()  # read by address
     values = empty(out, count * pattern.group, weight.dtype, index)
     if out and count:
-        plan, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
-        launcher.run(out * plan.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
+        variant, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
+        launcher.run(out * variant.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
     return values
 
 
@@ -272,8 +272,8 @@ def _prepare(
     *constants: object,
     metadata: bool = False,
     checked: bool = False,
-) -> tuple[PackPlan, Launcher]:
-    """Return the plan of a launch and its launcher: one look-up a call."""
+) -> tuple[PackVariant, Launcher]:
+    """Return the variant of a launch and its launcher: one look-up a call."""
     gathered = None if group_ids is None else group_ids.dtype
     sizes = weight.shape[1], group, groups, k_offset
     return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, metadata, checked, *constants)
@@ -289,10 +289,10 @@ def _prepared(
     metadata: bool,
     checked: bool,
     *constants: object,
-) -> tuple[PackPlan, Launcher]:
+) -> tuple[PackVariant, Launcher]:
     columns, group, groups, k_offset = sizes
     magnitude, non_finite = MAGNITUDE[dtype]
-    plan = PackPlan(
+    variant = PackVariant(
         columns=columns,
         group=group,
         k_offset=k_offset,
@@ -304,7 +304,7 @@ def _prepared(
         checked=checked,
         width=1 << (group - 1).bit_length(),
     )
-    return plan, Launcher(kernel, (plan, *constants), num_warps=4)
+    return variant, Launcher(kernel, (variant, *constants), num_warps=4)
 
 
 def compress_groups(
@@ -344,9 +344,9 @@ def compress_groups(
     faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
     if out and count:
         sizes = pattern.group, count, k_offset
-        plan, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
+        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
         tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
-        launcher.run(out * plan.blocks, index, tensors, (), (weight.stride(0),))
+        launcher.run(out * variant.blocks, index, tensors, (), (weight.stride(0),))
     if faults is not None and any(faults.tolist()):
         # Rare, and it ends in an error: the torch definition names the place.
         check_weight(weight, name)
