@@ -124,7 +124,7 @@ class MeasuredLayer:
         return f"{where} with {there}; this is {here}"
 
 
-def key(backend: str, pattern: str) -> str:
+def times_key(backend: str, pattern: str) -> str:
     """Return the name of a layer's times in the file."""
     return DENSE if backend == DENSE else f"{backend} {pattern}"
 
@@ -172,7 +172,7 @@ def find_nearest(
 
 def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
     """Return a layer's times at one pattern by backend, those that it has."""
-    keys = {name: key(name, pattern) for name in backends}
+    keys = {name: times_key(name, pattern) for name in backends}
     return {name: layer.us[filed] for name, filed in keys.items() if filed in layer.us}
 
 
