@@ -154,7 +154,7 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "metadata": "*u8",
             "faults": "*i32",
             "row_stride": "i32",
-            "P": (plan,),
+            "P": (variant,),
         }
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
         arguments = {
@@ -162,12 +162,12 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "counts": "*i32",
             "rows": "i32",
             "row_stride": "i32",
-            "P": (plan,),
+            "P": (variant,),
             "ROWS": (COUNTED_ROWS,),
         }
         yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
-        plan = replace(plan, gathered=True)
-        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (plan,)}
+        variant = replace(variant, gathered=True)
+        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (variant,)}
         yield f"pack: copy {dtype}", build(copy_kernel, arguments, arch, 4)
 
 
