@@ -169,7 +169,7 @@ def exact_rows(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a backend wants the activations.
+    """The layout in which a backend reads activations.
 
     They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it. So
     their shapes, and all code that reasons about shapes, stay those of the product.
@@ -256,7 +256,7 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
             "activations in slabs",
             got=f"{held} bytes, strides {x.stride()}",
             needed=f"{needed} bytes, contiguous",
-            remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
+            remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
 
 

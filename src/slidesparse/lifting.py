@@ -14,10 +14,8 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
 from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
-from slidesparse.quant import quantize_rows
+from slidesparse.quant import FLOATS, quantize_rows
 from slidesparse.slide import gather
-
-KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Lift(Protocol):
@@ -59,7 +57,7 @@ def find_lift(
         order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
     """
     needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+    if not order or device.type != "cuda" or source not in FLOATS or find_spec("triton") is None:
         return TorchLift(prologue, target, layout)
     if torch.cuda.get_device_capability(device) < needed:
         return TorchLift(prologue, target, layout)

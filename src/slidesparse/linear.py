@@ -19,11 +19,9 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight
+from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype, quantize_weight
 from slidesparse.support import following_groups
 from slidesparse.weight_form import WeightForm
-
-ACTIVATION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 UNPACKED_AT_ONCE = 1024
 """Columns of a weight that one product computes in :meth:`SlideLinear.unpack`."""
@@ -132,7 +130,7 @@ class SlideLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
-            if x.dtype not in ACTIVATION_TYPES:
+            if x.dtype not in FLOATS:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")

@@ -178,7 +178,7 @@ class Packer(Protocol):
 
 
 class TorchPacker:
-    """The definition of packing, for any device."""
+    """A :class:`Packer` in torch, the definition, for any device."""
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`Packer`."""

@@ -41,7 +41,7 @@ def _packer(device: torch.device) -> Packer:
 
 
 class KernelPacker:
-    """:class:`slidesparse.packed.Packer` through Triton."""
+    """A :class:`slidesparse.packed.Packer` that runs Triton kernels."""
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""

@@ -40,6 +40,9 @@ DTYPES: dict[str, torch.dtype] = {
 QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 """Storage types that carry scales."""
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of activations."""
+
 
 class Quantised(NamedTuple):
     """8-bit values and the float32 scales [rows, 1] with which ``values * scale`` gives the numbers back."""

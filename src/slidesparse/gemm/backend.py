@@ -233,7 +233,7 @@ class Backend(ABC):
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Multiply.
+        """Multiply lifted activations by a weight, and apply scales and bias.
 
         Args:
             x: [M, K'] in the layout asked for, in the weight's type.

@@ -56,7 +56,7 @@ def padded_rows(tokens: int) -> int:
 
 
 class Dense(Reference):
-    """The pruned weight in dense form."""
+    """The backend that multiplies the pruned weight in dense form."""
 
     name = "dense"
     layout = Layout(lifted=False, multiple=MULTIPLE, rows=padded_rows)
@@ -118,9 +118,10 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 
 
 class DenseLinear:
-    """Quantise, then multiply, with little more than allocations between the two; see :class:`Runner`.
+    """Runs a dense linear with little more than allocations between its two launches; see :class:`Runner`.
 
-    Layers that ``auto`` leaves dense for some numbers of tokens run here, in a model whose host may be the slower side.
+    Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
+    than the GPU.
 
     Args:
         lift: The lift, row-major and without padding.

@@ -56,7 +56,7 @@ def apply_scales(
 
 
 class Reference(Backend):
-    """Slid weights times lifted activations, exactly; slow."""
+    """The backend that multiplies slid weights by lifted activations exactly, and slowly."""
 
     name = "reference"
     accelerated = False

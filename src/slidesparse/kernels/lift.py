@@ -29,10 +29,8 @@ from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.triton_launcher import ALIGNMENT, Launcher, early_start
 from slidesparse.layout import ColumnOrder, Lifted, LinearTensors, Slabs
 from slidesparse.prologue import NORMS, Prologue
-from slidesparse.quant import QUANTISED
+from slidesparse.quant import FLOATS, QUANTISED
 from slidesparse.support import is_vector, with_contiguous_columns
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def quantize_lift(

@@ -230,7 +230,7 @@ def held_kernel(
     eps,
     P: tl.constexpr,
 ):
-    """One row a program; see the top of this file.
+    """Quantise and lift one row a program; see the top of this file.
 
     Where slabs are padded, programs past the last row repeat it. ``out_ptr`` is int16, a pair of columns each.
     """

@@ -169,7 +169,10 @@ def walking_kernel(
     eps,
     P: tl.constexpr,
 ):
-    """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
+    """Quantise and lift one row a program; see the top of this file.
+
+    Where slabs are padded, programs past the last row repeat it.
+    """
     begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)

@@ -67,7 +67,7 @@ def token_bucket(tokens: int) -> int:
 
 
 _CAPTURED: set[MatmulPlan] = set()
-"""Plans that a CUDA graph may have recorded: never destroyed, since a plan may own what its kernels need."""
+"""Plans that a CUDA graph may have recorded: never destroyed, since a plan may own memory that its kernels read."""
 
 Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
@@ -75,7 +75,7 @@ Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
 
 class CuSparseLt(Backend):
-    """2:4 weights times lifted activations through cuSPARSELt.
+    """The backend that multiplies 2:4 weights by lifted activations through cuSPARSELt.
 
     Args:
         intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.

@@ -150,7 +150,7 @@ class MatmulPlan:
         self._library.call("cusparseLtMatmulAlgSetAttribute", self._handle.address, selection, attribute, *where)
 
     def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
-        """``y = x @ W^T`` on the current stream; ``y +=`` it with ``accumulate``.
+        """Compute ``y = x @ W^T`` on the current stream, or ``y += x @ W^T`` with ``accumulate``.
 
         The device must be the current one.
 
@@ -158,7 +158,7 @@ class MatmulPlan:
             weight: From :func:`compress_matrix`.
             x_pointer: Address of the activations, a multiple of 16.
             y: [rows, out], contiguous.
-            accumulate: Add to what ``y`` holds, in float32.
+            accumulate: Add to the contents of ``y``, in float32.
         """
         # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
         # reuses this memory on this stream only after the GEMM, and keeps it for a captured graph.

@@ -162,7 +162,7 @@ class _StoredTrial:
 
 @dataclass(frozen=True)
 class _StoredRecord:
-    """A :class:`AlgorithmRecord` as the file has it."""
+    """An :class:`AlgorithmRecord` as the file has it."""
 
     gpu: str
     library: str

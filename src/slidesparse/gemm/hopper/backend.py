@@ -46,7 +46,7 @@ REVISION = "hopper-3"
 
 
 class Hopper(Backend):
-    """2:4 and dense segments times lifted activations on sm_90a, in one launch."""
+    """The backend that multiplies 2:4 and dense segments by lifted activations on sm_90a, in one launch."""
 
     name = "hopper"
     accelerated = True
