@@ -41,7 +41,7 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 """Storage types that carry scales."""
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of activations."""
+"""Types of weights and activations that are not quantised."""
 
 
 class Quantised(NamedTuple):
