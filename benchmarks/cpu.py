@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig
 
 from slidesparse.files.checkpoint import Stored, TensorWriter, write_json
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
 
 LLAMA_1B = {
@@ -66,7 +66,7 @@ def pack_seconds(repeats: int = 5) -> list[float]:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        pack(weight, "6:8")
+        pack_segments(weight, "6:8")
         times.append(time.perf_counter() - start)
     return times
 

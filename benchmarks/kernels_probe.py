@@ -23,7 +23,7 @@ from slidesparse.kernels import pack as packing
 from slidesparse.kernels.lift_launch import HELD_COLUMNS, WARPS, Launch, configure
 from slidesparse.kernels.lift_variant import CHUNKS
 from slidesparse.layout import ColumnOrder, Slabs, slab_view
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.prune import prune_mask
@@ -62,7 +62,7 @@ class Case:
 def weight(pattern: str, columns: int):
     parsed = Pattern.parse(pattern)
     groups = None if parsed.is_uniform else torch.arange(0, parsed.groups(columns), 2)
-    return pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups)
+    return pack_segments(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups)
 
 
 @functools.cache
@@ -235,14 +235,14 @@ def report_pack() -> None:
         dense = torch.where(prune_mask(dense, parsed), dense * 30, 0.0).to(dtype)
         small = dense[:99]
         wanted = compress(grouped(as_bits(small), parsed).view(dtype), parsed)
-        got = packing.compress(small, parsed)
+        got = packing.compress_groups(small, parsed)
         assert torch.equal(as_bits(got.values), as_bits(wanted[0])), f"pack {pattern} {dtype}: values"
         assert torch.equal(got.code, wanted[1]), f"pack {pattern} {dtype}: code"
         times = []
         for _ in range(5):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            packing.compress(dense, parsed, metadata=True)
+            packing.compress_groups(dense, parsed, metadata=True)
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         seconds = statistics.median(times)

@@ -26,7 +26,7 @@ LAYERS = [
     {"kernels"},
     {"lifting"},
     {"gemm", "packing"},
-    {"ops"},
+    {"ops", "weight_form"},
     {"linear"},
     {"models"},
     {"files", "recovery"},

@@ -17,10 +17,11 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, WeightSpec
-from slidesparse.linear import WeightForm, pack_weight
+from slidesparse.linear import pack_weight
 from slidesparse.quant import QUANTISED, parse_dtype, quantize_weight
 from slidesparse.slide import gather
 from slidesparse.support import following_groups
+from slidesparse.weight_form import WeightForm
 
 ACTIVATIONS = [torch.bfloat16, torch.float16, torch.float32]
 BACKENDS = ["reference", "dense"]

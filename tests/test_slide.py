@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from oracles import greedy_slide, lift_row, random_int8, supports
 
 from slidesparse import InputError, Pattern, lift
-from slidesparse.slide import compress, decode, decompress, encode, expand, gather, left_out, metadata, window_indices
+from slidesparse.slide import (
+    compress,
+    decode_group,
+    decompress,
+    encode_group,
+    expand,
+    gather,
+    left_out,
+    metadata,
+    window_indices,
+)
 from slidesparse.support import INT_VIEW
 
 LEGAL_NIBBLES = {0x4, 0x8, 0xC, 0x9, 0xD, 0xE}
@@ -78,10 +88,10 @@ def test_code_of_every_pair(n: int) -> None:
     pattern = _pattern(n)
     pairs = torch.tensor([(a, b) for b in range(2 * n) for a in range(b)], dtype=torch.int8)
     a, b = pairs.unbind(-1)
-    code = encode(a, b, pattern)
+    code = encode_group(a, b, pattern)
     assert code.dtype == (torch.uint8 if pattern.codes <= 256 else torch.int16)
     assert sorted(code.tolist()) == list(range(pattern.codes))
-    assert [position.tolist() for position in decode(code, pattern)] == [a.tolist(), b.tolist()]
+    assert [position.tolist() for position in decode_group(code, pattern)] == [a.tolist(), b.tolist()]
     # Entry i stands at window * 2 + index: the positions of a group without a and b, in order.
     positions = window_indices(code.unsqueeze(1), pattern).long() + torch.arange(pattern.keep) // 2 * 2
     expected = [[p for p in range(2 * n) if p not in pair] for pair in pairs.tolist()]
@@ -91,7 +101,7 @@ def test_code_of_every_pair(n: int) -> None:
 @pytest.mark.parametrize("code", [28, 255])
 def test_code_out_of_range(code: int) -> None:
     with pytest.raises(InputError, match="group code of 6:8"):
-        decode(torch.tensor([[code]], dtype=torch.uint8), Pattern(6, 8))
+        decode_group(torch.tensor([[code]], dtype=torch.uint8), Pattern(6, 8))
 
 
 def test_left_out_are_the_last_two_zeros() -> None:

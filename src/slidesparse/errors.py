@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first line of another library's error, for a message of ours, which has one line."""
+    """Return the kind and first line of another library's error, for a message of ours, which has one line."""
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"
 
@@ -64,4 +64,4 @@ class UnsupportedError(SlideSparseError, RuntimeError):
 
 
 class CheckpointError(SlideSparseError, RuntimeError):
-    """A checkpoint on disk that is missing, damaged or of a kind we do not treat."""
+    """A checkpoint on disk that is missing, damaged or of a kind that we do not handle."""

@@ -1,4 +1,4 @@
-"""The contract between lifting and multiplying: in which order, and where, activations stand in memory.
+"""The contract between lifting and multiplying: in which order, and where, activations lie in memory.
 
 A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it; the backend's kernel reads it.
 
@@ -25,7 +25,7 @@ SLAB_BYTES = 128
 """Row length of a slab: the widest swizzle span of Hopper's shared memory."""
 
 CHUNK_BYTES = 16
-"""What a swizzle moves as one."""
+"""Bytes that a swizzle moves together."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ColumnOrder:
     Attributes:
         in_features: Input columns K.
         group: Columns of a group, 2N.
-        k_offset: Position inside its group at which input column 0 stands.
+        k_offset: Position inside its group of input column 0.
         dense_groups: Groups in the dense segment.
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
@@ -55,11 +55,11 @@ class ColumnOrder:
 
     @classmethod
     def of(cls, packed: PackedWeight, multiple: int = 1) -> ColumnOrder:
-        """The order of ``packed.column_map(multiple)``.
+        """Return the order of ``packed.column_map(multiple)``.
 
         Args:
             packed: The weight that will multiply.
-            multiple: Each segment is padded with zeros to a multiple of so many columns: 1 or an even number.
+            multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
         """
         _check_multiple(multiple)
         pattern = packed.pattern
@@ -79,7 +79,7 @@ class ColumnOrder:
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
-        """Columns as they are, an even number of them, for a dense GEMM: the lift of 2:4 moves nothing."""
+        """Return the order that moves no column, for a dense GEMM: that of 2:4. The number of columns must be even."""
         _check_multiple(multiple)
         width = _padded(columns, multiple)
         if width % 2:
@@ -88,7 +88,7 @@ class ColumnOrder:
 
     @property
     def gathered(self) -> bool:
-        """The groups stand in an order of their own, which ``pairs`` says."""
+        """Whether the groups are in another order than the input's, which ``pairs`` gives."""
         return self.dense_groups > 0 and self.slid_groups > 0
 
     @cached_property
@@ -98,7 +98,7 @@ class ColumnOrder:
 
     @property
     def numbers(self) -> list[int]:
-        """All fields but ``pairs``, in order: an operator can take them as one argument."""
+        """All fields except ``pairs``, in order: an operator can take them as one argument."""
         return [
             self.in_features,
             self.group,
@@ -124,10 +124,10 @@ class ColumnOrder:
 class Slabs:
     """Slab after slab: ``[K' bytes / 128][M, padded to a multiple of rows][128 bytes]``.
 
-    Any tile of tokens by 128 bytes of K' is contiguous, what one bulk copy moves. Rows past M repeat the last one.
+    Any tile of tokens by 128 bytes of K' is contiguous: one bulk copy moves it. Rows past M repeat the last one.
 
     Attributes:
-        rows: A multiple of 8, with which the swizzle begins anew.
+        rows: A multiple of 8, after which the swizzle repeats.
         swizzle: Put 16-byte chunk ``c`` of row ``r`` at chunk ``c ^ (r % 8)``: the 128-byte swizzle of wgmma operands,
             for copies that do not swizzle themselves.
     """
@@ -140,18 +140,18 @@ class Slabs:
             raise InputError("rows of a slab", got=self.rows, needed="a positive multiple of 8")
 
     def padded(self, tokens: int) -> int:
-        """M, padded."""
+        """Return M, padded to a multiple of ``rows``."""
         return tokens + -tokens % self.rows
 
     def shape(self, tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
-        """Shape of the output in elements."""
+        """Return the shape of the output in elements."""
         slab = SLAB_BYTES // itemsize
         if width % slab:
             raise InputError("packed columns for slabs", got=width, needed=f"a multiple of {slab}")
         return width // slab, self.padded(tokens), slab
 
     def arrange(self, values: torch.Tensor) -> torch.Tensor:
-        """Row-major values [M, K'] in this layout, in torch: what the kernels write, of :meth:`shape`."""
+        """Return row-major values [M, K'] in this layout, of :meth:`shape`: the definition of the kernels' output."""
         tokens, width = values.shape
         slabs, rows, slab = self.shape(tokens, width, values.element_size())
         chunk = CHUNK_BYTES // values.element_size()
@@ -163,22 +163,22 @@ class Slabs:
 
 
 def exact_rows(tokens: int) -> int:
-    """As many rows as tokens."""
+    """Return as many rows as tokens."""
     return tokens
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a backend wants the activations.
+    """The layout in which a backend reads activations.
 
-    They are always a contiguous tensor [M, K'], whatever the order of the bytes in it and however much memory follows
-    it: shapes, and all code that reasons about them, stay those of the product.
+    They are always a contiguous tensor [M, K'], whatever the order of its bytes and however much memory follows it. So
+    their shapes, and all code that reasons about shapes, stay those of the product.
 
     Attributes:
         lifted: False for a backend that multiplies the unpacked weight.
         multiple: Columns of each segment are padded with zeros to a multiple of this.
-        rows: Tokens M -> rows that its GEMM reads. Whoever makes the activations allocates memory for that many rows,
-            with anything in those past M, and saves :func:`with_rows` a copy. It has no meaning with ``slabs``.
+        rows: Tokens M -> rows that its GEMM reads. The code that makes the activations allocates memory for that many
+            rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
         slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
             None: they are row-major.
     """
@@ -189,11 +189,11 @@ class Layout:
     slabs: Slabs | None = None
 
     def multiple_of(self, dtype: torch.dtype) -> int:
-        """To what segments of this type are padded: ``multiple``, and whole slabs where there are slabs."""
+        """Return the multiple of columns to which segments of this type are padded; slabs are whole."""
         return self.multiple if self.slabs is None else math.lcm(self.multiple, SLAB_BYTES // dtype.itemsize)
 
     def order(self, packed: PackedWeight) -> ColumnOrder | None:
-        """Return the column order in the few numbers that the Triton kernels take; None where they cannot write it."""
+        """Return the column order as the few numbers that the Triton kernels take; None where they cannot write it."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return ColumnOrder.of(packed, multiple)
@@ -201,7 +201,7 @@ class Layout:
         return ColumnOrder.identity(packed.shape[1], multiple) if even else None
 
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
-        """The input column behind every column that the kernel reads, -1 for padding: int64 [K']."""
+        """Return the input column that feeds every column that the kernel reads, -1 for padding: int64 [K']."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
             return packed.column_map(multiple)
@@ -210,15 +210,15 @@ class Layout:
 
 
 class LinearTensors(NamedTuple):
-    """The tensors that a linear reads besides activations: they stay from call to call.
+    """The tensors that a linear reads besides activations, the same in every call.
 
     Attributes:
         column_map: int64 [K'], the input column that feeds every packed column.
         pairs: :attr:`ColumnOrder.pairs`; empty where the groups are in input order.
-        operand: What a backend's kernel reads of the weight.
+        operand: The tensors that a backend's kernel reads of the weight.
         scale: float32 [out], the weight's scale; None for types that are not quantised.
         bias: [out], or None.
-        gain: [K], the gain of a norm before it; None without.
+        gain: [K], the gain of the norm in its prologue; None without one.
     """
 
     column_map: torch.Tensor
@@ -244,11 +244,11 @@ class Lifted(NamedTuple):
 
 
 def check_slabs(x: torch.Tensor, needed: int) -> None:
-    """Make sure that so many bytes lie behind activations [M, K'], which were made for a layout in slabs.
+    """Make sure that the memory of activations [M, K'], made for a layout in slabs, holds this many bytes.
 
     Raises:
-        InputError: When the memory behind them ends early: they were made for another layout, or copied since. Bytes of
-            another layout cannot be told apart where there are enough of them.
+        InputError: When their memory ends too early: they were made for another layout, or copied since. Where there is
+            enough memory, bytes of another layout cannot be recognised.
     """
     held = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if not x.is_contiguous() or held < needed:
@@ -256,12 +256,12 @@ def check_slabs(x: torch.Tensor, needed: int) -> None:
             "activations in slabs",
             got=f"{held} bytes, strides {x.stride()}",
             needed=f"{needed} bytes, contiguous",
-            remedy="pass on what ops.quantize_lift gave for this backend, uncopied",
+            remedy="pass on the result of ops.quantize_lift for this backend, uncopied",
         )
 
 
 def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
-    """The slabs behind activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
+    """Return the slabs of activations [M, K'] that were made for this layout: a view of :meth:`Slabs.shape`.
 
     Raises:
         InputError: See :func:`check_slabs`.
@@ -273,11 +273,11 @@ def slab_view(x: torch.Tensor, slabs: Slabs) -> torch.Tensor:
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Activations [M, K'] as [rows, K'], rows >= M; those past M hold anything.
+    """Return activations [M, K'] as [rows, K'], rows >= M; rows past M have any contents.
 
-    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory behind ``x`` costs
+    The row count of a library's plan is fixed, and that of a batch is not. Reading on in the memory after ``x`` costs
     nothing; where that is too short, the activations are copied. Every row of a product depends on its own token
-    alone, so what stands in the extra rows never reaches a user.
+    alone, so the contents of the extra rows never reach a user.
     """
     tokens, columns = x.shape
     if rows == tokens and x.is_contiguous():
@@ -291,14 +291,14 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _pairs(column_map: torch.Tensor, columns: int) -> torch.Tensor:
-    # Where one column of a pair does not exist (an odd k_offset, an odd K) the other one tells.
+    # Where one column of a pair does not exist (an odd k_offset, an odd K), the other one gives the pair.
     first, second = column_map[::2], column_map[1::2]
     pairs = torch.where(second >= 0, second - 1, torch.where(first >= 0, first, -2))
     return pairs.to(index_dtype(columns))
 
 
 def index_dtype(columns: int) -> torch.dtype:
-    """The narrowest type for indices of so many columns."""
+    """Return the narrowest type for indices of this many columns."""
     return torch.int16 if columns < 2**15 else torch.int32
 
 

@@ -1,7 +1,7 @@
-"""Lifting: the step before a product. Prologue, quantisation and lifting of M tokens, into a backend's layout.
+"""Everything that happens to M tokens before a product: prologue, quantisation and lifting, into a backend's layout.
 
 On a GPU one Triton kernel does all of it (:mod:`slidesparse.kernels.lift`). Elsewhere, and where Triton cannot, the
-torch definition here does the same in the same numbers.
+torch definition in this file computes the same numbers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
 from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
-from slidesparse.quant import quantize_rows
+from slidesparse.quant import FLOATS, quantize_rows
 from slidesparse.slide import gather
-
-KERNEL_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Lift(Protocol):
@@ -29,8 +27,8 @@ class Lift(Protocol):
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] in x's type, of any strides, for ``add_rms_norm``.
-            tensors: Of the linear: its column map or index of pairs, and the gain of the norm.
-            eps: Of the norm.
+            tensors: Of the linear's tensors a lift reads the column map or the index of pairs, and the norm's gain.
+            eps: The norm's epsilon.
 
         Raises:
             InputError: When shapes, types or devices do not fit.
@@ -50,16 +48,16 @@ def find_lift(
     """Return the kernel for a lift, or the torch definition where there is none.
 
     Args:
-        layout: Of the backend that will read the values.
+        layout: The layout of the backend that will read the values.
         prologue: Applied first.
         tokens: M.
         source: Type of the activations.
         target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
-        device: Where.
+        device: Where the activations are.
         order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
     """
     needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if not order or device.type != "cuda" or source not in KERNEL_INPUTS or find_spec("triton") is None:
+    if not order or device.type != "cuda" or source not in FLOATS or find_spec("triton") is None:
         return TorchLift(prologue, target, layout)
     if torch.cuda.get_device_capability(device) < needed:
         return TorchLift(prologue, target, layout)
@@ -71,12 +69,12 @@ def find_lift(
 
 
 class TorchLift:
-    """The definition, in torch, on any device.
+    """The definition of a lift, in torch, for any device.
 
     Args:
         prologue: Applied first.
         target: torch.int8, torch.float8_e4m3fn, or the activations' type to lift only.
-        layout: Of the result.
+        layout: The layout of the result.
     """
 
     def __init__(self, prologue: Prologue, target: torch.dtype, layout: Layout) -> None:
@@ -107,7 +105,7 @@ class TorchLift:
         return add_rms_norm(x, residual, gain, eps)
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
-        """Row-major activations [M, K'] in the layout."""
+        """Return row-major activations [M, K'] in the layout."""
         tokens, width = lifted.shape
         if self.layout.slabs is not None:
             return self.layout.slabs.arrange(lifted).view(-1, width)[:tokens]

@@ -12,66 +12,19 @@ from torch import nn
 from slidesparse import ops
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
-from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.gemm.spec import FormSpec, WeightSpec
+from slidesparse.gemm.spec import WeightSpec
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.quant import QUANTISED, dtype_name, parse_dtype, quantize_weight
+from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype, quantize_weight
 from slidesparse.support import following_groups
-
-ACTIVATION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+from slidesparse.weight_form import WeightForm
 
 UNPACKED_AT_ONCE = 1024
 """Columns of a weight that one product computes in :meth:`SlideLinear.unpack`."""
-
-
-class WeightForm(nn.Module):
-    """A packed weight in the form of one backend, and which input column feeds which of its columns.
-
-    Args:
-        packed: The weight.
-        backend: The backend's name.
-    """
-
-    column_map: torch.Tensor
-    pairs: torch.Tensor
-
-    def __init__(self, packed: PackedWeight, backend: str) -> None:
-        super().__init__()
-        chosen = get_backend(backend)
-        self.backend = backend
-        order = chosen.layout.order(packed)
-        self._order = () if order is None else tuple(order.numbers)
-        self.register_buffer("column_map", chosen.layout.column_map(packed), persistent=False)
-        pairs = None if order is None else order.pairs
-        nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
-        self.register_buffer("pairs", nothing if pairs is None else pairs, persistent=False)
-        operand = chosen.prepare(packed)
-        self._names = [f"operand_{i}" for i in range(len(operand))]
-        for name, tensor in zip(self._names, operand, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-
-    @property
-    def operand(self) -> list[torch.Tensor]:
-        """What the backend reads of the weight."""
-        return [getattr(self, name) for name in self._names]
-
-    @property
-    def operand_bytes(self) -> int:
-        """What the operand takes."""
-        return sum(tensor.nbytes for tensor in self.operand)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What the operator ``linear`` takes: all buffers, in the order in which they were registered."""
-        return cast("list[torch.Tensor]", list(self._buffers.values()))
-
-    def spec(self) -> FormSpec:
-        """Return what the operator is told of them."""
-        return FormSpec(self.backend, self._order, len(self.tensors))
 
 
 class SlideLinear(nn.Module):
@@ -81,19 +34,19 @@ class SlideLinear(nn.Module):
     weight each token is quantised on the way in (:mod:`slidesparse.quant`).
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
-    layer but leaves its types alone. Its state dict is what a checkpoint holds (docs/format.md) and no backend's own
+    layer but leaves its types alone. Its state dict has the tensors of a checkpoint (docs/format.md), in no backend's
     form: ``weight`` [out, in], zeros in place and on the CPU, ``weight_scale`` float32 [out, 1] and ``bias`` [out].
 
     Args:
         packed: The weight; an INT8 or FP8 one with its scale.
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
-        fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
 
     Attributes:
-        choice: Which backend runs for how many tokens, and why; logged once for each kind of layer.
+        choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
         forms: The weight in the form of each of these backends.
-        spec: What the operators are told of it: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
+        spec: The description of it that operators take: the text of a :class:`slidesparse.gemm.spec.WeightSpec`.
     """
 
     weight_scale: torch.Tensor | None
@@ -120,16 +73,16 @@ class SlideLinear(nn.Module):
         problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
         self.choice = choose(problem, backend, fallback)
         self._set_forms(packed)
-        # Not persistent: the state dict has it in the shape of a checkpoint's (state_dict).
+        # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
         self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
-        """Bring a packed weight into the form of every backend of ``choice``."""
+        """Bring a packed weight into the form of every backend in ``choice``."""
         forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
         self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
-        self._forms = tuple(self.forms)  # the same, where a call finds them without a Module's search for attributes
+        self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
         specs = tuple(form.spec() for form in self.forms)
         self.spec = WeightSpec(self.out_features, dtype_name(packed.dtype), specs, self.choice.routes).text
@@ -146,16 +99,16 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
         name: str = "weight",
     ) -> SlideLinear:
-        """Take over a linear layer.
+        """Make a SlideLinear of a linear layer.
 
         Args:
-            linear: Its weight [out, in] and bias.
+            linear: The layer, whose weight [out, in] and bias are taken.
             pattern: The pattern of the packed weight.
             dtype: ``int8`` or ``fp8`` to quantise; ``bf16``, ``fp16`` or ``fp32`` to store as that.
             method: A pruning method to apply first; None when the weight satisfies the pattern already.
             backend: ``auto`` or a backend's name.
-            fallback: What ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
-            name: What error messages call the weight.
+            fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
+            name: The weight's name in error messages.
 
         Raises:
             PatternViolation: When the weight does not satisfy the pattern and no method was given.
@@ -169,15 +122,15 @@ class SlideLinear(nn.Module):
 
     @property
     def operand_bytes(self) -> dict[str, int]:
-        """Backend -> bytes of the form of the weight that is kept for it."""
+        """Backend -> bytes of its operand, which the layer keeps."""
         return {form.backend: form.operand_bytes for form in self.forms}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] takes the place of the layer's own."""
+        """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
-            if x.dtype not in ACTIVATION_TYPES:
+            if x.dtype not in FLOATS:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
         elif x.dtype != self.weight_dtype:
             raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
@@ -201,7 +154,7 @@ class SlideLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """The device of the weight."""
         return self._forms[0].column_map.device
 
     @torch.no_grad()
@@ -209,9 +162,9 @@ class SlideLinear(nn.Module):
         """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
 
         Only the backends' forms of the weight are kept, and each has a layout of its own. So the layer multiplies the
-        rows of an identity, whose products are the columns of the weight: every sum has one term that is not zero.
-        Quantised to ``1 = 127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, they come back with an error of a few
-        float32 roundings, and the nearest value of the type is the weight, bit for bit but for the sign of zeros.
+        rows of an identity matrix, and the products are the columns of the weight: every sum has one non-zero term.
+        A one is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products have an error of a few
+        float32 roundings, and the nearest value of the type is the weight, bit for bit except for the sign of zeros.
 
         Raises:
             UnsupportedError: The layer cannot multiply where it is now.
@@ -238,7 +191,7 @@ class SlideLinear(nn.Module):
         return weight
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them; nothing of a backend's."""
+        """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
         destination[f"{prefix}weight"] = self.unpack()
         if self.weight_scale is not None:
             destination[f"{prefix}weight_scale"] = self.weight_scale.unsqueeze(1)
@@ -254,7 +207,7 @@ class SlideLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Pack the weight of a state dict, whose groups may be others than those of this layer's weight."""
+        """Pack the weight of a state dict; other groups may follow the pattern than in this layer's weight."""
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -274,7 +227,7 @@ class SlideLinear(nn.Module):
             needed = f"{self.weight_dtype} [{self.out_features}, {self.in_features}]"
             raise InputError(f"form of {name}", got=f"{weight.dtype} {list(weight.shape)}", needed=needed)
         weight = weight.detach().to(self.device)
-        # A uniform pattern holds for all groups; those of a partial one, or of a shard of it, the zeros show.
+        # A uniform pattern holds for all groups; for a partial one, or a shard of it, the zeros show the groups.
         whole = self.pattern == DENSE or (self.pattern.is_uniform and self._all_slid)
         groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
         scale = None if scale is None else scale.detach().to(self.device)
@@ -282,7 +235,7 @@ class SlideLinear(nn.Module):
         forms, spec, before = self.forms, self.spec, self._tensors()
         self._set_forms(packed)
         if self.spec == spec and [t.shape for t in before] == [t.shape for t in self._tensors()]:
-            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs know them by address
+            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs hold their addresses
                 own.copy_(new)
             self.forms, self._forms = forms, tuple(forms)
             if self.device.type == "cuda":  # as in Backend.prepare: a product may fetch weights early
@@ -294,10 +247,10 @@ class SlideLinear(nn.Module):
         return [tensor for form in self._forms for tensor in form.tensors]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"  # its forms are its own affair
+        return f"{type(self).__name__}({self.extra_repr()})"  # without the forms, which a Module would list
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows."""
+        """Return the text that ``print(model)`` shows."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"pattern={self.pattern}, dtype={dtype_name(self.weight_dtype)}, backend={'+'.join(self.choice.backends)}"
@@ -340,7 +293,7 @@ def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
         raise InputError(
             "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
         )
-    return bias.detach().contiguous()  # kernels read it by its address
+    return bias.detach().contiguous()  # kernels read it by address
 
 
 def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:

@@ -1,4 +1,4 @@
-"""PackedWeight: a weight in the canonical packed form, and its inverse.
+"""PackedWeight: a weight in the canonical packed form, which packing makes and unpacking reverses.
 
 A packed weight is a sequence of *segments* over the input's column groups, and one column map. A uniform pattern is one
 2:4 segment; a partial pattern is a dense segment (the groups that keep everything) followed by a 2:4 segment. The form
@@ -46,7 +46,7 @@ class Segment:
     code: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Segment:
-        """The same segment on another device."""
+        """Return the same segment on another device."""
         code = None if self.code is None else self.code.to(device)
         return replace(self, groups=self.groups.to(device), values=self.values.to(device), code=code)
 
@@ -56,9 +56,9 @@ class PackedWeight:
     """A weight [out, in] in packed form.
 
     Attributes:
-        pattern: What it follows.
+        pattern: The pattern that it follows.
         shape: ``(out, in)`` of the weight, before any padding.
-        k_offset: Position inside its group at which input column 0 stands.
+        k_offset: Position inside its group of input column 0.
         segments: See :class:`Segment`; empty ones are left out.
         scale: Weight scale, float32 [out], or None for an unquantised weight.
     """
@@ -76,24 +76,24 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
+        """The device of the values."""
         return self.segments[0].values.device
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of values and 2:4 metadata (two bits a kept value), the form that sparse MMA reads; no scales."""
+        """Bytes of values and 2:4 metadata (two bits a kept value), as sparse MMA reads them; without scales."""
         return sum(
             s.values.numel() * s.values.element_size() + (s.values.numel() // 4 if s.kind == "2:4" else 0)
             for s in self.segments
         )
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        """The same weight on another device."""
+        """Return the same weight on another device."""
         scale = None if self.scale is None else self.scale.to(device)
         return replace(self, segments=tuple(s.to(device) for s in self.segments), scale=scale)
 
     def unpack(self) -> torch.Tensor:
-        """The weight [out, in] again, bit for bit (but for the sign of zeros)."""
+        """Return the weight [out, in], bit for bit except for the sign of zeros: the inverse of packing."""
         out, columns = self.shape
         n, size = self.pattern.groups(columns, self.k_offset), self.pattern.group
         whole = torch.zeros(out, n, size, dtype=as_bits(self.segments[0].values).dtype, device=self.device)
@@ -106,21 +106,21 @@ class PackedWeight:
         return whole.flatten(1)[:, self.k_offset : self.k_offset + columns].contiguous().view(self.dtype)
 
     def columns(self) -> torch.Tensor:
-        """The matrix that multiplies lifted activations, zeros in place: [out, K'], every 2:4 segment a 2:4 matrix."""
+        """Return the matrix that multiplies lifted activations, zeros in place: [out, K'], with 2:4 segments in 2:4."""
         parts = [s.values if s.code is None else expand(s.values, s.code, self.pattern) for s in self.segments]
         return torch.cat([as_bits(part) for part in parts], -1).view(self.dtype)
 
     def metadata(self) -> torch.Tensor | None:
-        """2:4 metadata nibbles of the 2:4 segment, uint8 [out, n * (N - 1)], or None when all is dense."""
+        """Return the metadata nibbles of the 2:4 segment, uint8 [out, n * (N - 1)], or None when all is dense."""
         codes = [s.code for s in self.segments if s.code is not None]
         return metadata(codes[0], self.pattern) if codes else None
 
     def column_map(self, multiple: int = 1) -> torch.Tensor:
-        """The input column that feeds every packed column, -1 where none does: int64 [K'].
+        """Return the input column that feeds every packed column, -1 where none does: int64 [K'].
 
         Args:
-            multiple: Each segment is padded at its end to a multiple of so many columns, as a backend asks. There the
-                weight is 0 and so is the activation.
+            multiple: Each segment is padded at its end to a multiple of this many columns, as a backend asks. In the
+                padding both weight and activation are 0.
         """
         size, device = self.pattern.group, self.device
         window_starts = torch.arange(0, size - WINDOW + 1, STRIDE, device=device)
@@ -136,18 +136,18 @@ class PackedWeight:
         return torch.cat(parts)
 
     def lift(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations [..., in] -> [..., K'], to be multiplied by :meth:`columns`."""
+        """Lift activations [..., in] -> [..., K'], which :meth:`columns` multiplies."""
         return gather(x, self.column_map())
 
 
 class Packer(Protocol):
-    """What packing does with the bits of a weight; the forms of it give the same bits and raise the same errors.
+    """The part of packing that reads a weight's bits. All packers give the same bits and raise the same errors.
 
     Weights are [out, in] tensors that passed ``support.check_form``, with any row stride.
     """
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
-        """``support.following_groups`` of a weight, int64 [n], on the CPU: how many there are says what to launch.
+        """Return ``support.following_groups`` of a weight, int64 [n], on the CPU, where their number is needed.
 
         Raises:
             InputError: When the weight holds NaN or Inf.
@@ -155,7 +155,7 @@ class Packer(Protocol):
         ...
 
     def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
-        """Some groups as they are, side by side, -0.0 as +0.0 and zeros where the weight ends: [out, n * 2N]."""
+        """Copy some groups, side by side, -0.0 as +0.0, with zeros past the weight's end: [out, n * 2N]."""
         ...
 
     def compress(
@@ -168,7 +168,7 @@ class Packer(Protocol):
         *,
         checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``slide.compress`` of some ascending groups, all when None; ``checked``: they are what ``following`` found.
+        """Return ``slide.compress`` of ascending groups (None: all); ``checked``: :meth:`following` found these.
 
         Raises:
             PatternViolation: When one of them violates the pattern.
@@ -178,7 +178,7 @@ class Packer(Protocol):
 
 
 class TorchPacker:
-    """The definition, on any device."""
+    """A :class:`Packer` in torch, the definition, for any device."""
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`Packer`."""
@@ -212,7 +212,7 @@ class TorchPacker:
 TORCH = TorchPacker()
 
 
-def pack(
+def pack_segments(
     weight: torch.Tensor,
     pattern: Pattern | str,
     *,
@@ -226,21 +226,21 @@ def pack(
 
     Args:
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, zeros in place.
-        pattern: The pattern that it claims.
+        pattern: The pattern that it claims to follow.
         scale: Weight scale [out] or [out, 1], carried along as float32 [out].
-        k_offset: Position inside its group at which column 0 stands: ``shard_start % group`` for a shard.
-        groups: The column groups to slide, ascending; the others stay dense. None: all of a uniform pattern, and for a
-            partial one those that the zeros show, which must be at least its share. A shard of a partial weight has a
-            share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
-        name: What error messages call the weight.
-        packer: Whose code reads the weight's bits: :func:`slidesparse.packing.pack` chooses.
+        k_offset: Position inside its group of column 0: ``shard_start % group`` for a shard.
+        groups: The column groups to slide, ascending; the others stay dense. None: all groups for a uniform pattern;
+            for a partial one those that follow it by their zeros, which must be at least its share. A shard of a
+            partial weight has a share of its own: pass ``support.following_groups(shard, pattern, k_offset)``.
+        name: The weight's name in error messages.
+        packer: Reads the weight's bits: :func:`slidesparse.packing.pack` chooses it.
 
     Raises:
         PatternViolation: When a group that should follow the pattern does not. Nothing is ever dropped.
         InputError: When the weight, the scale or an argument is malformed.
 
     >>> w = torch.tensor([[5, 0, 7, 1, 0, 2, 0, 3]], dtype=torch.int8)
-    >>> packed = pack(w, "6:8")
+    >>> packed = pack_segments(w, "6:8")
     >>> packed.segments[0].values.tolist(), packed.columns().tolist()
     ([[5, 0, 7, 1, 2, 3]], [[5, 0, 0, 0, 7, 1, 0, 0, 0, 2, 0, 3]])
     >>> torch.equal(packed.unpack(), w)
@@ -265,7 +265,7 @@ def pack(
         slid = torch.arange(0) if groups is None else groups
     elif groups is None and pattern.is_uniform:
         slid = torch.arange(total)
-    else:  # also for the sake of NaN and Inf in the groups that stay dense
+    else:  # which also finds NaN and Inf in the groups that stay dense
         slid = packer.following(weight, pattern, k_offset, name)
         found = groups is None
         if groups is None:
@@ -274,7 +274,7 @@ def pack(
             slid = groups
     slid_there, segments = slid.to(weight.device, non_blocking=True), []
     if slid.numel() < total:
-        # On the CPU, as slid: each answer of a GPU is one to wait for.
+        # On the CPU, as slid is: every answer from a GPU would be one more to wait for.
         stays = torch.ones(total, dtype=torch.bool).index_fill_(0, slid, False)
         dense = stays.nonzero().flatten().to(weight.device, non_blocking=True)
         segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
@@ -292,4 +292,4 @@ def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Ten
         raise InputError(
             f"scale of {name}", got=list(scale.shape), needed=f"one scale a channel, [{out}] or [{out}, 1]"
         )
-    return scale.reshape(out).to(torch.float32).contiguous()  # kernels read it by its address
+    return scale.reshape(out).to(torch.float32).contiguous()  # kernels read it by address

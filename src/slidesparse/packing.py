@@ -1,4 +1,4 @@
-"""Pack a weight with what its device has: the kernels of :mod:`slidesparse.kernels.pack` on a GPU, else torch."""
+"""Pack a weight by the kernels of :mod:`slidesparse.kernels.pack` on a GPU, and in torch elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slidesparse import packed
 from slidesparse.packed import PackedWeight, Packer
 from slidesparse.pattern import Pattern
-from slidesparse.support import dense_rows
+from slidesparse.support import with_contiguous_columns
 
 
 def pack(
@@ -22,35 +22,40 @@ def pack(
     groups: torch.Tensor | None = None,
     name: str = "weight",
 ) -> PackedWeight:
-    """:func:`slidesparse.packed.pack`, which explains the arguments: the same bits, the same errors."""
+    """Slide and compress a weight: :func:`slidesparse.packed.pack_segments`, which explains the arguments.
+
+    The kernels give the same bits and raise the same errors as the definition.
+    """
     packer = _packer(weight.device)
-    return packed.pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer)
+    return packed.pack_segments(
+        weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer
+    )
 
 
 @lru_cache(maxsize=64)
 def _packer(device: torch.device) -> Packer:
-    """The kernels, where there are any: Triton generates code from compute capability 8.0 on."""
+    """Return the kernels where they run, else torch: Triton generates code from compute capability 8.0 on."""
     if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return packed.TORCH
     return KernelPacker()
 
 
 class KernelPacker:
-    """:class:`slidesparse.packed.Packer` through Triton."""
+    """A :class:`slidesparse.packed.Packer` that runs Triton kernels."""
 
     def following(self, weight: torch.Tensor, pattern: Pattern, k_offset: int, name: str) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""
-        from slidesparse.kernels.pack import following_groups
+        from slidesparse.kernels.pack import find_following_groups
 
         with torch.cuda.device_of(weight):  # Triton launches on the current device
-            return following_groups(dense_rows(weight), pattern, k_offset=k_offset, name=name)
+            return find_following_groups(with_contiguous_columns(weight), pattern, k_offset=k_offset, name=name)
 
     def copy(self, weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, k_offset: int) -> torch.Tensor:
         """See :class:`slidesparse.packed.Packer`."""
         from slidesparse.kernels.pack import copy_groups
 
         with torch.cuda.device_of(weight):
-            return copy_groups(dense_rows(weight), pattern, groups, k_offset=k_offset)
+            return copy_groups(with_contiguous_columns(weight), pattern, groups, k_offset=k_offset)
 
     def compress(
         self,
@@ -63,9 +68,9 @@ class KernelPacker:
         checked: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`slidesparse.packed.Packer`."""
-        from slidesparse.kernels.pack import compress
+        from slidesparse.kernels.pack import compress_groups
 
         with torch.cuda.device_of(weight):
-            rows = dense_rows(weight)
-            values, code, _ = compress(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
+            rows = with_contiguous_columns(weight)
+            values, code, _ = compress_groups(rows, pattern, groups, k_offset=k_offset, checked=checked, name=name)
         return values, code

@@ -109,11 +109,11 @@ class Pattern:
 
     @property
     def windows(self) -> int:
-        """Windows of a following group, ``N - 1``."""
+        """Number of windows of a following group, ``N - 1``."""
         return self.group // 2 - 1
 
     def window(self, j: int) -> range:
-        """Group positions that window ``j`` covers, ``2j .. 2j+3``."""
+        """Return the group positions that window ``j`` covers, ``2j .. 2j+3``."""
         if not 0 <= j < self.windows:
             raise InputError(f"no such window of {self}", got=j, needed=f"0 to {self.windows - 1}")
         return range(STRIDE * j, STRIDE * j + WINDOW)
@@ -144,17 +144,17 @@ class Pattern:
         return self.speedup(Fraction(2))
 
     def speedup(self, mma_gain: Fraction) -> Fraction:
-        """Speed-up over dense where a 2:4 multiply runs ``mma_gain`` times as fast as a dense one of equal size."""
+        """Return the speed-up over dense where 2:4 runs ``mma_gain`` times as fast as a dense multiply of its size."""
         slid = self.share * Fraction(self.slid_group, self.group) / Fraction(mma_gain)
         return 1 / (slid + (1 - self.share))
 
     @property
     def codes(self) -> int:
-        """Ways to leave two positions of a group out, ``C(2N, 2)``: the values that a group code can take."""
+        """Number of ways to leave out two positions of a group, ``C(2N, 2)``: the values of a group code."""
         return math.comb(self.group, 2)
 
     def bytes_per_weight(self, form: StorageForm, bits: int = 8) -> Fraction:
-        """Bytes that one weight of ``bits`` bits takes, metadata included, scales excluded.
+        """Return the bytes that one weight of ``bits`` bits takes, metadata included, scales excluded.
 
         Args:
             form: ``dense``; ``2:4`` (kept values and two bits of index each, what sparse MMA reads);
@@ -176,11 +176,11 @@ class Pattern:
         return self.share * following + (1 - self.share) * dense
 
     def groups(self, columns: int, k_offset: int = 0) -> int:
-        """Groups that cover ``columns`` input columns of which the first stands at position ``k_offset`` of a group."""
+        """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
         return -(-(k_offset + columns) // self.group)
 
     def following(self, groups: int) -> int:
-        """How many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
+        """Return how many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
         return math.ceil(self.share * groups)
 
 
@@ -190,7 +190,7 @@ DENSE = Pattern(2, 4, Fraction(0))
 
 @dataclass(frozen=True)
 class Decomposition:
-    """What sliding a ``keep:group`` source over ``hw_keep:hw_window`` hardware gives.
+    """The windows of a ``keep:group`` source on ``hw_keep:hw_window`` hardware, and whether they suffice.
 
     Attributes:
         starts: First position of each window.
@@ -275,7 +275,7 @@ def decompose(keep: int, group: int, hw_keep: int = 2, hw_window: int = 4) -> De
 def _hall_violator(
     keep: int, group: int, hw_keep: int, hw_window: int, starts: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The smallest support that overfills a run of neighbouring windows, or None."""
+    """Return the smallest support that overfills a run of neighbouring windows, or None."""
     covering = [[w for w, start in enumerate(starts) if start <= p < start + hw_window] for p in range(group)]
     for length in range(1, len(starts) + 1):
         room = length * hw_keep

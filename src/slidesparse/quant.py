@@ -1,6 +1,6 @@
 """Symmetric 8-bit quantisation: weights per output channel, activations per token.
 
-Activations follow the expressions of vLLM's kernels: who serves a checkpoint must not change its numbers. With
+Activations follow the expressions of vLLM's kernels: a checkpoint must give the same numbers whoever serves it. With
 ``absmax`` over the row, all in float32:
 
 - int8: stores ``absmax / 127``, quantises to ``rint(x * (127 / absmax))``; kernel ``dynamic_scaled_int8_quant`` in
@@ -40,6 +40,9 @@ DTYPES: dict[str, torch.dtype] = {
 QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 """Storage types that carry scales."""
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of weights and activations that are not quantised."""
+
 
 class Quantised(NamedTuple):
     """8-bit values and the float32 scales [rows, 1] with which ``values * scale`` gives the numbers back."""
@@ -49,7 +52,7 @@ class Quantised(NamedTuple):
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """``"int8"``, ``"fp8"``, ``"bf16"``, ``"fp16"`` or ``"fp32"`` (or its torch.dtype) -> torch.dtype.
+    """Return the torch.dtype of ``"int8"``, ``"fp8"``, ``"bf16"``, ``"fp16"`` or ``"fp32"``; a torch.dtype passes.
 
     Raises:
         InputError: For any other name or type.
@@ -61,7 +64,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The inverse of :func:`parse_dtype`."""
+    """Return the name of a type: the inverse of :func:`parse_dtype`."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
@@ -70,7 +73,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
 
     Args:
         x: [..., K], float32, bfloat16 or float16. A row that holds NaN or Inf gets a scale that is NaN or Inf, so the
-            fault stays visible in what is computed from it.
+            fault stays visible in everything that is computed from it.
         dtype: torch.int8 or torch.float8_e4m3fn.
 
     Returns:
@@ -79,7 +82,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     wide = x.to(torch.float32)
     absmax = wide.abs().amax(-1, keepdim=True)
     # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
-    # t * (1 / 127). That rounds twice, and values at half of absmax would go to the other neighbour.
+    # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
     if dtype == torch.int8:
         limit = torch.full_like(absmax, INT8_MAX)
         inverse = torch.where(absmax == 0, 0.0, limit / absmax)
@@ -98,7 +101,7 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "we
     Args:
         weight: [out, in], bfloat16, float16 or float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        name: What error messages call the weight.
+        name: The weight's name in error messages.
 
     Raises:
         InputError: When the weight holds NaN or Inf, or is no float matrix.
@@ -125,7 +128,7 @@ def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
 
 def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
-    """The absmean of a BitNet b1.58 master weight, ``max(mean |w|, 1e-5)``: float32 scalar."""
+    """Return the absmean of a BitNet b1.58 master weight, ``max(mean |w|, 1e-5)``: float32 scalar."""
     return weight.to(torch.float32).abs().mean().clamp(min=TERNARY_MIN_SCALE)
 
 
@@ -141,7 +144,7 @@ def ternary_weight(
         weight: [out, in], float, pruned or not.
         absmean: float32 scalar.
         dtype: torch.int8 only.
-        name: What error messages call the weight.
+        name: The weight's name in error messages.
     """
     check_weight(weight, name)
     if dtype != torch.int8:
@@ -151,5 +154,5 @@ def ternary_weight(
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``values * scale`` in float32: values [rows, K], scale [rows, 1] or [rows] -> float32 [rows, K]."""
+    """Return ``values * scale`` in float32: values [rows, K], scale [rows, 1] or [rows] -> float32 [rows, K]."""
     return values.to(torch.float32) * scale.reshape(-1, 1).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Benchmark records: what one line of a results file says, written by ``bench`` and read by ``report``.
+"""Benchmark records: the lines of a results file, written by ``bench`` and read by ``report``.
 
 A file is JSON lines, one :class:`Record` a line, compressed where its name ends in ``.gz``. All records of one
 *comparison* (one problem, its variants interleaved in one run) share ``started``; only those may be divided by one
@@ -30,7 +30,7 @@ ALONE, LIBRARY = "alone", "library"
 SQUARE = "square"
 ALL = "*"
 ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
-"""Benchmarks of whole engines: times of requests, and of what the kernels of a prefill and of a decoding step do."""
+"""Benchmarks of whole engines: times of requests, and of the kernels of a prefill and of a decoding step."""
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: one problem.
+    """One problem that is measured.
 
     Attributes:
         benchmark: ``gemm``, ``kernels``, ``linear``, ``pack``, ``vllm``, ``vllm kernels`` or ``vllm step kernels``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
-        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, and what kernels do
-            (``gemm``, ...); empty where there is no model.
+        layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, or the work of
+            kernels (``gemm``, ...); empty where there is no model.
         dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
         tokens: M, rows of the activations (tokens of a prefill, sequences of a decoding step); 0 where there are none.
         out_features: N, rows of the weight; 0 where there is none.
@@ -76,7 +76,7 @@ class Case:
         return 2 * self.tokens * self.out_features * self.in_features
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return the case as one line for people."""
         words = [self.benchmark, self.dtype, "" if self.scaled else "bare", self.model, self.layer]
         sizes = {"M": self.tokens, "N": self.out_features, "K": self.in_features}
         return " ".join([word for word in words if word] + [f"{k}={size}" for k, size in sizes.items() if size])
@@ -111,7 +111,7 @@ class Tried:
     """One algorithm of a search.
 
     Attributes:
-        name: As its library calls it.
+        name: Its name in its library.
         median_us: Median time in microseconds; None where it has none, or only the library's own search knows it.
         why_not: Why it could not run, or None.
     """
@@ -123,7 +123,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Clocks:
-    """What the GPU reported: SM clock in MHz, power in W, temperature in degrees C; None where it would not say."""
+    """SM clock in MHz, power in W and temperature in degrees C, as the GPU reports them; None where it does not."""
 
     sm_mhz: float | None
     power_w: float | None
@@ -132,7 +132,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a record was made; versions are None where a package is not installed."""
+    """The machine that made a record; versions are None where a package is not installed."""
 
     gpu: str
     capability: str
@@ -154,20 +154,20 @@ class Record:
 
     Attributes:
         case: The problem.
-        machine: Where.
+        machine: The machine that ran it.
         started: When the comparison began: UTC, ISO 8601; the same in all its records.
-        clocks_before: Before the comparison.
-        clocks_after: When its last launch had been queued, so under load.
+        clocks_before: The clocks before the comparison.
+        clocks_after: The clocks when its last launch had been queued, so under load.
         variant: ``dense``, a pattern (``6:8``), ``inf`` (the paper's control: a dense weight in slid form), the name
             of a kernel (``copy``, ``quantize``, ``lift 6:8``), or ``*`` for a whole problem that was left out.
-        backend: Whose kernel ran.
-        algorithm: The fastest algorithm, by the name that its library gives it.
+        backend: The backend whose kernel ran.
+        algorithm: The name of the fastest algorithm in its library.
         tried: Every algorithm that was tried to find it.
-        timing: None when there is no time; ``why_not`` says why.
+        timing: The times; None when there are none, and ``why_not`` says why.
         why_not: A refusal, a failure, or a budget that was spent; None when there is a time.
-        error: Relative error of the result, checked before timing; None without a time, and of whole engines.
+        error: Relative error of the result, checked before timing; None without a time, and for whole engines.
         noise: Relative difference of the medians of one variant timed twice in this comparison.
-        ideal_speedup: Over dense, were 2:4 twice as fast as dense; None where it means nothing.
+        ideal_speedup: Speed-up over dense if 2:4 were twice as fast as dense; None where it means nothing.
         n_bytes: Fewest bytes that the variant moves: inputs read once, outputs written once. Of a whole engine the
             bytes of its weights.
         format: Version of this schema.
@@ -191,12 +191,12 @@ class Record:
     format: int = FORMAT
 
     def to_line(self) -> str:
-        """One line of a results file, without the newline."""
+        """Return the record as a line of a results file, without the newline."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_line(cls, line: str) -> Record:
-        """The inverse of :meth:`to_line`.
+        """Read a line of a results file: the inverse of :meth:`to_line`.
 
         Raises:
             InputError: When the line is not such a record, naming the field.
@@ -212,14 +212,14 @@ class Record:
 
 
 def open_records(path: Path, mode: str) -> IO[str]:
-    """Open a file of records as text: ``r`` to read it, ``x`` to make it, ``a`` to add to it."""
+    """Open a file of records as text, in mode ``r`` to read it, ``x`` to create it, or ``a`` to add to it."""
     if path.suffix == ".gz":
         return cast("IO[str]", gzip.open(path, f"{mode}t", encoding="utf-8"))
     return path.open(mode, encoding="utf-8")
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """Read all records of some files, in their order.
+    """Return all records of some files, in their order.
 
     Raises:
         InputError: Naming the file and line that is no record, or a file that cannot be read.
@@ -228,14 +228,14 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
 
 
 def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
-    """Read each line of some files of records, in their order.
+    """Return a record for each line of some files, in their order.
 
     Args:
         paths: The files.
         parse: Makes a record of a line, or raises :class:`InputError`.
 
     Raises:
-        InputError: Naming the file and line that is no record, or a file that cannot be read.
+        InputError: Naming the file and the line that is no record, or the file that cannot be read.
     """
     records = []
     for path in paths:

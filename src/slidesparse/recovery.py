@@ -1,7 +1,7 @@
-"""Training on after pruning, with the zeros held where they are.
+"""Training after pruning, with the zeros held where they are.
 
-Works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after each step, or give :meth:`HeldZeros.callback`
-to transformers' Trainer. The zeros are read from the model, so whatever pruned it is fine.
+It works with any loop and any optimiser: call :meth:`HeldZeros.apply_` after each step, or give
+:meth:`HeldZeros.callback` to transformers' Trainer. The zeros are read from the model, whatever pruned it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class HeldZeros:
     """The zeros of a pruned model, which training must not fill.
 
     Args:
-        model: Pruned, its weights in a float type.
-        names: Linears whose zeros are held; None: all that :func:`slidesparse.models.targets.find_targets` treats.
+        model: A pruned model, its weights in a float type.
+        names: Linears whose zeros are held; None: all that :func:`slidesparse.models.targets.find_targets` finds.
 
     Raises:
         InputError: When no weight of these linears is zero, so that nothing was pruned.
@@ -44,14 +44,14 @@ class HeldZeros:
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Set the held weights back to zero; after each optimiser step."""
+        """Set the held weights back to zero; call it after each optimiser step."""
         for name, module in self.modules.items():
             weight: Any = module.weight  # asked for anew: Trainer moves the model after its callbacks are made
             self.zeros[name] = self.zeros[name].to(weight.device)
             weight.masked_fill_(self.zeros[name], 0)
 
     def callback(self) -> Any:
-        """A transformers ``TrainerCallback`` that does so after each optimiser step."""
+        """Return a transformers ``TrainerCallback`` that calls :meth:`apply_` after each optimiser step."""
         try:
             from transformers import TrainerCallback
         except ImportError as error:

@@ -4,7 +4,7 @@ A group of ``2N`` columns keeps exactly ``2N - 2`` slots: every non-zero, topped
 positions ``a < b`` are left out, the last two zeros of the group, and everything else follows from them::
 
     6:8 group     w = [ 5  0  7  1  0  2  0  3 ]     zeros at 1, 4, 6; left out: a = 4, b = 6
-    kept          values = [ 5  0  7  1  2  3 ]      entry i stands at position i + (i >= a) + (i + 1 >= b)
+    kept          values = [ 5  0  7  1  2  3 ]      entry i is at position i + (i >= a) + (i + 1 >= b)
     windows       0: 5 0 | 1: 7 1 | 2: 2 3           window j takes entries 2j and 2j+1, never more than two
     slid (2:4)    [5 0 . .] [7 1 . .] [. 2 . 3]      window j shows positions 2j .. 2j+3
 
@@ -25,7 +25,7 @@ from slidesparse.support import INT_VIEW, as_bits, check_k_offset, grouped, is_n
 
 
 def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last two zeros of every group: [..., 2N] -> (a, b), each int8 [...], a < b.
+    """Return the last two zeros of every group: [..., 2N] -> (a, b), each int8 [...], a < b.
 
     The groups must hold at least two zeros each (``support.check_groups``).
     """
@@ -37,15 +37,15 @@ def left_out(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return a, b
 
 
-def encode(a: torch.Tensor, b: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The group code: the rank ``b(b-1)/2 + a`` of the pair, uint8 while ``C(2N, 2) <= 256``, else int16."""
+def encode_group(a: torch.Tensor, b: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Return the group code, the rank ``b(b-1)/2 + a`` of the pair: uint8 while ``C(2N, 2) <= 256``, else int16."""
     dtype = torch.uint8 if pattern.codes <= 256 else torch.int16
     wide_b = b.to(torch.int16)
     return (wide_b * (wide_b - 1) // 2 + a).to(dtype)
 
 
-def decode(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of :func:`encode`.
+def decode_group(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two positions that a group code names: the inverse of :func:`encode_group`.
 
     Raises:
         InputError: When a code is no pair of this pattern's positions.
@@ -62,26 +62,26 @@ def decode(code: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Te
 
 
 def compress(groups: torch.Tensor, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept values and code of every group; -0.0 becomes +0.0.
+    """Return the kept values and the code of every group; -0.0 becomes +0.0.
 
     Args:
         groups: [out, n, 2N], any supported type, at most ``2N - 2`` non-zeros in each group.
         pattern: The pattern that the groups follow.
 
     Returns:
-        values [out, n * keep] in the weight's type, and code [out, n] (see :func:`encode`).
+        values [out, n * keep] in the weight's type, and code [out, n] (see :func:`encode_group`).
     """
     a, b = left_out(groups)
     bits = torch.where(is_nonzero(groups), as_bits(groups), 0)
     entry = torch.arange(pattern.keep, dtype=torch.int8, device=groups.device)
     before_a, before_b = entry < a.unsqueeze(-1), entry + 1 < b.unsqueeze(-1)
     values = torch.where(before_a, bits[..., :-2], torch.where(before_b, bits[..., 1:-1], bits[..., 2:]))
-    return values.flatten(-2).view(groups.dtype), encode(a, b, pattern)
+    return values.flatten(-2).view(groups.dtype), encode_group(a, b, pattern)
 
 
 def decompress(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The inverse of :func:`compress`: values [out, n * keep], code [out, n] -> groups [out, n, 2N]."""
-    a, b = (position.unsqueeze(-1) for position in decode(code, pattern))
+    """Return the groups again: values [out, n * keep], code [out, n] -> groups [out, n, 2N]."""
+    a, b = (position.unsqueeze(-1) for position in decode_group(code, pattern))
     kept = as_bits(values).unflatten(-1, (-1, pattern.keep))
     padded = torch.nn.functional.pad(kept, (2, 2))
     at = torch.arange(pattern.group, dtype=torch.int8, device=values.device)
@@ -93,15 +93,15 @@ def decompress(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> to
 
 
 def window_indices(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The 2:4 index of every kept value inside its window: code [out, n] -> uint8 [out, n * keep], each 0 to 3."""
-    a, b = (position.unsqueeze(-1) for position in decode(code, pattern))
+    """Return the 2:4 index of every kept value in its window: code [out, n] -> uint8 [out, n * keep], each 0 to 3."""
+    a, b = (position.unsqueeze(-1) for position in decode_group(code, pattern))
     entry = torch.arange(pattern.keep, dtype=torch.int8, device=code.device)
     index = (entry % WINDOW_KEEP) + (entry >= a) + (entry + 1 >= b)
     return index.to(torch.uint8).flatten(-2)
 
 
 def metadata(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The 2:4 metadata nibble of every window, ``index0 | index1 << 2``: code [out, n] -> uint8 [out, n * (N - 1)].
+    """Return the metadata nibble of every window, ``index0 | index1 << 2``: code [out, n] -> uint8 [out, n * (N - 1)].
 
     The encoding of ``mma.sp`` and ``wgmma.mma_async.sp`` for 4-wide windows (PTX ISA, "Sparse matrix storage"); legal
     nibbles are 4, 8, C, 9, D, E.
@@ -112,7 +112,7 @@ def metadata(code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
 
 
 def expand(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Write the kept values into their windows: -> the 2:4 matrix [out, n * 4(N-1)] with its zeros in place."""
+    """Write the kept values into their windows, as the 2:4 matrix [out, n * 4(N-1)] with its zeros in place."""
     windows = as_bits(values).unflatten(-1, (-1, WINDOW_KEEP))
     index = window_indices(code, pattern).unflatten(-1, (-1, WINDOW_KEEP))
     slid = torch.zeros(*windows.shape[:-1], WINDOW, dtype=windows.dtype, device=values.device)
@@ -129,7 +129,7 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
     Args:
         x: [..., K], int8, float8_e4m3fn, bfloat16, float16 or float32.
         pattern: A uniform pattern. Partial patterns also move groups: see ``PackedWeight.lift``.
-        k_offset: Position inside its group at which column 0 stands (a tensor-parallel shard may start anywhere).
+        k_offset: Position inside its group of column 0 (a tensor-parallel shard may start anywhere).
 
     Returns:
         [..., groups * 4(N-1)], the columns that a slid weight's columns multiply.
@@ -150,7 +150,7 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
 
 
 def gather(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:
-    """Feed packed columns from input columns: [..., K] -> [..., K'], ``out[..., c] = x[..., column_map[c]]``.
+    """Copy input columns to packed columns: [..., K] -> [..., K'], ``out[..., c] = x[..., column_map[c]]``.
 
     Args:
         x: [..., K], a type that :func:`lift` takes.

@@ -1,6 +1,6 @@
-"""Where a weight's non-zeros are, and which patterns it satisfies.
+"""The non-zeros of a weight, and the patterns that they satisfy.
 
-Everything here reads the *bits* of a weight, so one code serves every type: a value is zero when all of its bits but
+Everything here reads the *bits* of a weight, so one code serves every type: a value is zero when all of its bits except
 the sign are zero (FP8 and float weights may hold -0.0).
 """
 
@@ -28,25 +28,25 @@ UNIFORM_PATTERNS = tuple(Pattern(group - 2, group) for group in range(4, MAX_GRO
 
 
 def as_bits(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor as integers of the same width: itself or a view, no copy."""
+    """Return a tensor as integers of the same width: itself or a view, no copy."""
     bits = INT_VIEW[weight.dtype]
     return weight if weight.dtype == bits else weight.view(bits)
 
 
-def dense_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with contiguous columns, as the kernels read one; rows may lie anywhere."""
+def with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose columns are contiguous, as kernels read it: itself, or a copy; rows may lie anywhere."""
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
 def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
-    """bool, like ``weight``: True where a value is neither +0 nor -0."""
+    """Return bool, like ``weight``: True where a value is neither +0 nor -0."""
     if weight.dtype == torch.int8:
         return weight != 0
     return (as_bits(weight) << 1) != 0
 
 
 def check_form(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight, whatever it holds: rank, type, K = 0.
+    """Refuse a tensor that cannot be a weight, whatever its values: by its rank, its type or K = 0.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
@@ -61,7 +61,7 @@ def check_form(weight: torch.Tensor, name: str = "weight") -> None:
 
 
 def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
-    """Refuse a tensor that cannot be a weight: :func:`check_form`, NaN or Inf.
+    """Refuse a tensor that cannot be a weight: by :func:`check_form`, or for NaN or Inf.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
@@ -78,7 +78,7 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 def is_vector(
     vector: torch.Tensor, length: int, device: torch.device, types: Container[torch.dtype] | None = None
 ) -> bool:
-    """So many numbers that a kernel can read by address: there, contiguous, of one of these types (None: of any)."""
+    """Whether a kernel can read ``length`` numbers here by address: place, strides and type (None: any) are right."""
     right = vector.numel() == length and vector.is_contiguous() and vector.device == device
     return right and (types is None or vector.dtype in types)
 
@@ -90,14 +90,14 @@ def check_vector(
     device: torch.device,
     types: tuple[torch.dtype, ...] | None = None,
 ) -> None:
-    """Refuse a vector that a kernel would read by its address: out of bounds, another's numbers, or as another type.
+    """Refuse a vector that a kernel cannot read by address: it would read out of bounds, or another type's numbers.
 
     Args:
-        name: Of what and for whom: ``token scales for accumulators``.
-        vector: Any shape; None passes.
-        length: Its numbers.
-        device: Where it must be.
-        types: What it may hold; None: anything.
+        name: The vector's name and its reader: ``token scales for accumulators``.
+        vector: A tensor of any shape; None passes.
+        length: How many numbers it must have.
+        device: The device on which it must be.
+        types: The types that it may have; None: any.
 
     Raises:
         InputError: It is strided, elsewhere, of another length or of another type.
@@ -120,7 +120,7 @@ def check_k_offset(pattern: Pattern, k_offset: int) -> None:
 def grouped(columns: torch.Tensor, pattern: Pattern, k_offset: int = 0, fill: float = 0) -> torch.Tensor:
     """Cut the last dimension into aligned groups: [..., K] -> [..., groups, 2N].
 
-    ``k_offset`` columns of ``fill`` stand in front (the shard starts inside a group) and as many at the end as
+    ``k_offset`` columns of ``fill`` are put in front (the shard starts inside a group) and as many at the end as
     complete the last group.
     """
     length = columns.shape[-1]
@@ -132,14 +132,14 @@ def grouped(columns: torch.Tensor, pattern: Pattern, k_offset: int = 0, fill: fl
 
 
 def group_counts(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
-    """Non-zeros of every group: [out, in] -> uint8 [out, groups]."""
+    """Return the number of non-zeros in every group: [out, in] -> uint8 [out, groups]."""
     return grouped(is_nonzero(weight), pattern, k_offset).sum(-1, dtype=torch.uint8)
 
 
 def following_groups(weight: torch.Tensor, pattern: Pattern, k_offset: int = 0) -> torch.Tensor:
-    """The column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
+    """Return the column groups in which no row has more than ``keep`` non-zeros, ascending: int64 [n].
 
-    Read back from the zeros alone, so it is a superset of the groups that pruning chose.
+    They are found by the zeros alone, so they are a superset of the groups that pruning chose.
     """
     if weight.shape[0] == 0:
         return torch.arange(pattern.groups(weight.shape[1], k_offset), device=weight.device)
@@ -182,7 +182,7 @@ def check_ascending(groups: torch.Tensor, total: int, name: str = "weight") -> N
 
 
 def check_share(following: int, total: int, pattern: Pattern, name: str = "weight") -> None:
-    """Refuse a weight of which ``following`` column groups of ``total`` follow, when its pattern claims more."""
+    """Refuse a weight in which only ``following`` of ``total`` column groups follow, when its pattern claims more."""
     if following < pattern.following(total):
         raise InputError(
             f"{name} violates {pattern}",
@@ -193,7 +193,7 @@ def check_share(following: int, total: int, pattern: Pattern, name: str = "weigh
 
 
 def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "weight") -> torch.Tensor:
-    """Make sure that a whole weight [out, in] satisfies its pattern; returns the groups that follow it, int64 [n].
+    """Make sure that a whole weight [out, in] satisfies its pattern, and return the groups that follow it, int64 [n].
 
     For a partial pattern at least its share of the column groups must follow.
 
@@ -216,10 +216,10 @@ def check_pattern(weight: torch.Tensor, pattern: Pattern | str, *, name: str = "
 def tightest_pattern(
     weight: torch.Tensor, candidates: Iterable[Pattern] = UNIFORM_PATTERNS, k_offset: int = 0
 ) -> Pattern | None:
-    """The candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
+    """Return the candidate of smallest density that a weight [out, in] satisfies (smaller group on a tie), or None.
 
     A sparser pattern does not imply a denser one of another group size: a weight may satisfy 4:6 and violate 8:10,
-    whose groups its own straddle. So each is tried.
+    since a group of one straddles groups of the other. So each is tried.
     """
     check_weight(weight)
     for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):

@@ -37,7 +37,7 @@ def test_what_torch_lacks_is_said_once_and_something_public_runs(
             for _ in range(2):
                 assert torch.equal(torch_private.int8_mm(x, w), (x.long() @ w.long()).int())
             with pytest.raises(UnsupportedError, match=r"needed one that has torch\._int_mm$"):
-                torch_private.need(INT_MM)
+                torch_private.require(INT_MM)
     finally:
         torch_private.find.cache_clear()
     assert caplog.messages == [

@@ -20,7 +20,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.speed import LayerSpeed, load_table, tuned_path
+from slidesparse.gemm.speed import LayerSpeed, load_speeds, tuned_path
 from slidesparse.records import DENSE, Case, Record
 
 GPU = "Test GPU"
@@ -46,7 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
     monkeypatch.setattr(speed, "libraries", lambda: {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
     yield
-    load_table.cache_clear()
+    load_speeds.cache_clear()
 
 
 # -- layer times ---------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_layer_times_of_records_become_the_users_table(tmp_path: Path, capsys: p
     assert main(["tune", "--from", str(path)]) == 0
     assert "cusparselt 6:8" in (out := capsys.readouterr().out)
     assert "64: 0.75" in out
-    table = load_table(tuned_path(GPU))
+    table = load_speeds(tuned_path(GPU))
     assert table is not None
     assert table.layers[0].us == {"dense": (4.0,), "cusparselt 6:8": (3.0,)}
 
@@ -204,7 +204,7 @@ def test_the_command_searches_then_measures(
     monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
-    table = load_table(tuned_path(GPU))
+    table = load_speeds(tuned_path(GPU))
     assert table is not None
     assert table.layers == (layer,)
     monkeypatch.setattr(tune, "measure_layers", lambda what, where: pytest.fail("it measured"))

@@ -19,7 +19,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files import packed_file
 from slidesparse.files.checkpoint import Checkpoint, TensorWriter
 from slidesparse.files.packed_file import FILE_NAME, VERSION, PackedFile, _parts, write_packed
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 
 
@@ -86,7 +86,7 @@ def test_the_second_of_two_packs_is_refused_and_harms_nothing(
     def second(*arguments: Any, **named: Any) -> PackedWeight:
         if not tried:
             tried.append(main(["pack", str(pruned)]))
-        return pack(*arguments, **named)
+        return pack_segments(*arguments, **named)
 
     monkeypatch.setattr(packed_file, "pack", second)
     write_packed(pruned)
@@ -168,7 +168,7 @@ def test_golden_bytes() -> None:
         [[5, 0, 7, 1, 0, 2, 0, 3, 1, 2, 3, 4, 5, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, -2, 0, 0, -3, 4]],
         dtype=torch.int8,
     )
-    parts = _parts("x", pack(weight, "6:8"))
+    parts = _parts("x", pack_segments(weight, "6:8"))
     assert VERSION == "1"
     assert (
         parts["x.values"].view(torch.uint8).numpy().tobytes().hex() == "050007010203"
@@ -184,7 +184,7 @@ def test_golden_bytes() -> None:
 def test_golden_bytes_of_a_partial_pattern() -> None:
     weight = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 9, 9]], dtype=torch.int8)
     weight[:, 4:6] = 0
-    parts = _parts("x", pack(weight, Pattern.parse("2:4@50%")))
+    parts = _parts("x", pack_segments(weight, Pattern.parse("2:4@50%")))
     assert parts["x.groups"].tolist() == [1]
     assert parts["x.dense"].tolist() == [[1, 2, 3, 4], [1, 2, 3, 4]]
     assert parts["x.values"].tolist() == [[7, 8], [9, 9]]

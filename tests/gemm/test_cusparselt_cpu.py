@@ -15,7 +15,7 @@ from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
-from slidesparse.gemm.dense import dense_rows
+from slidesparse.gemm.dense import padded_rows
 from slidesparse.layout import with_rows
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -37,7 +37,7 @@ def test_buckets_are_few_and_close() -> None:
 
 
 def test_dense_rows() -> None:
-    assert [dense_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
+    assert [padded_rows(m) for m in (0, 1, 31, 32, 33, 65536)] == [0, 32, 32, 32, 33, 65536]
 
 
 def test_spare_rows_are_found_after_the_activations() -> None:
@@ -96,9 +96,9 @@ def _why(
     slid: bool = True,
 ) -> str | None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(api, "load", lambda: _Library(*version))
-    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
-    monkeypatch.setattr(cusparselt, "_handle", lambda device: None)
+    monkeypatch.setattr(api, "load_library", lambda: _Library(*version))
+    monkeypatch.setattr(cusparselt, "device_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "handle_of", lambda device: None)
     return get_backend(backend).why_not(Problem(Pattern.parse(pattern), dtype, 64, 64, torch.device("cuda"), slid))
 
 
@@ -155,9 +155,9 @@ def test_a_cpu_is_refused() -> None:
 
 @pytest.fixture
 def _unloaded() -> Iterator[None]:
-    api.load.cache_clear()
+    api.load_library.cache_clear()
     yield
-    api.load.cache_clear()
+    api.load_library.cache_clear()
 
 
 @pytest.mark.usefixtures("_unloaded")
@@ -180,9 +180,9 @@ def test_a_library_that_refuses_the_gpu_or_its_driver_is_one_clear_line(monkeypa
 
     monkeypatch.delitem(BACKENDS, "hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(api, "load", lambda: _Library(0, 8, 0))
-    monkeypatch.setattr(cusparselt, "_index", lambda device: 0)
-    monkeypatch.setattr(cusparselt, "_handle", refuse)
+    monkeypatch.setattr(api, "load_library", lambda: _Library(0, 8, 0))
+    monkeypatch.setattr(cusparselt, "device_index", lambda device: 0)
+    monkeypatch.setattr(cusparselt, "handle_of", refuse)
     problem = Problem(Pattern(6, 8), INT8, 64, 64, torch.device("cuda"))
     why = get_backend("cusparselt").why_not(problem)
     assert why == "cusparseLtInit of cuSPARSELt 0.8.0 failed; got architecture mismatch (4)"
@@ -219,7 +219,7 @@ class _OldLibrary:
 def test_too_old_a_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_open", _OldLibrary)
     with pytest.raises(UnsupportedError, match=r"cuSPARSELt is too old; got 0\.7\.1; needed 0\.8\.0 or newer"):
-        api.load()
+        api.load_library()
 
 
 def _wheel_file(name: str) -> str:
@@ -304,7 +304,7 @@ def test_enumerators_are_the_headers(header: str, enumerator: str, value: int) -
 @pytest.mark.usefixtures("_unloaded")
 def test_the_wheels_library_loads_and_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     _wheel_file(api.SONAME)
-    library = api.load()
+    library = api.load_library()
     assert library.version >= api.OLDEST
     with pytest.raises(
         UnsupportedError, match=r"somewhere of cuSPARSELt \d+\.\d+\.\d+ failed; got invalid value \(3\)"

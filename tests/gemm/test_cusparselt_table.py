@@ -12,12 +12,12 @@ from slidesparse import InputError
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
+    AlgorithmRecord,
     Key,
-    Record,
     Trial,
     add_records,
-    load_table,
-    nearest,
+    load_algorithms,
+    nearest_record,
     table_path,
 )
 from slidesparse.gemm.cusparselt.tune import candidates
@@ -28,7 +28,7 @@ TRIALS = (
     Trial(Algorithm(7, -1), 21.5, None),
     Trial(Algorithm(9), None, "wrong product"),
 )
-RECORD = Record(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
+RECORD = AlgorithmRecord(KEY, 1024, Algorithm(7, -1), 21.5, 24.0, TRIALS)
 
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -41,13 +41,13 @@ def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_records_come_back_and_replace_older_ones(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
-    assert load_table(path) == ()
+    assert load_algorithms(path) == ()
     other = replace(RECORD, rows=2048, best=None)
     add_records(path, [RECORD, other])
-    assert load_table(path) == (RECORD, other)
+    assert load_algorithms(path) == (RECORD, other)
     newer = replace(RECORD, best=Algorithm(3), time_us=20.0)
     add_records(path, [newer])
-    assert sorted(load_table(path), key=lambda record: record.rows) == [newer, other]
+    assert sorted(load_algorithms(path), key=lambda record: record.rows) == [newer, other]
     assert [file.name for file in path.parent.iterdir()] == ["b.json"]
 
 
@@ -71,7 +71,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 )
 def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
     table = (RECORD, replace(RECORD, rows=2048, best=Algorithm(8)))
-    found = nearest(table, KEY, rows)
+    found = nearest_record(table, KEY, rows)
     assert (None if found is None or found.best is None else found.best.id) == best
 
 
@@ -87,8 +87,8 @@ def test_the_nearest_record_counts(rows: int, best: int | None) -> None:
     ],
 )
 def test_another_problems_record_does_not(other: dict[str, Any]) -> None:
-    assert nearest((RECORD,), KEY, 1024) is not None
-    assert nearest((RECORD,), replace(KEY, **other), 1024) is None
+    assert nearest_record((RECORD,), KEY, 1024) is not None
+    assert nearest_record((RECORD,), replace(KEY, **other), 1024) is None
 
 
 def _break(content: dict[str, Any], where: str, value: object) -> None:
@@ -131,9 +131,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, where: str, value: object) ->
     content = json.loads(path.read_text())
     _break(content, where, value)
     path.write_text(json.dumps(content))
-    load_table.cache_clear()
+    load_algorithms.cache_clear()
     with pytest.raises(InputError, match=r"damaged search results in .*table\.json.*delete the file") as error:
-        load_table(path)
+        load_algorithms(path)
     assert "\n" not in str(error.value)
 
 
@@ -142,7 +142,7 @@ def test_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(InputError, match="damaged search results"):
-        load_table(path)
+        load_algorithms(path)
 
 
 def test_candidates_are_all_that_the_gpu_accepts() -> None:

@@ -12,7 +12,7 @@ from slidesparse.base.log import log_once
 from slidesparse.gemm import dense
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
 from slidesparse.layout import LinearTensors
 from slidesparse.lifting import TorchLift
 

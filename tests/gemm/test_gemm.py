@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import LayerSpeed, Table
+from slidesparse.gemm.speed import LayerSpeed, SpeedTable
 from slidesparse.slide import gather
 
 PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
@@ -122,7 +122,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, **us: tuple[float | None, ...]) -
     layer = LayerSpeed("int8", 8, 64, (16, 256, 4096), times)
     libraries = {name: get_backend(name).library() for name in BACKENDS}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(select, "tables_for", lambda gpu: [Table(gpu, libraries, (layer,))])
+    monkeypatch.setattr(select, "tables_for", lambda gpu: [SpeedTable(gpu, libraries, (layer,))])
 
 
 def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:

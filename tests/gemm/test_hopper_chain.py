@@ -14,10 +14,10 @@ import torch
 from slidesparse import InputError
 from slidesparse.base.log import log_once
 from slidesparse.gemm.hopper import chain as hopper_chain
-from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, Known
+from slidesparse.gemm.hopper.chain import CheckedWeight, HopperChain, KnownWeights
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_launch import LiftInputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import LinearTensors
 
 TOKENS, HIDDEN, WIDE = 3, 16, 32
@@ -325,7 +325,7 @@ def _moved(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_tensors_that_change_in_place_are_no_longer_known(which: int, change: Callable[[torch.Tensor], None]) -> None:
     # The same objects with, but for the last change, the same bytes at the same address.
-    known, tensors = Known(), [torch.randn(16, 32), torch.randn(16, 16)]
+    known, tensors = KnownWeights(), [torch.randn(16, 32), torch.randn(16, 16)]
     address, weights = tensors[which].data_ptr(), [CheckedWeight(WeightAddresses(1, 2, None, None, 0), None, None)]
     known.add(tensors, weights)
     assert known.find(tensors) is weights

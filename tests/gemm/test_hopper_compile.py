@@ -9,14 +9,14 @@ import torch
 
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
-from slidesparse.gemm.hopper.compile import OPERANDS, OUTPUTS, SOURCE, compile_source, cubin, options
+from slidesparse.gemm.hopper.compile import OUTPUTS, SOURCE, TYPES, compile_source, cubin, options
 from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, MULTIPROCESSOR_BYTES, SHARED_BYTES, TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
 
 
 @pytest.mark.parametrize("out_dtype", OUTPUTS, ids=str)
-@pytest.mark.parametrize("dtype", OPERANDS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, out_dtype), "--ptxas-options=-v"])
@@ -26,7 +26,7 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: 
     assert "warning" not in log, log
 
 
-@pytest.mark.parametrize("dtype", OPERANDS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_shared_memory_fits(tile: Tile, dtype: torch.dtype) -> None:
     assert tile.shared_bytes(dtype.itemsize) <= SHARED_BYTES

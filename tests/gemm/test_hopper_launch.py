@@ -174,7 +174,7 @@ OUT = 300
 def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
     loaded: list[tuple[Any, ...]] = []
     told: Any = Told()
-    monkeypatch.setattr(hopper_launch, "load", lambda *given: loaded.append(given) or told)
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *given: loaded.append(given) or told)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
     sizes = torch.Size((70, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
@@ -193,7 +193,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
 
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
     dense, sparse = step_shapes(ORDER, 1, OUT)
     x, rest = torch.Size((70, ORDER.width)), (OUT, torch.bfloat16, 0)
     for activations, operand, out in (

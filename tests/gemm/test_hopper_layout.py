@@ -11,7 +11,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.weights import SLABS, step_shapes
 from slidesparse.layout import slab_view
 from slidesparse.ops import quantize_lift
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
@@ -26,7 +26,7 @@ def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: 
     weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, k_offset:].contiguous()
     groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
     scale = torch.rand(out) if dtype.itemsize == 1 else None
-    return pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
+    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
 
 
 def _decoded(packed: PackedWeight) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
     shard = whole[:, 240 + k_offset :].contiguous()
     size = 8 if pattern == "6:8" else 6
     groups = None if pattern == "6:8" else following_groups(shard, Pattern.parse(pattern), (240 + k_offset) % size)
-    packed = pack(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size, groups=groups)
+    packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size, groups=groups)
     decoded, column_map = _decoded(packed).view(np.int8), Hopper.layout.column_map(packed)
     x = torch.randint(-128, 128, (3, shard.shape[1]))
     lifted = torch.where(column_map < 0, 0, x[:, column_map.clamp(min=0)]).numpy()

@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
 from slidesparse.layout import ColumnOrder, LinearTensors
 from slidesparse.lifting import TorchLift
 

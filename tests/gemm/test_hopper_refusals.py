@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper import backend as hopper
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 
 
@@ -111,7 +111,7 @@ class _Status(int):
 
 def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
     weight = torch.randint(-9, 9, (8, 16), dtype=torch.int8) * 0
-    packed = pack(weight, "6:8", scale=torch.ones(1).expand(8))
+    packed = pack_segments(weight, "6:8", scale=torch.ones(1).expand(8))
     assert packed.scale is not None
     assert packed.scale.is_contiguous()
     layer = SlideLinear(packed, bias=torch.rand(8, 3)[:, 0])
@@ -121,6 +121,6 @@ def test_scales_and_bias_are_contiguous_whatever_was_given() -> None:
 
 @pytest.mark.parametrize("bias", [torch.rand(5), torch.ones(8, dtype=torch.int32)])
 def test_a_bias_that_does_not_fit(bias: torch.Tensor) -> None:
-    packed = pack(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
+    packed = pack_segments(torch.zeros(8, 16, dtype=torch.int8), "6:8", scale=torch.ones(8))
     with pytest.raises(InputError, match="bias of SlideLinear"):
         SlideLinear(packed, bias=bias)

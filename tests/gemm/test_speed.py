@@ -14,12 +14,12 @@ from slidesparse.gemm.speed import (
     MARGIN,
     PACKAGED,
     LayerSpeed,
-    Table,
+    SpeedTable,
     add_layers,
     fastest,
     file_name,
-    load_table,
-    nearest,
+    find_nearest,
+    load_speeds,
     switching,
     tables_for,
     tuned_path,
@@ -34,8 +34,8 @@ def _layer(out: int = 4096, columns: int = 4096, dtype: str = "int8", **us: tupl
     return LayerSpeed(dtype, out, columns, TOKENS, us)
 
 
-def _table(*layers: LayerSpeed) -> Table:
-    return Table("Test GPU", LIBRARIES, layers)
+def _table(*layers: LayerSpeed) -> SpeedTable:
+    return SpeedTable("Test GPU", LIBRARIES, layers)
 
 
 # -- routes --------------------------------------------------------------------------------------------------------
@@ -86,19 +86,19 @@ def test_times_of_a_layer_by_name_and_of_another_size() -> None:
 def test_the_nearest_layer_speaks() -> None:
     near = _layer(4096, 8192, dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
-    found = nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
+    found = find_nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
     assert found is not None
     assert (found.layer.out, found.layer.columns) == (4096, 8192)
     assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
-    assert nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
-    assert nearest([_table(far, near)], LIBRARIES, "fp8", "6:8", 4096, 8192) is None
-    assert nearest([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
+    assert find_nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
+    assert find_nearest([_table(far, near)], LIBRARIES, "fp8", "6:8", 4096, 8192) is None
+    assert find_nearest([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
 
 
 def test_the_users_table_counts_before_the_packages() -> None:
     users = _layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     packages = _layer(dense=(2.0,) * 3, **{"quick 6:8": (9.9,) * 3})
-    found = nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    found = find_nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.us["quick"] == (0.5,) * 3
 
@@ -106,7 +106,7 @@ def test_the_users_table_counts_before_the_packages() -> None:
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
-    found = nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    found = find_nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.tokens == (64, 256, 512, 1024, 16384)
     assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
@@ -116,8 +116,8 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     near = _layer(4096, 4097, dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3})
     for mine, theirs in ((wide, packages), (users, more), (users, near)):
         libraries = LIBRARIES | {"sparse": "Sparse 1.0"}
-        tables = [Table("Test GPU", libraries, (layer,)) for layer in (mine, theirs)]
-        found = nearest(tables, libraries, "int8", "6:8", 4096, 4096)
+        tables = [SpeedTable("Test GPU", libraries, (layer,)) for layer in (mine, theirs)]
+        found = find_nearest(tables, libraries, "int8", "6:8", 4096, 4096)
         assert found is not None
         assert found.layer.tokens == mine.tokens
 
@@ -130,24 +130,24 @@ def test_times_of_another_library_are_used_where_there_are_no_better_ones_and_na
         (LIBRARIES | {"dense": "torch 2.12"}, "measured at 4096x4096 with torch 2.11; this is torch 2.12"),
         (here, "measured at 4096x4096 with torch 2.11 and Quick 1.0; this is torch 2.12 and Quick 1.1"),
     ):
-        found = nearest([table], now, "int8", "6:8", 4096, 4096)
+        found = find_nearest([table], now, "int8", "6:8", 4096, 4096)
         assert found is not None
         assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
         assert found.describe() == told
     # Dense is not asked for: the packed forms compare among themselves.
-    found = nearest([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
+    found = find_nearest([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert set(found.layer.us) == {"quick"}
     assert found.others == ()
 
 
 def test_times_of_the_same_libraries_go_before_nearer_ones_of_others() -> None:
-    old = Table("Test GPU", {"dense": "torch 2.10", "quick": "Quick 0.9"}, (_layer(dense=(9.0,) * 3, **QUICK),))
-    older_kernel = Table("Test GPU", {**LIBRARIES, "quick": "Quick 0.9"}, (_layer(dense=(8.0,) * 3, **QUICK),))
+    old = SpeedTable("Test GPU", {"dense": "torch 2.10", "quick": "Quick 0.9"}, (_layer(dense=(9.0,) * 3, **QUICK),))
+    older_kernel = SpeedTable("Test GPU", {**LIBRARIES, "quick": "Quick 0.9"}, (_layer(dense=(8.0,) * 3, **QUICK),))
     same = _table(_layer(4096, 8000, dense=(7.0,) * 3, **QUICK))
 
-    def dense_time(*tables: Table) -> float | None:
-        found = nearest(tables, LIBRARIES, "int8", "6:8", 4096, 4096)
+    def dense_time(*tables: SpeedTable) -> float | None:
+        found = find_nearest(tables, LIBRARIES, "int8", "6:8", 4096, 4096)
         return None if found is None else found.layer.us["dense"][0]
 
     assert dense_time(old, older_kernel, same) == 7.0
@@ -157,8 +157,8 @@ def test_times_of_the_same_libraries_go_before_nearer_ones_of_others() -> None:
 
 def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256,), {"dense": (1.0,), "quick 6:8": (0.5,)})
-    packaged = Table("Test GPU", {**LIBRARIES, "dense": "torch 2.10"}, (_layer(dense=(2.0,) * 3, **QUICK),))
-    found = nearest([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
+    packaged = SpeedTable("Test GPU", {**LIBRARIES, "dense": "torch 2.10"}, (_layer(dense=(2.0,) * 3, **QUICK),))
+    found = find_nearest([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.tokens == (64, 256, 1024, 16384)
     assert found.describe() == "measured at 4096x4096 with torch 2.10; this is torch 2.11"
@@ -170,15 +170,15 @@ def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "speed.json"
     layer = _layer(dense=(1.0, 2.5, 3.0), **{"quick 6:8": (0.5, None, 0.25)})
-    assert load_table(path) is None
+    assert load_speeds(path) is None
     written = add_layers(path, "Test GPU", LIBRARIES, [layer])
-    assert load_table(path) == written == _table(layer)
+    assert load_speeds(path) == written == _table(layer)
     other, again = _layer(8, dense=(1.0,) * 3), _layer(dense=(7.0,) * 3)
     assert add_layers(path, "Test GPU", LIBRARIES, [other, again]).layers == (other, again)
     # One table, one set of libraries: what older ones took is not compared with the new.
     newer = {**LIBRARIES, "quick": "Quick 2.0"}
     assert add_layers(path, "Test GPU", newer, [other]).layers == (other,)
-    assert load_table(path) == Table("Test GPU", newer, (other,))
+    assert load_speeds(path) == SpeedTable("Test GPU", newer, (other,))
 
 
 def test_tables_are_found_by_the_name_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_tables_are_found_by_the_name_of_the_gpu(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_the_packages_tables_are_in_order(path: Path) -> None:
-    table = load_table(path)
+    table = load_speeds(path)
     assert table is not None
     assert path.name == file_name(table.gpu)
     assert DENSE in table.libraries
@@ -210,7 +210,7 @@ GOOD = {
 def test_the_good_table_is_good(tmp_path: Path) -> None:
     path = tmp_path / "good.json"
     path.write_text(json.dumps(GOOD))
-    assert load_table(path) is not None
+    assert load_speeds(path) is not None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: s
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(InputError, match=r"damaged .*bad\.json") as error:
-        load_table(path)
+        load_speeds(path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -270,6 +270,6 @@ def test_one_route_is_described_without_a_limit() -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_packaged_times_are_of_the_kernel_in_the_package(path: Path) -> None:
-    table = load_table(path)
+    table = load_speeds(path)
     assert table is not None
     assert dict(table.libraries)["hopper"] == Hopper().library()  # else every log would name an older kernel

@@ -14,7 +14,7 @@ from slidesparse import ops
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -41,7 +41,7 @@ def test_masks_and_packed_weights_have_the_bits_of_the_cpu(pattern: str) -> None
     weight = torch.randn(65, 333, dtype=torch.bfloat16)
     mask = prune_mask(weight, pattern)
     assert torch.equal(mask, prune_mask(weight.cuda(), pattern).cpu())
-    here, there = pack(weight * mask, pattern), pack((weight * mask).cuda(), pattern)
+    here, there = pack_segments(weight * mask, pattern), pack_segments((weight * mask).cuda(), pattern)
     for ours, theirs in zip(here.segments, there.segments, strict=True):
         assert torch.equal(ours.groups, theirs.groups.cpu())
         assert torch.equal(as_bits(ours.values), as_bits(theirs.values.cpu()))
@@ -103,7 +103,7 @@ def test_every_pattern_on_the_gpu(pattern: str, dtype: torch.dtype) -> None:
     """
     for columns in (320, 2560, 3584, 5120):
         weight = torch.randn(4, columns)
-        packed = pack(weight * prune_mask(weight, pattern), pattern).to("cuda")
+        packed = pack_segments(weight * prune_mask(weight, pattern), pattern).to("cuda")
         order, column_map = ColumnOrder.of(packed, 32), packed.column_map(32)
         for m in (1, 64, 300):
             x = torch.randn(m, columns, dtype=torch.bfloat16, device="cuda")

@@ -9,7 +9,7 @@ from slidesparse.bench import cublaslt
 from slidesparse.bench.dense import kernels
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES
@@ -77,7 +77,7 @@ def test_cusparselts_product_alone(dtype: str) -> None:
     if (why := backend.why_not(problem)) is not None:
         pytest.skip(why)
     w = (w.float() * prune_mask(w.float(), "6:8")).to(w.dtype)
-    packed = pack(w, "6:8")
+    packed = pack_segments(w, "6:8")
     lifted = gather(x, backend.layout.column_map(packed))
     y = backend.bare(lifted, backend.prepare(packed), N)[:M, :N]
     if dtype == "int8":

@@ -15,13 +15,15 @@ from slidesparse import UnsupportedError
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
-from slidesparse.gemm.cusparselt.backend import MatmulPlan, Shape, compress, plan_for, token_bucket
-from slidesparse.gemm.cusparselt.table import load_table, table_path
+from slidesparse.gemm.cusparselt import plan as plans
+from slidesparse.gemm.cusparselt.backend import token_bucket
+from slidesparse.gemm.cusparselt.plan import METADATA_TILE, MatmulPlan, Shape, compress_matrix, plan_for
+from slidesparse.gemm.cusparselt.table import Algorithm, load_algorithms, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import with_rows
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import gather
@@ -39,7 +41,7 @@ OUT, COLUMNS = 100, 333
 @pytest.fixture(autouse=True)
 def _no_search_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    load_table.cache_clear()
+    load_algorithms.cache_clear()
     plan_for.cache_clear()
 
 
@@ -59,7 +61,7 @@ def _packed(
     else:
         weight = torch.randn(out, columns, device="cuda")
         weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
+    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if scaled else None)
 
 
 def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -101,7 +103,7 @@ def test_large_int8_accumulators_are_as_good_as_exact() -> None:
     weight = torch.full((32, 8192), -128, dtype=INT8, device="cuda").view(32, -1, 4)
     weight[..., 2:] = 0
     weight[:, 0, 0] = 127
-    packed = pack(weight.view(32, 8192), "2:4")
+    packed = pack_segments(weight.view(32, 8192), "2:4")
     x = torch.full((32, 8192), -128, dtype=INT8, device="cuda")
     x[:, 0] = torch.arange(32)
     exact = product(x, packed.columns())
@@ -236,7 +238,7 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
     if dtype == FP8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("FP8 needs compute capability 8.9")
     matrix = _packed(dtype, "2:4", 128, 256, scaled=False).columns().contiguous()
-    ours, library = compress(matrix), api.load()
+    ours, library = compress_matrix(matrix), api.load_library()
     accumulator = {INT8: torch.int32, FP8: torch.float32}.get(dtype, dtype)
     stream = torch.cuda.current_stream().cuda_stream
     pointer = ctypes.c_void_p
@@ -245,14 +247,14 @@ def test_the_compressed_weight_is_the_same_for_every_algorithm(dtype: torch.dtyp
         shape = Shape(0, 128, 256, 256, rows, dtype, accumulator)
         for number in range(MatmulPlan(shape, None).algorithms):
             try:
-                plan = MatmulPlan(shape, cusparselt.Algorithm(number))
+                plan = MatmulPlan(shape, Algorithm(number))
             except UnsupportedError:
                 continue
             handle, structure = pointer(plan._handle.address), pointer(plan._plan)
             size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
             sizes = ctypes.byref(size), ctypes.byref(scratch)
             assert library.functions.cusparseLtSpMMACompressedSize(handle, structure, *sizes) == 0
-            assert size.value == ours.numel() - cusparselt.METADATA_TILE
+            assert size.value == ours.numel() - METADATA_TILE
             theirs = torch.zeros_like(ours)
             buffer = torch.empty(scratch.value + 16, dtype=torch.uint8, device="cuda")
             pointers = [pointer(t.data_ptr()) for t in (matrix, theirs, buffer)]
@@ -331,13 +333,13 @@ def test_two_streams() -> None:
 
 def test_plans_are_bounded_and_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     destroyed = []
-    destroy = cusparselt._destroy
+    destroy = plans._destroy
 
     def counting(*arguments: object) -> None:
         destroyed.append(arguments)
         destroy(*arguments)
 
-    monkeypatch.setattr(cusparselt, "_destroy", counting)
+    monkeypatch.setattr(plans, "_destroy", counting)
     monkeypatch.setattr(cusparselt, "plan_for", lru_cache(maxsize=2)(plan_for.__wrapped__))
     layer, reference = _layer("6:8", "int8"), _layer("6:8", "int8", backend="reference")
     for m in (10, 40, 70, 10, 40, 70, 71, 72):
@@ -366,7 +368,7 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     assert told == records
     assert len(records) == 1
     record = records[0]
-    assert load_table(table_path()) == (record,)
+    assert load_algorithms(table_path()) == (record,)
     good = [trial for trial in record.trials if trial.fault is None]
     assert len(good) > 1
     assert record.time_us <= record.default_us
@@ -377,7 +379,7 @@ def test_search_results_are_used(dtype: torch.dtype) -> None:
     x = _tokens(dtype, shape.rows, 768)
     packed = _packed(dtype, "2:4", 512, 768, scaled=False)
     acc = torch.empty(shape.rows, 512, dtype=shape.accumulator, device="cuda")
-    plan_for(shape).run(compress(packed.columns()), x.data_ptr(), acc)
+    plan_for(shape).run(compress_matrix(packed.columns()), x.data_ptr(), acc)
     exact = product(x, packed.columns())
     largest = exact.abs().max()
     assert float((acc.double() - exact.double()).abs().max()) <= (0 if dtype == INT8 else 2.0**-8 * float(largest))

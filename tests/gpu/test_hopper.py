@@ -28,7 +28,7 @@ from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.layout import slab_view
 from slidesparse.linear import SlideLinear
 from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.slide import gather
@@ -73,7 +73,7 @@ def _packed(dtype: torch.dtype, pattern: str, out: int = OUT, columns: int = COL
     else:
         weight = torch.randn(out, columns, device="cuda")
         weight = (weight * prune_mask(weight, pattern)).to(dtype)
-    return pack(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if dtype.itemsize == 1 else None)
+    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3 if dtype.itemsize == 1 else None)
 
 
 def _tokens(dtype: torch.dtype, m: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_the_emulator_reads_what_the_kernel_reads() -> None:
 def test_a_shard_that_starts_inside_a_group() -> None:
     whole, backend = _packed(INT8, "6:8", OUT, 1600).unpack(), get_backend("hopper")
     shard = whole[:, 803:].contiguous()
-    packed = pack(shard, "6:8", scale=torch.ones(OUT, device="cuda"), k_offset=803 % 8)
+    packed = pack_segments(shard, "6:8", scale=torch.ones(OUT, device="cuda"), k_offset=803 % 8)
     x = _tokens(INT8, 100, shard.shape[1])
     y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, None, OUT, FP32)
     assert torch.equal(y, product(x, shard).float())
@@ -432,7 +432,7 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    for cache in (hopper_launch.load, hopper_launch._launch, resolve_linear):
+    for cache in (hopper_launch.load_kernel, hopper_launch._launch, resolve_linear):
         cache.cache_clear()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from slidesparse.bench import speed
 from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import LayerSpeed, add_layers, load_table, tuned_path
+from slidesparse.gemm.speed import LayerSpeed, add_layers, load_speeds, tuned_path
 from slidesparse.linear import SlideLinear
 from slidesparse.pattern import Pattern
 
@@ -33,7 +33,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = torch.cuda.get_device_name()
     add_layers(tuned_path(gpu), gpu, speed.libraries(), layers)
     yield
-    load_table.cache_clear()
+    load_speeds.cache_clear()
 
 
 def _layers(dtype: str) -> tuple[SlideLinear, SlideLinear]:

@@ -12,14 +12,14 @@ from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
 from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
 
 
 def sparse_linear(backend: str) -> SlideLinear:
     """INT8, 6:8, 16 columns -> 8 rows."""
     weight = torch.randint(-128, 128, (8, 16), dtype=torch.int8)
-    packed = pack(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
+    packed = pack_segments(weight * prune_mask(weight, "6:8"), "6:8", scale=torch.ones(8))
     return SlideLinear(packed, backend=backend)
 
 

@@ -24,13 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift import make_variant
 from slidesparse.kernels.lift_held import held_kernel
-from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure
+from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackPlan, copy_kernel, count_kernel, pack_kernel
+from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
 from slidesparse.layout import ColumnOrder, Slabs
-from slidesparse.packed import pack
+from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.quant import QUANTISED
 from slidesparse.support import INT_VIEW
@@ -91,7 +90,7 @@ def order(pattern: str, columns: int, multiple: int) -> ColumnOrder:
     parsed = Pattern.parse(pattern)
     total = parsed.groups(columns)
     groups = None if parsed.is_uniform else torch.arange(0, total, 2)
-    return ColumnOrder.of(pack(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
+    return ColumnOrder.of(pack_segments(torch.zeros(1, columns, dtype=INT8), parsed, groups=groups), multiple)
 
 
 def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
@@ -145,7 +144,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
-        plan = PackPlan(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
+        variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
         pointer = f"*{NAMES[INT_VIEW[dtype]]}"
         arguments = {
             "weight": pointer,
@@ -155,7 +154,7 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "metadata": "*u8",
             "faults": "*i32",
             "row_stride": "i32",
-            "P": (plan,),
+            "P": (variant,),
         }
         yield f"pack {dtype}", build(pack_kernel, arguments, arch, 4)
         arguments = {
@@ -163,12 +162,12 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
             "counts": "*i32",
             "rows": "i32",
             "row_stride": "i32",
-            "P": (plan,),
+            "P": (variant,),
             "ROWS": (COUNTED_ROWS,),
         }
         yield f"pack: count {dtype}", build(count_kernel, arguments, arch, 4)
-        plan = replace(plan, gathered=True)
-        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (plan,)}
+        variant = replace(variant, gathered=True)
+        arguments = {"weight": pointer, "group_ids": "*i64", "values": pointer, "row_stride": "i32", "P": (variant,)}
         yield f"pack: copy {dtype}", build(copy_kernel, arguments, arch, 4)
 
 

@@ -9,8 +9,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.kernels import lift_launch as launch
-from slidesparse.kernels.lift import make_variant
-from slidesparse.kernels.lift_launch import Launch, configure
+from slidesparse.kernels.lift_launch import Launch, configure, make_variant
 from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.layout import ColumnOrder
 

@@ -19,8 +19,8 @@ from triton.runtime.jit import JITFunction
 from slidesparse.kernels import lift as lifts
 from slidesparse.kernels import triton_launcher
 from slidesparse.kernels.lift import KernelLift
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
 from slidesparse.kernels.lift_held import held_kernel
-from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.triton_launcher import Launcher
 from slidesparse.layout import ColumnOrder

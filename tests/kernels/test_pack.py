@@ -10,8 +10,8 @@ import torch
 
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.kernels import pack as kernels
-from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress, following_groups
-from slidesparse.packed import pack
+from slidesparse.kernels.pack import BLOCK, COUNTED_ROWS, compress_groups, find_following_groups
+from slidesparse.packed import pack_segments
 from slidesparse.packing import KernelPacker
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -37,8 +37,8 @@ def sparse(pattern: str, columns: int, dtype: torch.dtype, k_offset: int = 0, ro
 def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
     parsed = Pattern.parse(pattern)
     weight = sparse(pattern, 100, torch.int8, k_offset)
-    wanted = pack(weight, pattern, k_offset=k_offset).segments[0]
-    got = compress(weight.to(device), parsed, k_offset=k_offset, metadata=True)
+    wanted = pack_segments(weight, pattern, k_offset=k_offset).segments[0]
+    got = compress_groups(weight.to(device), parsed, k_offset=k_offset, metadata=True)
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
     assert got.code.dtype == wanted.code.dtype
@@ -48,8 +48,8 @@ def test_every_pattern(device: str, pattern: str, k_offset: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_type(device: str, dtype: torch.dtype) -> None:
     weight = sparse("6:8", 50, dtype)
-    wanted = pack(weight, "6:8").segments[0]
-    got = compress(weight.to(device), Pattern(6, 8))
+    wanted = pack_segments(weight, "6:8").segments[0]
+    got = compress_groups(weight.to(device), Pattern(6, 8))
     assert got.values.dtype == dtype
     assert torch.equal(as_bits(got.values).cpu(), as_bits(wanted.values))
     assert torch.equal(got.code.cpu(), wanted.code)
@@ -63,16 +63,16 @@ def test_chosen_groups_alone_are_checked_and_packed(device: str) -> None:
     by_group = grouped(weight, Pattern(4, 6))
     by_group[:, others] = 1
     dense_elsewhere = by_group.flatten(1)
-    wanted = pack(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
-    got = compress(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
+    wanted = pack_segments(dense_elsewhere, "4:6@30%", groups=groups).segments[1]
+    got = compress_groups(dense_elsewhere.to(device), Pattern(4, 6), groups.to(device))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
 
 
 def test_more_groups_than_one_program_treats(device: str) -> None:
     weight = sparse("2:4", 4 * BLOCK + 6, torch.int8)
-    wanted = pack(weight, "2:4").segments[0]
-    got = compress(weight.to(device), Pattern(2, 4))
+    wanted = pack_segments(weight, "2:4").segments[0]
+    got = compress_groups(weight.to(device), Pattern(2, 4))
     assert torch.equal(got.values.cpu(), wanted.values)
     assert torch.equal(got.code.cpu(), wanted.code)
 
@@ -80,12 +80,12 @@ def test_more_groups_than_one_program_treats(device: str) -> None:
 def test_rows_may_lie_anywhere(device: str) -> None:
     weight = sparse("6:8", 32, torch.int8, rows=6)
     wide = torch.cat([torch.ones(6, 3, dtype=torch.int8), weight], 1).to(device)
-    got = compress(wide[::2, 3:], Pattern(6, 8))
-    assert torch.equal(got.values.cpu(), pack(weight[::2], "6:8").segments[0].values)
+    got = compress_groups(wide[::2, 3:], Pattern(6, 8))
+    assert torch.equal(got.values.cpu(), pack_segments(weight[::2], "6:8").segments[0].values)
 
 
 def test_no_rows(device: str) -> None:
-    got = compress(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
+    got = compress_groups(torch.zeros(0, 16, dtype=torch.int8, device=device), Pattern(6, 8))
     assert got.values.shape == (0, 12)
     assert got.code.shape == (0, 2)
 
@@ -94,7 +94,7 @@ def test_a_violation_is_named(device: str) -> None:
     weight = sparse("6:8", 64, torch.int8)
     weight[1, 24:32] = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1])
     with pytest.raises(PatternViolation) as error:
-        compress(weight.to(device), Pattern(6, 8), name="q_proj")
+        compress_groups(weight.to(device), Pattern(6, 8), name="q_proj")
     assert (error.value.row, error.value.group, error.value.count, error.value.violations) == (1, 3, 7, 1)
     assert error.value.tensor == "q_proj"
 
@@ -109,18 +109,18 @@ def test_what_is_not_finite_is_refused(device: str, dtype: torch.dtype, fault: f
     weight[2, 5] = fault
     weight[2, 0:2] = 0
     with pytest.raises(InputError, match="NaN or Inf"):
-        compress(weight.to(device), Pattern(6, 8))
+        compress_groups(weight.to(device), Pattern(6, 8))
 
 
 def test_what_is_no_weight_is_refused(device: str) -> None:
     with pytest.raises(InputError, match="rank"):
-        compress(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
+        compress_groups(torch.zeros(4, dtype=torch.int8, device=device), Pattern(6, 8))
     with pytest.raises(InputError, match="type"):
-        compress(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
+        compress_groups(torch.zeros(4, 8, dtype=torch.int32, device=device), Pattern(6, 8))
     with pytest.raises(InputError, match="contiguous"):
-        compress(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
+        compress_groups(torch.zeros(8, 4, dtype=torch.int8, device=device).T, Pattern(2, 4))
     with pytest.raises(InputError, match="k_offset"):
-        compress(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
+        compress_groups(torch.zeros(4, 8, dtype=torch.int8, device=device), Pattern(2, 4), k_offset=4)
 
 
 # -- the whole of pack ---------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_following_groups(device: str, rows: int, pattern: str, columns: int, k_
     weight = wide.to(torch.float8_e4m3fn)
     parsed = Pattern.parse(pattern)
     wanted = defined_following_groups(weight, parsed, k_offset)
-    got = following_groups(weight.to(device), parsed, k_offset=k_offset)
+    got = find_following_groups(weight.to(device), parsed, k_offset=k_offset)
     assert got.dtype == wanted.dtype
     assert rows < 2 or 0 < len(wanted) < parsed.groups(columns, k_offset)
     assert torch.equal(got.cpu(), wanted)
@@ -156,9 +156,9 @@ def partial(columns: int, dtype: torch.dtype) -> torch.Tensor:
 def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: str, dtype: torch.dtype) -> None:
     weight = sparse(pattern, 100, dtype) if pattern == "6:8" else partial(100, dtype)
     scale = torch.rand(len(weight))
-    wanted = pack(weight, pattern, scale=scale)
+    wanted = pack_segments(weight, pattern, scale=scale)
     for given in (weight, weight.T.contiguous().T):  # any strides
-        got = pack(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
+        got = pack_segments(given.to(device), pattern, scale=scale.to(device), packer=KernelPacker())
         assert (got.pattern, got.shape, got.k_offset) == (wanted.pattern, wanted.shape, wanted.k_offset)
         assert torch.equal(got.scale.cpu(), scale)
         for ours, theirs in zip(got.segments, wanted.segments, strict=True):
@@ -171,8 +171,8 @@ def test_packed_weights_have_the_bits_of_the_definition(device: str, pattern: st
 def test_chosen_groups_of_a_shard(device: str) -> None:
     weight = partial(100, torch.int8)[:, 9:].contiguous()
     groups = defined_following_groups(weight, Pattern(4, 6), 3)
-    wanted = pack(weight, "4:6@50%", k_offset=3, groups=groups)
-    got = pack(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
+    wanted = pack_segments(weight, "4:6@50%", k_offset=3, groups=groups)
+    got = pack_segments(weight.to(device), "4:6@50%", k_offset=3, groups=groups.to(device), packer=KernelPacker())
     for ours, theirs in zip(got.segments, wanted.segments, strict=True):
         assert torch.equal(ours.groups.cpu(), theirs.groups)
         assert torch.equal(ours.values.cpu(), theirs.values)
@@ -206,9 +206,9 @@ def test_errors_are_those_of_the_definition(device: str, case: str) -> None:
     weight, pattern, arguments = faulty()[case]
     there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
     with pytest.raises(InputError) as wanted:
-        pack(weight, pattern, name="q_proj", **arguments)
+        pack_segments(weight, pattern, name="q_proj", **arguments)
     with pytest.raises(InputError) as got:
-        pack(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
+        pack_segments(weight.to(device), pattern, name="q_proj", packer=KernelPacker(), **there)
     assert type(got.value) is type(wanted.value)
     assert str(got.value) == str(wanted.value)
 
@@ -224,10 +224,10 @@ def test_kernels_run_where_the_weight_is(device: str, monkeypatch: pytest.Monkey
         inside.remove(tensor)
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for name in ("compress", "copy_groups", "following_groups"):
+    for name in ("compress_groups", "copy_groups", "find_following_groups"):
         run = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, run=run, **o: run(*a, **o) if inside else pytest.fail("outside"))
     weight = sparse("6:8", 64, torch.int8).to(device)
-    packed = pack(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
+    packed = pack_segments(weight, Pattern.parse("6:8@50%"), packer=KernelPacker())
     assert torch.equal(packed.unpack(), weight)
     assert not inside

@@ -10,9 +10,10 @@ import torch
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.kernels import lift as kernels
 from slidesparse.kernels.lift import quantize_lift
-from slidesparse.kernels.lift_launch import Launch, LiftInputs
+from slidesparse.kernels.lift_addresses import LiftInputs
+from slidesparse.kernels.lift_launch import Launch, make_variant
 from slidesparse.layout import ColumnOrder, LinearTensors, Slabs, slab_view
-from slidesparse.packed import PackedWeight, pack
+from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import gather
@@ -33,7 +34,7 @@ def packed_weight(pattern: str, columns: int, k_offset: int = 0) -> PackedWeight
     if not parsed.is_uniform:
         total = parsed.groups(columns, k_offset)
         groups = torch.tensor(sorted({*range(1, total, 2), total - 1}))
-    return pack(zeros, parsed, k_offset=k_offset, groups=groups)
+    return pack_segments(zeros, parsed, k_offset=k_offset, groups=groups)
 
 
 def expected(x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype, multiple: int = 1) -> tuple[torch.Tensor, ...]:
@@ -447,7 +448,7 @@ def test_what_cannot_be_lifted_is_refused(device: str) -> None:
     # A step that ends inside a slab would be written elsewhere.
     whole, launch = on(device, packed_weight("6:8", 128), 64), Launch(read=64, write=32, num_warps=1)
     with pytest.raises(InputError, match="steps of a launch that writes slabs"):
-        kernels.make_variant(whole, torch.bfloat16, torch.bfloat16, "none", Slabs(8), launch)
+        make_variant(whole, torch.bfloat16, torch.bfloat16, "none", Slabs(8), launch)
 
 
 def test_fp8_needs_a_gpu_that_has_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""What everything else may use and what knows nothing of sparsity: files of JSON, caches, progress, devices."""
+"""Helpers that know nothing of sparsity: JSON files, caches, progress, devices, private interfaces."""

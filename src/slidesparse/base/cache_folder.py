@@ -1,4 +1,4 @@
-"""The user's cache folder, where searches and measurements of this machine are kept."""
+"""The user's cache folder, which keeps searches and measurements of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable, a temporary folder for who has no home."""
+    """Return ``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable; without a home, a temporary folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
     except RuntimeError:  # a container under an arbitrary user

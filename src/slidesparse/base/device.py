@@ -1,4 +1,4 @@
-"""Whether a device can be used, and if not, why, in one line."""
+"""Check whether a device can be used; if not, say why in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slidesparse.errors import InputError, UnsupportedError, first_line
 
 
 def why_no_cuda() -> str | None:
-    """Why torch cannot use a CUDA device, in its own words (no GPU, too old a driver, ...); None when it can."""
+    """Return why torch cannot use a CUDA device, in its own words (no GPU, too old a driver, ...); None when it can."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -17,7 +17,7 @@ def why_no_cuda() -> str | None:
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """A device on which tensors can be made.
+    """Return a device on which tensors can be made.
 
     Raises:
         InputError: It is neither ``cpu`` nor ``cuda``.

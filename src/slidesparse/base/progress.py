@@ -16,22 +16,22 @@ MAX_WIDTH = 160
 
 
 class Advance(Protocol):
-    """Moves a bar on."""
+    """A function that advances a bar."""
 
     def __call__(self, amount: int, note: str = "") -> None:
-        """By ``amount``; ``note`` then stands behind the title."""
+        """Advance by ``amount``, and show ``note`` after the title."""
         ...
 
 
 @contextmanager
 def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | None = None) -> Iterator[Advance]:
-    """A bar on standard error; yields the function that advances it.
+    """Show a bar on standard error and yield the function that advances it.
 
     Args:
-        title: What is going on.
+        title: Shown before the bar.
         total: Amount of work.
         unit: ``bytes``, or anything else for plain counts.
-        show: None: on a terminal only.
+        show: Whether to show the bar; None: on a terminal only.
     """
     shown = sys.stderr.isatty() if show is None else show
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
@@ -46,7 +46,7 @@ def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | No
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> str:
-    """An aligned table as text: text to the left, columns of numbers to the right."""
+    """Return an aligned table as text: text to the left, columns of numbers to the right."""
     grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(str(row[index])[:1].isdigit() or str(row[index]) in ("-", "") for row in rows)

@@ -1,29 +1,29 @@
-"""Calls that leave CPython room for deeper ones: the one door to how CPython keeps frames.
+"""Call functions with room for deeper frames: the only module that relies on how CPython keeps frames.
 
-CPython keeps frames in chunks of 16 KB, and gives a chunk back as soon as its first frame returns. Where a loop stands
-at the end of one, each call in it maps a chunk, touches it and unmaps it again: 7 us instead of 0.05
+CPython keeps frames in chunks of 16 KB, and frees a chunk as soon as its first frame returns. Where a loop's frame is
+at the end of a chunk, each call in it maps a chunk, touches it and unmaps it again: 7 us instead of 0.05
 (github.com/python/cpython/issues/142183, mended in later releases of 3.13 and 3.14, not in 3.12). Whether a loop of an
-engine stands there depends on every frame above it, down to the number of their variables. In stock vLLM the fastest
-request of 1024 tokens to a model of 1 B took 6.8 ms with room and 9.4 with 305 such faults, the fastest decoding step
-2.0 and, with 396, 4.7 (results/h200/vllm/stack-depth.txt).
+engine is at such a place depends on every frame above it, down to the number of their variables. In stock vLLM the
+fastest request of 1024 tokens to a model of 1 B took 6.8 ms with room and 9.4 with 305 such faults, and the fastest
+decoding step 2.0 and, with 396, 4.7 (results/h200/vllm/stack-depth.txt).
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import first_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 FRAME_BYTES = 136 << 10
-"""Of a frame that takes a chunk of its own, which CPython makes a power of two large: 256 KB, so 120 are left."""
+"""Size of a frame that takes a chunk of its own. CPython rounds the chunk up to 256 KB, so 120 KB are left."""
 
 
 def _call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,16 +36,16 @@ def _call_with_room() -> Callable[..., Any] | None:
     if sys.implementation.name != "cpython":
         return None
     try:
-        # What a frame computes with follows its variables, and is not cleared: its size costs nothing but addresses.
+        # The stack of a frame follows its variables and is not cleared: its size costs nothing but addresses.
         return FunctionType(_call.__code__.replace(co_stacksize=FRAME_BYTES // 8), globals())
-    except Exception as error:  # which one is for CPython to choose: it promises nothing about frames
+    except Exception as error:  # of any kind: CPython promises nothing about frames
         line = "slidesparse: Python %s makes no large frames (%s): loops run without room on the stack"
-        logging.getLogger("slidesparse").warning(line, sys.version.split()[0], first_line(error))
+        LOG.warning(line, sys.version.split()[0], first_line(error))
         return None
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, called at the start of a chunk with room for a hundred KB of deeper frames.
+    """Return the function so that it is called at the start of a chunk, with 100 KB of room for deeper frames.
 
     Each call maps one chunk and unmaps it, so it belongs around a whole loop. Where CPython makes no such frame, and in
     other interpreters, it is the function itself.

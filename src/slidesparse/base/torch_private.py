@@ -1,14 +1,13 @@
-"""The one door to what torch does not document.
+"""Every private interface of torch that the package uses, with a public fallback where there is one.
 
-Everything that the package takes from torch under a private name is listed in :data:`PRIVATE` and looked up when it is
-first needed, never when a module is imported for another reason. Where a torch has no such name any more, something
-public and slower runs instead, and one line in the log says so; where there is nothing public, the error has one line.
-The functions that run on every call look nothing up after their first.
+The private names are listed in :data:`PRIVATE` and looked up when they are first needed, never when a module is
+imported. Where a torch does not have one of them, something public and slower runs instead, and one line in the log
+says so; where there is nothing public, a one-line error is raised. Functions that run on every call look names up only
+the first time.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, UnsupportedError
 
 _AUTOGRAD = "operators are called through torch.library.register_autograd, which takes 8 us longer"
@@ -41,23 +41,21 @@ PRIVATE = {
     "torch._inductor.pattern_matcher.fwd_only": _GRAPHS,
     "torch._inductor.pattern_matcher.fx_to_pattern": _GRAPHS,
 }
-"""Every private name of torch that the package uses, and what holds where torch has it no more."""
-
-log = logging.getLogger("slidesparse")
+"""Every private name of torch that the package uses -> the consequence where torch does not have it."""
 
 
 @cache
 def find(name: str) -> Any:
-    """Return what torch keeps under a name of :data:`PRIVATE`; None, and one line in the log, where it has none."""
+    """Return torch's object of a name in :data:`PRIVATE`; None, and one line in the log, where it has none."""
     try:
         return resolve_name(name)
     except (ImportError, AttributeError):
-        log.warning("slidesparse: torch %s has no %s: %s", torch.__version__, name, PRIVATE[name])
+        LOG.warning("slidesparse: torch %s has no %s: %s", torch.__version__, name, PRIVATE[name])
         return None
 
 
-def need(name: str) -> Any:
-    """Return the same, for those who can do without nothing else.
+def require(name: str) -> Any:
+    """Return torch's object of a name in :data:`PRIVATE` that has no fallback.
 
     Raises:
         UnsupportedError: This torch has no such name.
@@ -72,14 +70,14 @@ def need(name: str) -> Any:
 
 
 def _at_first_call(here: str, private: str, public: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function which, when first called, puts torch's private one in its own place, the global ``here``.
+    """Return a function that replaces itself, in the global ``here``, by torch's private one when it is first called.
 
-    A cache would cost each call as much as the private function spares it.
+    A cache would cost each call as much as the private function saves.
 
     Args:
         here: Name of the variable of this module that holds the function.
-        private: Of :data:`PRIVATE`.
-        public: Takes that place where torch has no such function; same arguments, same result.
+        private: Name in :data:`PRIVATE`.
+        public: Used where torch has no such function; same arguments, same result.
     """
 
     def first(*args: Any, **options: Any) -> Any:
@@ -145,12 +143,12 @@ def is_current(device: int) -> bool:
 
 
 def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
-    """Allocate as ``torch.empty`` for half of its host time, by the function that Inductor's code allocates with.
+    """Allocate a matrix in half of the host time of ``torch.empty``, by the function that Inductor's code uses.
 
     Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
-        dtype: Of its elements.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
+        dtype: Type of its elements.
         device: Index of the current CUDA device; negative for the CPU, where Triton's interpreter runs.
 
     Raises:
@@ -164,7 +162,7 @@ def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Ten
 
 
 def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate the same on the current CUDA device, whichever that is."""
+    """Allocate a matrix, as :func:`empty` does, on the current CUDA device, whichever that is."""
     made: torch.Tensor = _empty_strided((rows, columns), (columns, 1), dtype)
     return made
 
@@ -173,12 +171,12 @@ def empty_here(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Dispatch(NamedTuple):
-    """What a kernel of the autograd keys needs to call another kernel of its operator.
+    """The objects by which a kernel of the autograd keys calls another kernel of its operator.
 
     Attributes:
-        below_autograd: Context in which nothing records for the way back.
+        below_autograd: Context in which autograd records nothing.
         after_autograd: Keys that follow those of autograd.
-        after_inplace: Keys that follow those and the one for views.
+        after_inplace: Keys that follow those of autograd and the one for views.
         devices: The keys of the devices' own kernels.
     """
 
@@ -190,7 +188,7 @@ class Dispatch(NamedTuple):
 
 @cache
 def dispatch() -> Dispatch | None:
-    """Return what a kernel of the autograd keys needs; None where torch lacks a part of it."""
+    """Return the objects that a kernel of the autograd keys needs; None where torch lacks one of them."""
     if any(find(name) is None for name, instead in PRIVATE.items() if instead == _AUTOGRAD):
         return None
     key = find("torch._C.DispatchKey")
@@ -206,7 +204,7 @@ def dispatch() -> Dispatch | None:
 
 
 def can_match_graphs() -> bool:
-    """Say whether torch has all that :func:`outside_tracing` and :func:`pattern_of` use."""
+    """Say whether torch has everything that :func:`outside_tracing` and :func:`pattern_of` use."""
     return all(find(name) is not None for name, instead in PRIVATE.items() if instead == _GRAPHS)
 
 
@@ -215,27 +213,27 @@ def outside_tracing() -> Iterator[None]:
     """Compute with real tensors, in a pass that torch.compile runs while it traces.
 
     Raises:
-        UnsupportedError: See :func:`need`.
+        UnsupportedError: See :func:`require`.
     """
-    tracing, real = need("torch._guards.tracing"), need("torch._subclasses.fake_tensor.unset_fake_temporarily")
+    tracing, real = require("torch._guards.tracing"), require("torch._subclasses.fake_tensor.unset_fake_temporarily")
     with tracing(None), real():
         yield
 
 
 def pattern_of(function: Callable[..., Any], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the pattern of Inductor's that finds a function of one tensor, ``x``, in a graph.
+    """Return the Inductor pattern that finds a function of one tensor, ``x``, in a graph.
 
     Args:
-        function: What it computes.
-        shape: Of an example.
-        dtype: Of the example.
+        function: The function to find.
+        shape: Shape of an example input.
+        dtype: Type of the example.
 
     Raises:
-        UnsupportedError: See :func:`need`.
+        UnsupportedError: See :func:`require`.
     """
-    fake = need("torch._subclasses.fake_tensor.FakeTensorMode")
-    trace = need("torch._inductor.pattern_matcher.fwd_only")
-    to_pattern = need("torch._inductor.pattern_matcher.fx_to_pattern")
+    fake = require("torch._subclasses.fake_tensor.FakeTensorMode")
+    trace = require("torch._inductor.pattern_matcher.fwd_only")
+    to_pattern = require("torch._inductor.pattern_matcher.fx_to_pattern")
     with outside_tracing(), fake():
         graph_module = trace(function, [torch.empty(shape, dtype=dtype)])
         return to_pattern(graph_module, ignore_types=(), argnames=("x",))

@@ -1,4 +1,4 @@
-"""JSON that others may have written: read strictly, and rebuilt as dataclasses, with errors that name the place."""
+"""Read JSON that others may have written: strictly, rebuilt as dataclasses, with errors that name the place."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from slidesparse.errors import InputError
 
 MAX_DEPTH = 64
-"""Lists and objects within one another. Nothing of ours has ten; Python's own functions give up near a thousand."""
+"""Most levels of lists and objects. Our own files have fewer than ten; Python's functions fail near a thousand."""
 
 MAX_DIGITS = 20
-"""Characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
+"""Most characters of a whole number: those of 64 bits. Longer ones take quadratic time, or overflow as floats."""
 
 SHOWN = 200
-"""Characters of a wrong value that a message shows."""
+"""Most characters of a wrong value that a message shows."""
 
 
 def load_json(path: Path, *, non_finite: bool = False) -> Any:
@@ -47,8 +47,8 @@ def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> An
 
     Args:
         text: The JSON; bytes are UTF-8.
-        where: What error messages call it.
-        non_finite: As of :func:`load_json`.
+        where: Its name in error messages.
+        non_finite: See :func:`load_json`.
 
     Raises:
         InputError: Not UTF-8, not JSON, a key twice in one object, numbers that no 64 bits hold, NaN or Infinity,
@@ -84,7 +84,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         kind: A dataclass, ``tuple[X, ...]``, ``dict[str, X]``, ``X | None``, a Literal or a plain type. A dataclass
             may check its fields: the InputError of its ``__post_init__`` passes.
         value: The value that :func:`parse_json` returned.
-        where: What error messages call it.
+        where: Its name in error messages.
 
     Raises:
         InputError: Naming the field that does not fit.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, race
+from slidesparse.gemm.autotune import copies_to_rotate, time_ways
 from slidesparse.gemm.cusparselt.api import CUDA_TYPES
 from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
@@ -259,7 +259,7 @@ def search(problem: Problem) -> Best:
                 f"cuBLASLt has no {problem.dtype} kernel here", got=f"{problem.out} x {problem.columns}"
             )
         faults: dict[str, str] = {}
-        times = race(bench.ways(entries, faults), len(bench.operands))
+        times = time_ways(bench.ways(entries, faults), len(bench.operands))
         torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
     if not times:
         raise UnsupportedError("every algorithm of cuBLASLt failed", got=next(iter(faults.values())))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.torch_private import need
+from slidesparse.base.torch_private import require
 from slidesparse.bench import cublaslt
 from slidesparse.gemm.reference import apply_scales
 from slidesparse.quant import QUANTISED, dtype_name
@@ -93,8 +93,8 @@ def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
 
 
 # What is measured here is torch's own kernel, so nothing else may stand in for it.
-_int_mm = partial(need, "torch._int_mm")
-_scaled_mm = partial(need, "torch._scaled_mm")
+_int_mm = partial(require, "torch._int_mm")
+_scaled_mm = partial(require, "torch._scaled_mm")
 
 
 def _fast(fast: bool) -> str:

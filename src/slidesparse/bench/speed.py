@@ -10,7 +10,7 @@ from slidesparse.bench.linear import layer_subject
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
-from slidesparse.gemm.speed import LayerSpeed, key
+from slidesparse.gemm.speed import LayerSpeed, times_key
 from slidesparse.pattern import Pattern
 from slidesparse.records import DENSE, Case, Machine, Record
 
@@ -114,7 +114,7 @@ def _key(record: Record) -> str | None:
         return DENSE if record.variant == DENSE else None
     if not get_backend(record.backend).accelerated or not _is_pattern(record.variant):
         return None
-    return key(record.backend, record.variant)
+    return times_key(record.backend, record.variant)
 
 
 def _is_pattern(text: str) -> bool:

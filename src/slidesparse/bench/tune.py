@@ -14,7 +14,7 @@ from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
 from slidesparse.bench.problems import MODELS, select
 from slidesparse.errors import InputError
-from slidesparse.gemm.cusparselt.table import Record, table_path
+from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
 from slidesparse.pattern import DENSE, Pattern
@@ -94,7 +94,7 @@ def plan(
     )
 
 
-def search_algorithms(what: Plan) -> list[Record]:
+def search_algorithms(what: Plan) -> list[AlgorithmRecord]:
     """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
 
     Raises:
@@ -104,7 +104,7 @@ def search_algorithms(what: Plan) -> list[Record]:
     if not any(name.startswith(SEARCHED) for name in what.backends):
         return []
     shapes = what.packed_shapes()
-    records: list[Record] = []
+    records: list[AlgorithmRecord] = []
     with progress_bar("algorithms", len(shapes) * len(what.tokens) * len(what.dtypes), unit="searches") as advance:
         for dtype in what.dtypes:
             records += tune_shapes(shapes, what.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
@@ -158,12 +158,12 @@ def store_layers(layers: Sequence[LayerSpeed]) -> Path:
     return path
 
 
-def to_json(algorithms: Sequence[Record], layers: Sequence[LayerSpeed]) -> dict[str, Any]:
+def to_json(algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed]) -> dict[str, Any]:
     """All that was found."""
     return {"algorithms": [asdict(record) for record in algorithms], "layers": [asdict(layer) for layer in layers]}
 
 
-def describe(algorithms: Sequence[Record], layers: Sequence[LayerSpeed], path: Path | None) -> str:
+def describe(algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], path: Path | None) -> str:
     """What was found, for people."""
     rows = [
         (

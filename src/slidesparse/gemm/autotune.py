@@ -1,8 +1,8 @@
-"""The fastest of many ways to do one thing on a GPU, timed honestly and in little time.
+"""Find the fastest of many ways to do one thing on a GPU, in little time.
 
-* Launches come from a CUDA graph, so the host's speed does not show.
+* Launches come from a CUDA graph, so the host's speed does not count.
 * Each way works on several copies of its operands in turn, so that L2 holds none from the last use.
-* A first look at all sorts out the slow; then the finalists run in turn, and medians decide.
+* One timing of each way leaves the finalists, which then run in turn; medians decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 FINALISTS = 5
 ROUNDS = 7
 WINDOW_US = 400.0
-"""Time that one graph of launches should take at least, well above the resolution of events (0.5 us)."""
+"""Least time that one graph of launches should take, well above the resolution of events (0.5 us)."""
 COLD_FACTOR = 3
 """Operand copies fill this many L2 caches: caches are not strictly least-recently-used."""
 MOST_LAUNCHES = 64
@@ -34,36 +34,36 @@ def l2_bytes(device: int | None = None) -> int:
 def cold_copies(n_bytes: int, l2_bytes: int, at_most: int) -> int:
     """Return how many copies of operands of ``n_bytes`` take turns so that each call finds a cold L2 cache.
 
-    Every timing of the package asks here, the search for the fastest kernel and the benchmarks.
+    Both the search for the fastest kernel and the benchmarks ask here.
 
     Args:
         n_bytes: Bytes that one call reads.
         l2_bytes: Size of the L2 cache.
-        at_most: Limit, by memory or by launches. Smaller operands than ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
+        at_most: Limit, by memory or by launches. Operands smaller than ``COLD_FACTOR * l2_bytes / at_most`` stay warm.
 
     Returns:
-        As many as fill :data:`COLD_FACTOR` caches, at most ``at_most`` and at least 1.
+        The number that fills :data:`COLD_FACTOR` caches, at most ``at_most`` and at least 1.
     """
     return max(1, min(-(-COLD_FACTOR * l2_bytes // max(1, n_bytes)), at_most))
 
 
 def copies_to_rotate(n_bytes: int, device: int) -> int:
-    """Return the copies of operands of ``n_bytes`` for :func:`race`, at most one for each launch of a graph."""
+    """Return the copies of operands of ``n_bytes`` for :func:`time_ways`, at most one for each launch of a graph."""
     # One more, so that the others fill the caches between two uses of a copy.
     return 1 + cold_copies(n_bytes, l2_bytes(device), MOST_LAUNCHES - 1)
 
 
-def race(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
-    """Time every way; memory for graphs must suffice.
+def time_ways(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict[Way, float]:
+    """Time every way to do one thing; memory for graphs must suffice.
 
     Args:
         ways: (name, run), taken one by one; ``run(i)`` launches one call on copy ``i`` of its operands. The first one
-            takes part to the end, however slow it is.
-        copies: How many copies there are.
+            is always a finalist, however slow it is.
+        copies: Number of operand copies.
 
     Returns:
-        Name -> microseconds a call, in the order of ``ways``: of the finalists from the final, of the others from the
-        first look.
+        Name -> microseconds a call, in the order of ``ways``: the median of the last rounds for finalists, the one
+        timing for the others.
     """
     graphs: dict[Way, torch.cuda.CUDAGraph] = {}
     times: dict[Way, float] = {}
@@ -75,7 +75,7 @@ def race(ways: Iterable[tuple[Way, Callable[[int], None]]], copies: int) -> dict
             launches = min(MOST_LAUNCHES, max(copies, round(WINDOW_US / single)))
         graphs[name] = _capture(run, copies, launches)
         times[name] = _time_us(graphs[name], launches)
-        if len(graphs) > FINALISTS + 1:  # a graph keeps its workspace, which split K makes large: let the slowest go
+        if len(graphs) > FINALISTS + 1:  # a graph keeps its workspace, which split K makes large: drop the slowest
             del graphs[max((other for other in graphs if other != first), key=lambda other: times[other])]
     rounds = [[_time_us(graph, launches) for graph in graphs.values()] for _ in range(ROUNDS)]
     finals = dict(zip(graphs, map(median, zip(*rounds, strict=True)), strict=True))

@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 Operand: TypeAlias = tuple[torch.Tensor, ...]
-"""What a backend's kernel reads of a weight, in the backend's own layout: plain tensors, which can be buffers."""
+"""The tensors that a backend's kernel reads of a weight, in the backend's own layout; they can be buffers."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be multiplied, as far as a backend must know to say whether it can.
+    """A multiplication, as far as a backend must know it to say whether it can run it.
 
     Attributes:
         pattern: The weight's pattern.
         dtype: Type of weight and quantised activations.
         out_features: Rows of the weight.
         in_features: Columns of the weight, before lifting.
-        device: Where.
-        slid: Some group is slid. Of a partial pattern a shard may have none: then the packed weight is a dense one.
+        device: The device on which it runs.
+        slid: Some group is slid. A shard of a partial pattern may have no such group: its packed weight is dense.
     """
 
     pattern: Pattern
@@ -60,10 +60,10 @@ class Problem:
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
-    """The GPU on which activations are.
+    """Return the index of the GPU on which activations are.
 
     Raises:
-        InputError: They are on none; the layer was moved since it was built.
+        InputError: They are on no GPU; the layer was moved after it was built.
     """
     device = x.get_device()
     if device < 0:
@@ -77,7 +77,7 @@ def gpu_of(x: torch.Tensor, backend: str) -> int:
 
 
 def release(name: str, version: str) -> str:
-    """A library and its version without the patch.
+    """Return the name of a library with its version, without the patch number.
 
     >>> release("torch", "2.11.0+cu130")
     'torch 2.11'
@@ -90,7 +90,7 @@ Products = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 class Runner(Protocol):
-    """One linear for one number of tokens, and weights of one size and type."""
+    """Runs one linear for one number of tokens, and weights of one size and type."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Products:
         """Apply the prologue, quantise, lift and multiply.
@@ -98,25 +98,25 @@ class Runner(Protocol):
         Args:
             x: [M, K], or [M, 2K] for the prologue ``silu_mul``.
             residual: [M, K] for the prologue ``add_rms_norm``, else None.
-            tensors: Of the linear.
-            eps: Of the norm.
+            tensors: The linear's tensors.
+            eps: The norm's epsilon.
 
         Raises:
-            InputError: When the tensors are not those that the runner was made for.
+            InputError: When sizes, types or devices are not those that the runner was made for.
         """
         ...
 
 
 class ChainRunner(Protocol):
-    """Several linears, each of which takes the product of the one before it, for one number of tokens."""
+    """Runs several linears, each on the product of the one before it, for one number of tokens."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Products:
-        """Run them.
+        """Run the linears in order.
 
         Args:
-            x: [M, K], the activations of the first one.
-            residual: [M, K], which the first one with the prologue ``add_rms_norm`` adds.
-            tensors: Those of all linears; their :class:`slidesparse.gemm.spec.Slots` say whose is which.
+            x: [M, K], the activations of the first linear.
+            residual: [M, K], which the first linear with the prologue ``add_rms_norm`` adds.
+            tensors: The tensors of all linears; :class:`slidesparse.gemm.spec.Slots` say which belong to which.
 
         Returns:
             The last product, and the last new residual, or ``residual`` where none is added.
@@ -125,11 +125,11 @@ class ChainRunner(Protocol):
 
 
 class LiftThenMultiply:
-    """The default: one call that lifts, then one that multiplies.
+    """The default runner: one call that lifts, then one that multiplies.
 
     Args:
-        backend: Multiplies.
-        lift: Lifts, in the backend's layout.
+        backend: The backend that multiplies.
+        lift: The lift, in the backend's layout.
         out_features: Rows of the weight.
     """
 
@@ -162,9 +162,9 @@ def log_by_parts(
     Args:
         runner: The runner.
         lift: Its lift.
-        x: Activations that it was given.
-        residual: The residual, too.
-        tensors: And the linear's tensors.
+        x: The activations of this call.
+        residual: The residual of this call.
+        tensors: The linear's tensors.
     """
     reason = lift.why_not(x, residual, tensors.pairs, tensors.gain)
     if reason is None and lift.launcher.ready:
@@ -174,10 +174,10 @@ def log_by_parts(
 
 
 class OneByOne:
-    """The default for a chain: one runner after the other.
+    """The default runner of a chain: one runner after the other.
 
     Args:
-        linears: The runner of each, and where its tensors are.
+        linears: The runner of each linear, and the slots of its tensors.
     """
 
     def __init__(self, linears: Sequence[tuple[Runner, Slots]]) -> None:
@@ -198,9 +198,9 @@ class Backend(ABC):
     """A way to multiply. It has no state: everything that belongs to one weight is in its operand.
 
     Attributes:
-        name: As users write it.
+        name: The name that users write.
         accelerated: ``auto`` may choose it for its speed.
-        layout: How it reads activations.
+        layout: The layout in which it reads activations.
     """
 
     name: str
@@ -233,13 +233,13 @@ class Backend(ABC):
         out_features: int,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Multiply.
+        """Multiply lifted activations by a weight, and apply scales and bias.
 
         Args:
             x: [M, K'] in the layout asked for, in the weight's type.
             scale_x: float32 [M, 1], or None for unquantised types.
-            operand: From :meth:`prepare`. What wrote it has ended, or another kernel stands between: the first weights
-                may be fetched while the kernel before the product still runs.
+            operand: From :meth:`prepare`. The kernel that wrote it has ended, or another kernel runs between: the first
+                weights may be fetched while the kernel before the product still runs.
             scale_w: float32 [out], or None for unquantised types.
             bias: [out], or None.
             out_features: ``out``: operands may be padded.
@@ -265,7 +265,7 @@ class Backend(ABC):
         """Return the runner of linears in a row, all of this backend; the default runs one after the other.
 
         Args:
-            linears: Runners that :meth:`runner` made for one number of tokens, and where their tensors are.
+            linears: Runners that :meth:`runner` made for one number of tokens, and the slots of their tensors.
         """
         return OneByOne(linears)
 
@@ -275,5 +275,5 @@ class Backend(ABC):
         Args:
             dtype: Type of the weight.
             out_dtype: Type of the activations and products.
-            device: Where.
+            device: The device on which they will run.
         """

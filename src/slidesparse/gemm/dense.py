@@ -1,6 +1,6 @@
 """The dense backend: the unpacked weight times the activations as they are.
 
-What runs where sparsity does not pay, so on a GPU it is the best dense GEMM at hand:
+It runs where sparsity does not pay, so on a GPU it is the best dense GEMM that is available:
 
 * INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused; but see TORCH_ROWS.
 * INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
@@ -29,7 +29,7 @@ from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
-from slidesparse.kernels.lift_launch import LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftOutputs
 from slidesparse.layout import Layout, LinearTensors, with_rows
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
@@ -43,32 +43,31 @@ MULTIPLE = 16
 """8-bit kernels want multiples of 16 (vLLM and _scaled_mm) or 8 (_int_mm) in both dimensions of the weight."""
 
 FEWEST_ROWS = 32
-"""_int_mm refuses up to 16 rows. More than that is a matter of a few kilobytes."""
-
+"""_int_mm refuses up to 16 rows. The padding takes a few kilobytes."""
 
 TORCH_ROWS = 256
-"""On Hopper, from so many tokens on torch's row-wise FP8 kernel is the faster one: on an H200 by 3 to 8 % at 256 tokens
-and by 3 to 13 % at 16384, where vLLM's is up to twice as fast at 64 (results/h200)."""
+"""From this many tokens on, torch's row-wise FP8 kernel is the faster one on Hopper: on an H200 by 3 to 8 % at 256
+tokens and by 3 to 13 % at 16384, whereas vLLM's is up to twice as fast at 64 (results/h200)."""
 
 
-def dense_rows(tokens: int) -> int:
-    """Rows for M tokens."""
+def padded_rows(tokens: int) -> int:
+    """Return the rows to allocate for M tokens."""
     return max(tokens, FEWEST_ROWS) if tokens else 0
 
 
 class Dense(Reference):
-    """The pruned weight in dense form."""
+    """The backend that multiplies the pruned weight in dense form."""
 
     name = "dense"
-    layout = Layout(lifted=False, multiple=MULTIPLE, rows=dense_rows)
+    layout = Layout(lifted=False, multiple=MULTIPLE, rows=padded_rows)
 
     def library(self) -> str:
-        """Torch, and vLLM where its 8-bit kernels were found."""
+        """Name torch, and vLLM where its 8-bit kernels were found."""
         torchs = super().library()
         return torchs if vllm_scaled_mm() is None else f"{release('vLLM', metadata.version('vllm'))}, {torchs}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The weight again, zeros in place: [out, K], both padded; for FP8 on a GPU also a float32 1."""
+        """Return the weight, zeros in place: [out, K], both padded; for FP8 on a GPU also a float32 1."""
         weight = as_bits(packed.unpack())
         padding = (0, -weight.shape[1] % MULTIPLE, 0, -weight.shape[0] % MULTIPLE)
         weight = F.pad(weight, padding).view(packed.dtype)
@@ -78,7 +77,7 @@ class Dense(Reference):
         return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """See :class:`slidesparse.gemm.backend.Backend`: fused where a kernel applies scales and bias itself."""
+        """See :class:`slidesparse.gemm.backend.Backend`; fused where a kernel applies scales and bias itself."""
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
@@ -119,14 +118,15 @@ def _fused_after(lift: KernelLift) -> Multiply | None:
 
 
 class DenseLinear:
-    """Quantise, then multiply, with little more than allocations between the two; see :class:`Runner`.
+    """Runs a dense linear with little more than allocations between its two launches; see :class:`Runner`.
 
-    Layers that ``auto`` leaves dense for some numbers of tokens run here, in a model whose host may be the slower side.
+    Layers that ``auto`` leaves dense for some numbers of tokens run here, in models whose host may be slower
+    than the GPU.
 
     Args:
-        lift: Quantises, row-major and without padding.
-        by_parts: Runs what this cannot.
-        multiply: Multiplies, for biases of the activations' type.
+        lift: The lift, row-major and without padding.
+        by_parts: The runner of the cases that this one cannot run.
+        multiply: The product, for biases of the activations' type.
     """
 
     __slots__ = ("_by_parts", "_lift", "_multiply", "_out", "_shape")
@@ -170,13 +170,13 @@ def _quantised(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     weight, tokens = operand[0], x.shape[0]
-    # A padded weight has more rows than there are scales; such sizes are rare, and the general way takes them.
+    # A padded weight has more rows than there are scales; such sizes are rare, and the general way below runs them.
     if scale_x is not None and scale_w is not None and out_features == len(weight):
         multiply = fused_product(x.dtype, out_dtype, tokens, x.get_device())
         if multiply is not None and (bias is None or bias.dtype == out_dtype):
             return multiply(x, weight, scale_x, scale_w, bias, out_dtype)
     if x.dtype == torch.int8:
-        acc = torch_private.int8_mm(with_rows(x, dense_rows(tokens)), weight.T)
+        acc = torch_private.int8_mm(with_rows(x, padded_rows(tokens)), weight.T)
     else:
         acc = torch_private.fp8_mm(x, weight.T, operand[1], operand[1], out_dtype=torch.float32)
 
@@ -186,7 +186,7 @@ def _quantised(
 
 
 def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: int) -> Multiply | None:
-    """The fastest kernel that applies scales and a bias of the output's type to a product, if one is at hand."""
+    """Return the fastest kernel that applies scales and a bias of the output's type; None where there is none."""
     torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
     scaled_mm = vllm_scaled_mm() if out_dtype in (torch.bfloat16, torch.float16) else None
     if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _is_hopper(device)):
@@ -222,7 +222,7 @@ def _by_torch(
 
 @lru_cache(maxsize=64)
 def _has_kernels(dtype: torch.dtype, device: int) -> bool:
-    """FP8 products begin with compute capability 8.9, and Triton, which applies scales, with 8.0."""
+    """Whether 8-bit kernels run: FP8 needs compute capability 8.9, and Triton, which applies scales, 8.0."""
     return torch.cuda.get_device_capability(device) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
@@ -233,7 +233,7 @@ def _is_hopper(device: int) -> bool:
 
 @lru_cache(maxsize=1)
 def vllm_scaled_mm() -> Callable[..., None] | None:
-    """Find vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``: None where vLLM is not installed."""
+    """Return vLLM's ``cutlass_scaled_mm(y, x, w, scale_x, scale_w, bias)``; None where vLLM is not installed."""
     if find_spec("vllm") is None:
         return None
     # The operator has moved from one of its extensions to the other; either registers it in the same namespace.

@@ -1,6 +1,6 @@
 """The reference backend: the slid 2:4 matrix times the lifted activations, in plain torch, on any device.
 
-It is the definition that every other backend is tested against. INT8 products are exact: float32 holds every integer up
+Every other backend is tested against this definition. INT8 products are exact: float32 holds every integer up
 to 2^24, and 1024 products of two int8 numbers stay within 2^10 * 2^14, so blocks of 1024 columns go through a float
 GEMM (fast on a CPU) without rounding and are summed in int32. On a GPU the sum is taken in float64.
 """
@@ -17,7 +17,7 @@ EXACT_BLOCK = 1024
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight^T``: x [M, K], weight [out, K] -> [M, out], int32 and exact for int8, float32 for other types."""
+    """Return ``x @ weight^T``: x [M, K], weight [out, K] -> [M, out], int32 and exact for int8, else float32."""
     if x.is_cuda:  # float64 has no TF32 mode that a user may have switched on, and Tensor Cores of its own
         exact = x.to(torch.float64) @ weight.to(torch.float64).T
         return exact.to(torch.int32 if x.dtype == torch.int8 else torch.float32)
@@ -37,10 +37,11 @@ def apply_scales(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``scale_x * (scale_w * accumulator) + bias`` in float32, rounded to the output type at the end: [M, out].
+    """Return ``scale_x * (scale_w * accumulator) + bias`` [M, out], in float32, rounded once to the output type.
 
-    ``scale_x`` and ``bias`` are applied in one fused multiply-add, as vLLM's CUTLASS epilogue does
-    (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``). Torch has none: through float64, whose product is exact.
+    ``scale_x`` and ``bias`` are applied in one fused multiply-add, as in vLLM's CUTLASS epilogue
+    (csrc/cutlass_extensions/epilogue, ``ScaledEpilogueBias``). Torch has none, so both go through float64, whose
+    product is exact.
     """
     y = accumulator.to(torch.float32)
     if scale_w is not None:
@@ -55,14 +56,14 @@ def apply_scales(
 
 
 class Reference(Backend):
-    """Slid weights times lifted activations, exactly; slow."""
+    """The backend that multiplies slid weights by lifted activations exactly, and slowly."""
 
     name = "reference"
     accelerated = False
     layout = Layout(lifted=True)
 
     def why_not(self, problem: Problem) -> str | None:
-        """Never refuses."""
+        """Return None: it runs everything."""
         return None
 
     def library(self) -> str:
@@ -70,7 +71,7 @@ class Reference(Backend):
         return release("torch", torch.__version__)
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The slid matrix, zeros in place: [out, K']."""
+        """Return the slid matrix, zeros in place: [out, K']."""
         return (packed.columns(),)
 
     def matmul(

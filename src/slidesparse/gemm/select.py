@@ -1,15 +1,15 @@
-"""Which backends run a problem, and for how many tokens each.
+"""Choose the backends that run a problem, and the numbers of tokens for each.
 
-The rule, in full. An explicit choice is taken or refused with its reason. ``auto`` runs a weight of which no group is
-slid (a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Else it asks which
-accelerated backends can run the problem, then looks for a layer near in type and size that was measured on this GPU
-(gemm/speed.py). Times that other versions of the libraries made count where there are no better ones, and the reason
-names both versions:
+The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight without slid groups
+(a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Otherwise it asks which
+accelerated backends can run the problem, then looks for a layer of the same type and nearly the same size that was
+measured on this GPU (gemm/speed.py). Times measured with other versions of the libraries are used where there are no
+better ones, and the reason names both versions:
 
-* ``fallback="dense"``: the dense weight runs, but for the token counts at which a packed form was measured faster; both
-  are kept then. What was not measured is not claimed: without such a layer the dense weight runs alone.
-* ``fallback="none"``: one packed form alone, that of the backend measured fastest over all token counts, else of the
-  first that can run, else of the reference.
+* ``fallback="dense"``: the dense weight runs, except for the numbers of tokens at which a packed form was measured
+  faster; both are kept then. Without such a measured layer the dense weight runs alone.
+* ``fallback="none"``: one packed form alone runs, that of the backend measured fastest over all numbers of tokens, else
+  of the first that can run, else of the reference.
 
 A choice has a reason; ``slidesparse inspect`` prints both.
 """
@@ -30,7 +30,7 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
-from slidesparse.gemm.speed import LayerSpeed, Measured, fastest, nearest, switching, tables_for
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, fastest, find_nearest, switching, tables_for
 from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]
@@ -50,11 +50,11 @@ NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a problem.
+    """The backends that run a problem, and why.
 
     Attributes:
-        routes: Which backend from how many tokens on; the first from 0.
-        reason: Why, in one sentence.
+        routes: The backend from each number of tokens on; the first from 0.
+        reason: The reason, in one sentence.
         measured: The times that decided, of the layer nearest in size; None where something else did.
     """
 
@@ -64,20 +64,20 @@ class Choice:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Whose forms of the weight are kept, each once."""
+        """The backends whose forms of the weight are kept, each once."""
         return tuple(dict.fromkeys(route.backend for route in self.routes))
 
     def at(self, tokens: int) -> str:
-        """The backend that runs M tokens."""
+        """Return the backend that runs M tokens."""
         return next(route.backend for route in reversed(self.routes) if route.from_tokens <= tokens)
 
     def describe(self) -> str:
-        """``dense up to 4095 tokens, cusparselt beyond``."""
+        """Return the routes in words: ``dense up to 4095 tokens, cusparselt beyond``."""
         return describe_routes(self.routes)
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         InputError: Listing the known names.
@@ -89,12 +89,12 @@ def get_backend(name: str) -> Backend:
 
 @lru_cache(maxsize=64)
 def _made(constructor: Callable[[], Backend]) -> Backend:
-    """One of each: they have no state, and operators ask for one with every call."""
+    """Return the one instance of a backend: it has no state, and operators ask for it on every call."""
     return constructor()
 
 
 def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> Choice:
-    """Choose by the rule at the top of this file.
+    """Choose backends by the rule at the top of this file.
 
     Raises:
         InputError: Unknown backend or fallback.
@@ -129,11 +129,11 @@ def _only(backend: str, reason: str) -> Choice:
     return Choice((Route(0, backend),), reason)
 
 
-def _measured(problem: Problem, names: Sequence[str]) -> Measured | None:
-    """The measured layer that speaks for a problem on a GPU."""
+def _measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
+    """Return the measured layer by which a problem on a GPU is judged; None without one."""
     if problem.device.type != "cuda":
         return None
     tables = tables_for(torch.cuda.get_device_name(problem.device))
     libraries = {name: get_backend(name).library() for name in names}
     size = problem.out_features, problem.in_features
-    return nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)
+    return find_nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)

@@ -1,14 +1,14 @@
-"""Specs: what the operators are told of a linear, or of several in a row, as one string.
+"""Specs: the description of a linear, or of several in a row, that an operator takes as one string.
 
-A layer keeps its weight in the form of every backend that some number of tokens needs. Backends want different
-activations, so the number of tokens decides before anything is quantised; and since it is known only when the operator
-runs, under torch.compile and CUDA graphs too, the operator decides. One string says everything that does not change
-from call to call: every argument of an operator costs host time on every call, and a longer string costs no more than
-a short one.
+A layer keeps its weight in the form of every backend that some number of tokens needs. Backends want different layouts
+of activations, so the backend must be chosen before anything is quantised; and since the number of tokens is known only
+when the operator runs, under torch.compile and CUDA graphs too, the operator chooses. One string holds everything that
+does not change from call to call: every argument of an operator costs host time on every call, and a long string costs
+no more than a short one.
 
-Between two attentions a decoder layer is four linears in a row: the output projection, gate and up after a norm, down
-after SiLU, and the next layer's query, key and value after a norm. As one operator, ``chain``, they cost the host one
-dispatch.
+Between two attentions a decoder layer has four linears in a row: the output projection; gate and up, after a norm;
+down, after SiLU; and the next layer's query, key and value, after a norm. As one operator, ``chain``, they cost
+the host one dispatch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slidesparse.quant import parse_dtype
 
 @dataclass(frozen=True)
 class Route:
-    """From ``from_tokens`` tokens on, up to the next route's, this backend runs."""
+    """A backend that runs from ``from_tokens`` tokens on, up to where the next route begins."""
 
     from_tokens: int
     backend: str
@@ -46,7 +46,7 @@ class FormSpec:
         backend: The backend that reads it.
         order: :attr:`slidesparse.layout.ColumnOrder.numbers` of its activations; empty where the torch definition
             must write them.
-        tensors: How many of the operator's tensors are its own: column map, index of pairs (or an empty tensor),
+        tensors: How many of the operator's tensors belong to it: column map, index of pairs (or an empty tensor),
             operand.
     """
 
@@ -62,11 +62,11 @@ class WeightSpec:
     Attributes:
         out_features: Its rows.
         dtype: Its type, a name of :data:`slidesparse.quant.DTYPES`.
-        forms: In the order of their tensors.
-        routes: The first one from 0 tokens on, each through one of the forms.
+        forms: Its forms, in the order of their tensors.
+        routes: The backends that multiply it, each through one of the forms; the first route is from 0 tokens on.
 
     Raises:
-        InputError: Other routes.
+        InputError: Routes that do not begin at 0 tokens, or lead to a backend without a form.
     """
 
     out_features: int
@@ -82,15 +82,15 @@ class WeightSpec:
 
     @property
     def tensors(self) -> int:
-        """How many of the operator's tensors are its own."""
+        """How many of the operator's tensors belong to it."""
         return sum(form.tensors for form in self.forms)
 
     def pick(self, tokens: int) -> tuple[FormSpec, int]:
-        """Return the form that multiplies M tokens, and where its tensors begin."""
+        """Return the form that multiplies M tokens, and the index of its first tensor."""
         return self._chosen[bisect_right(self._starts, tokens) - 1]
 
     def through(self, backend: str, first: int, last: int) -> WeightSpec:
-        """Return the same weight, which from ``first`` to ``last`` tokens runs on one of its backends."""
+        """Return the same spec, but with ``backend`` for ``first`` to ``last`` tokens; the weight has its form."""
         after = Route(last + 1, self.pick(last + 1)[0].backend)
         before = (route for route in self.routes if route.from_tokens < first)
         rest = (route for route in self.routes if route.from_tokens > after.from_tokens)
@@ -100,12 +100,12 @@ class WeightSpec:
 
     @cached_property
     def text(self) -> str:
-        """The spec as a string, for :func:`parse_weight`. Making it takes longer than two launches, so it is kept."""
+        """The spec as a string, for :func:`parse_weight`; kept, since making it takes longer than two launches."""
         return _to_text(self)
 
     @cached_property
     def weight_dtype(self) -> torch.dtype:
-        """The type itself."""
+        """Type of the weight, as torch has it."""
         return parse_dtype(self.dtype)
 
     @cached_property
@@ -125,7 +125,7 @@ class LinearSpec:
 
     Attributes:
         prologue: Applied to its activations before they are quantised.
-        eps: Of the norm.
+        eps: The norm's epsilon.
         scaled: Its weight has a scale.
         biased: It has a bias.
         weight: The weight.
@@ -139,20 +139,20 @@ class LinearSpec:
 
     @property
     def tensors(self) -> int:
-        """How many of the operator's tensors are its own."""
+        """How many of the operator's tensors belong to it."""
         return self.weight.tensors + self.scaled + self.biased + (self.prologue in NORMS)
 
 
 class Slots(NamedTuple):
-    """Where the tensors of one linear are among those of its chain.
+    """The indices of one linear's tensors among those of its chain.
 
     Attributes:
-        form: Those of the form of its weight that runs: column map, index of pairs, operand.
-        scale: Its scale; None without, as below.
-        bias: Its bias.
-        gain: Its gain.
-        adds: It takes the residual, and gives a new one.
-        eps: Of its norm.
+        form: Indices of the form of its weight that runs: column map, index of pairs, operand.
+        scale: Index of its scale; None without one, as below.
+        bias: Index of its bias.
+        gain: Index of its norm's gain.
+        adds: Whether it takes the residual and returns a new one.
+        eps: The epsilon of its norm.
     """
 
     form: range
@@ -164,7 +164,7 @@ class Slots(NamedTuple):
 
     @property
     def read(self) -> list[int]:
-        """Slots of the tensors that kernels read: all but the column map."""
+        """Slots of the tensors that kernels read: all except the column map."""
         slots = *self.form[1:], self.scale, self.bias, self.gain
         return [slot for slot in slots if slot is not None]
 
@@ -187,7 +187,7 @@ def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
 
     Args:
         linear: The linear.
-        start: Where its tensors begin among the chain's.
+        start: Index of its first tensor among the chain's.
         tokens: M.
     """
     form, offset = linear.weight.pick(tokens)
@@ -216,7 +216,7 @@ def chain_text(linears: Sequence[LinearSpec]) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_weight(text: str) -> WeightSpec:
-    """Return the spec of a :attr:`WeightSpec.text`.
+    """Return the spec that a :attr:`WeightSpec.text` describes.
 
     Raises:
         InputError: For any other text.
@@ -227,10 +227,10 @@ def parse_weight(text: str) -> WeightSpec:
 
 @lru_cache(maxsize=4096)
 def parse_chain(text: str) -> tuple[LinearSpec, ...]:
-    """Return the linears of a :func:`chain_text`.
+    """Return the linears that a :func:`chain_text` describes.
 
     Raises:
-        InputError: For any other text, or a chain that adds no residual: the operator must give a new one.
+        InputError: For any other text, or a chain that adds no residual: the operator must return a new one.
     """
     linears: tuple[LinearSpec, ...] = decode(
         tuple[LinearSpec, ...], parse_json(text, "spec of a chain"), "spec of a chain"
@@ -241,7 +241,7 @@ def parse_chain(text: str) -> tuple[LinearSpec, ...]:
 
 
 def describe_routes(routes: tuple[Route, ...]) -> str:
-    """Return routes as a person would say them.
+    """Return routes in words.
 
     >>> describe_routes((Route(0, "dense"), Route(512, "cusparselt"), Route(4096, "dense")))
     'dense up to 511 tokens, cusparselt up to 4095, dense beyond'

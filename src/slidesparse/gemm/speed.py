@@ -1,13 +1,13 @@
-"""How long whole layers took, and which backend that makes the fastest for how many tokens.
+"""Measured times of whole layers, and the backend that they show to be the fastest for each number of tokens.
 
     {"version": 1, "gpu": "NVIDIA H200", "libraries": {"dense": "vLLM 0.22", "cusparselt": "cuSPARSELt 0.8"},
      "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
                  "us": {"dense": [11.3, 52.9, 870.1], "cusparselt 2:4": [28.5, 55.7, null]}}]}
 
-One file a GPU: those of the package, in ``speed_tables``, and what ``slidesparse tune`` measured here, in the user's
-cache folder, which counts before. What counts is their share of the dense time beside them, which one comparison
-measured, quantisation and scales included. Times that the installed libraries made are preferred; where there are none,
-those of other versions are used, and the choice names both versions.
+There is one file a GPU: the package has some in ``speed_tables``, and ``slidesparse tune`` writes its own into the
+user's cache folder, which goes before the package's. A packed form is judged by its time over the dense time of the
+same comparison, quantisation and scales included. Times measured with the installed libraries are preferred; where
+there are none, those of other versions are used, and the choice names both versions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VERSION = 1
 
 PACKAGED = Path(__file__).parent / "speed_tables"
 
-REACH = 2.0
-"""A layer speaks for others whose sizes are within this factor of its own, the nearest one first."""
+SIZE_REACH = 2.0
+"""A measured layer stands in for others whose sizes are within this factor of its own; the nearest one is taken."""
 
 MARGIN = 0.98
-"""A packed form is worth its memory beside the dense one when it takes at most this share of the dense time; the noise
-of a comparison is of that size too."""
+"""A packed form is worth its extra memory when it takes at most this share of the dense time; the noise of a comparison
+is of that size too."""
 
 DENSE = "dense"
 
@@ -50,7 +50,7 @@ class LayerSpeed:
         dtype: ``int8``, ``fp8``, ``bf16``, ...
         out: Rows of the weight.
         columns: Columns of the weight, before lifting.
-        tokens: M's, ascending.
+        tokens: The numbers of tokens M, ascending.
         us: ``dense``, or backend and pattern (``cusparselt 6:8``) -> microseconds at each M, None where it has none.
     """
 
@@ -72,29 +72,29 @@ class LayerSpeed:
                 raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
 
     def at(self, name: str, tokens: int) -> float | None:
-        """Microseconds at one of the measured M's; None where it has no time of that name there."""
+        """Return the microseconds at one of the measured M; None where it has no time of that name there."""
         return self.us[name][self.tokens.index(tokens)] if name in self.us else None
 
     def of_size(self, out: int, columns: int) -> LayerSpeed:
-        """What a layer of another size would take, if time grew with its weight."""
+        """Return the times of a layer of another size, if time grew with the number of weights."""
         factor = out * columns / (self.out * self.columns)
         us = {name: tuple(None if t is None else t * factor for t in times) for name, times in self.us.items()}
         return replace(self, out=out, columns=columns, us=us)
 
     def distance(self, out: int, columns: int) -> float:
-        """In octaves, of the size that is farther off."""
+        """Return how far another layer's size is: the larger difference of rows or of columns, in octaves."""
         return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
 
 
 @dataclass(frozen=True)
-class Table:
-    """A file of them.
+class SpeedTable:
+    """The measured layers of one GPU, as a file has them.
 
     Attributes:
         gpu: Name of the device.
-        libraries: Backend -> what :meth:`slidesparse.gemm.backend.Backend.library` said there.
+        libraries: Backend -> :meth:`slidesparse.gemm.backend.Backend.library` on the machine that measured.
         layers: The times.
-        version: Of the format.
+        version: Version of the format.
     """
 
     gpu: str
@@ -104,19 +104,19 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A measured layer, and how old its times are.
+class MeasuredLayer:
+    """A measured layer, and whether its times come from other versions of the libraries.
 
     Attributes:
-        layer: With times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
-        others: Libraries that made some of these times and are of another version here: (there, here), each pair once.
+        layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
+        others: Libraries of these times that have another version here: pairs (there, here), each once.
     """
 
     layer: LayerSpeed
     others: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
-        """``measured at 64x64 with torch 2.11; this is torch 2.14``; without the libraries where they are the same."""
+        """Return ``measured at 64x64 with torch 2.11; this is torch 2.14``; no libraries where they are the same."""
         where = f"measured at {self.layer.out}x{self.layer.columns}"
         if not self.others:
             return where
@@ -124,71 +124,73 @@ class Measured:
         return f"{where} with {there}; this is {here}"
 
 
-def key(backend: str, pattern: str) -> str:
-    """What a layer's times are filed under."""
+def times_key(backend: str, pattern: str) -> str:
+    """Return the name of a layer's times in the file."""
     return DENSE if backend == DENSE else f"{backend} {pattern}"
 
 
-def nearest(
-    tables: Sequence[Table], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
-) -> Measured | None:
-    """Find the measured layer of this type and pattern that is nearest in size, within :data:`REACH`.
+def find_nearest(
+    tables: Sequence[SpeedTable], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
+) -> MeasuredLayer | None:
+    """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
-    A layer whose times the libraries of this machine made goes before all others; after that the fewer of its backends
-    have another version here, the better.
+    A layer measured with this machine's libraries goes before all others; then the layer of which fewer backends have
+    another version here.
 
     Args:
-        tables: Of this GPU; the first one counts on a tie.
-        libraries: The backends to be compared, with their libraries here. Dense among them: a layer without a time of
-            it says nothing.
+        tables: Tables of this GPU; the first one is taken on a tie.
+        libraries: The backends to compare, with their libraries here. If dense is one of them, a layer without a dense
+            time is left out.
         dtype: Type of the weight.
         pattern: Its pattern.
         out: Its rows.
         columns: Its columns.
 
     Returns:
-        None when no layer has a packed time. Where another table has times of the same backends at this very size,
-        they count below the fewest tokens of this one and above the most: whoever has measured a few numbers of tokens
-        keeps what is known of the others.
+        None when no layer has a packed time. Where another table has times of the same backends at the same size, they
+        are added below the fewest tokens of the layer found and above the most: a user who measured a few numbers of
+        tokens keeps the packaged times of the others.
     """
     found = [
-        Measured(replace(layer, us=times), _other_versions(table, libraries, times))
+        MeasuredLayer(replace(layer, us=times), _other_versions(table, libraries, times))
         for table in tables
         for layer in table.layers
         if layer.dtype == dtype
-        and layer.distance(out, columns) <= math.log2(REACH)
-        and _is_telling(
+        and layer.distance(out, columns) <= math.log2(SIZE_REACH)
+        and _is_comparable(
             times := _times(layer, pattern, (name for name in libraries if name in table.libraries)), libraries
         )
     ]
     if not found:
         return None
     found.sort(key=lambda measured: (len(measured.others), measured.layer.distance(out, columns)))
-    speaking = found[0]
+    best = found[0]
     for other in found[1:]:
-        speaking = _continued(speaking, other)
-    return speaking
+        best = _extended(best, other)
+    return best
 
 
 def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
-    """A layer's times at one pattern, by backend, as far as it has them."""
-    keys = {name: key(name, pattern) for name in backends}
+    """Return a layer's times at one pattern by backend, those that it has."""
+    keys = {name: times_key(name, pattern) for name in backends}
     return {name: layer.us[filed] for name, filed in keys.items() if filed in layer.us}
 
 
-def _is_telling(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
-    """There is a packed time, and a dense one where dense is to be compared."""
+def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) -> bool:
+    """Whether there is a packed time, and a dense one where dense is to be compared."""
     return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
 
 
-def _other_versions(table: Table, libraries: Mapping[str, str], backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """The libraries of these backends that differ between a table and this machine: (there, here)."""
+def _other_versions(
+    table: SpeedTable, libraries: Mapping[str, str], backends: Iterable[str]
+) -> tuple[tuple[str, str], ...]:
+    """Return the libraries of these backends that differ between a table and this machine: (there, here)."""
     pairs = ((table.libraries[name], libraries[name]) for name in backends)
     return tuple((there, here) for there, here in pairs if there != here)
 
 
-def _continued(measured: Measured, more: Measured) -> Measured:
-    """A layer with the times of another one, of the same size and backends, where its own numbers of tokens end."""
+def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
+    """Return a layer with the times of another one, of the same size and backends, past its own numbers of tokens."""
     layer, other = measured.layer, more.layer
     below = [i for i, m in enumerate(other.tokens) if m < layer.tokens[0]]
     above = [i for i, m in enumerate(other.tokens) if m > layer.tokens[-1]]
@@ -201,18 +203,18 @@ def _continued(measured: Measured, more: Measured) -> Measured:
 
     us = {name: joined(times, other.us[name]) for name, times in layer.us.items()}
     longer = replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
-    return Measured(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
+    return MeasuredLayer(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Dense, but for ranges of M at both of whose measured ends another backend is faster by :data:`MARGIN`.
+    """Return routes that are dense, except in ranges of M at both of whose ends a backend is faster by :data:`MARGIN`.
 
-    Below the fewest tokens measured and above the most, that one measurement decides; a measured M itself goes with the
-    range beside it whose backend was the faster one there. Of several faster backends the one with the smaller product
-    of times over the ends is taken.
+    The ends of a range are neighbouring measured M. Below the fewest tokens measured and above the most, that one
+    measurement decides; a measured M itself belongs to the neighbouring range whose backend is the faster one there. Of
+    several faster backends the one with the smaller product of times at the ends is taken.
 
     Args:
-        layer: From :func:`nearest`.
+        layer: The layer of a :func:`find_nearest`.
     """
 
     def best(ends: Sequence[int]) -> str:
@@ -234,7 +236,7 @@ def switching(layer: LayerSpeed) -> tuple[Route, ...]:
 
 
 def fastest(layer: LayerSpeed) -> str | None:
-    """The one packed form with the smallest product of times over all M; None when none has them all."""
+    """Return the packed form with the smallest product of times over all M; None when none has all of them."""
     logs = {
         name: sum(math.log(us) for us in times if us)
         for name, times in layer.us.items()
@@ -251,12 +253,12 @@ def _share(us: float | None, dense: float | None) -> float:
 
 
 def tuned_path(gpu: str) -> Path:
-    """Where ``slidesparse tune`` keeps what it measured on this GPU."""
+    """Return the path at which ``slidesparse tune`` keeps the times of this GPU."""
     return cache_folder() / file_name(gpu)
 
 
 def file_name(gpu: str) -> str:
-    """Of a GPU's table.
+    """Return the name of the file of a GPU's table.
 
     >>> file_name("NVIDIA H200")
     'speed-nvidia-h200.json'
@@ -264,21 +266,21 @@ def file_name(gpu: str) -> str:
     return f"speed-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
 
 
-def tables_for(gpu: str) -> list[Table]:
-    """The user's table of a GPU and the package's, as far as there are any."""
+def tables_for(gpu: str) -> list[SpeedTable]:
+    """Return the user's table of a GPU and the package's, those that there are."""
     paths = (tuned_path(gpu), PACKAGED / file_name(gpu))
-    return [table for path in paths if (table := load_table(path)) is not None and table.gpu == gpu]
+    return [table for path in paths if (table := load_speeds(path)) is not None and table.gpu == gpu]
 
 
 @lru_cache(maxsize=8)
-def load_table(path: Path) -> Table | None:
-    """A file's table, None when there is no file. Read once a process.
+def load_speeds(path: Path) -> SpeedTable | None:
+    """Return a file's table, None when there is no file; read once a process.
 
     Raises:
         InputError: For anything but the form at the top of this file.
     """
     try:
-        table: Table = decode(Table, load_json(path), "table")
+        table: SpeedTable = decode(SpeedTable, load_json(path), "table")
         if table.version != VERSION:
             raise InputError("version of the table", got=table.version, needed=str(VERSION))
     except FileNotFoundError:
@@ -288,24 +290,24 @@ def load_table(path: Path) -> Table | None:
     return table
 
 
-def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> Table:
-    """Write layers into a table, in the place of older ones of the same type and size.
+def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> SpeedTable:
+    """Write layers into a table, replacing older ones of the same type and size.
 
-    Layers whose times a library of another version made are dropped: two runs are not to be compared.
+    Layers measured with another version of a library are dropped: times of two runs must not be compared.
     """
-    load_table.cache_clear()
-    old = load_table(path)
+    load_speeds.cache_clear()
+    old = load_speeds(path)
     added = {(layer.dtype, layer.out, layer.columns): layer for layer in layers}
     kept = old.layers if old is not None and (old.gpu, old.libraries) == (gpu, libraries) else ()
     rest = [layer for layer in kept if (layer.dtype, layer.out, layer.columns) not in added]
-    table = Table(gpu, dict(libraries), (*rest, *added.values()))
+    table = SpeedTable(gpu, dict(libraries), (*rest, *added.values()))
     replace_file(path, _text(table))
-    load_table.cache_clear()
+    load_speeds.cache_clear()
     return table
 
 
-def _text(table: Table) -> str:
-    """JSON with a line for each list of times."""
+def _text(table: SpeedTable) -> str:
+    """Return a table as JSON with a line for each list of times."""
     head = {"version": table.version, "gpu": table.gpu, "libraries": table.libraries}
     layers = ",\n".join(map(_layer_text, table.layers))
     return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'

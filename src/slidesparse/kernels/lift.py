@@ -14,25 +14,23 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs, inputs_of, is_aligned, outputs_of
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import (
     EARLY_ARCH,
     FP8_ARCH,
     Launch,
-    LiftInputs,
-    LiftOutputs,
     configure,
     device_arch,
+    make_variant,
 )
 from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.kernels.lift_walking import walking_kernel
-from slidesparse.kernels.triton_launcher import ALIGNMENT, LARGEST, Launcher, early_start
-from slidesparse.layout import SLAB_BYTES, ColumnOrder, Lifted, LinearTensors, Slabs
+from slidesparse.kernels.triton_launcher import ALIGNMENT, Launcher, early_start
+from slidesparse.layout import ColumnOrder, Lifted, LinearTensors, Slabs
 from slidesparse.prologue import NORMS, Prologue
-from slidesparse.quant import QUANTISED
-from slidesparse.support import dense_rows, is_vector
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+from slidesparse.quant import FLOATS, QUANTISED
+from slidesparse.support import is_vector, with_contiguous_columns
 
 
 def quantize_lift(
@@ -55,13 +53,13 @@ def quantize_lift(
     Args:
         x: [M, K], bfloat16, float16 or float32, any row stride, columns contiguous. [M, 2K] for ``silu_mul``.
         order: The packed column order.
-        target: torch.int8, torch.float8_e4m3fn, or x's type: lift alone, bit for bit.
+        target: torch.int8, torch.float8_e4m3fn, or x's type to lift only, bit for bit.
         prologue: A function of :mod:`slidesparse.prologue`.
-        pairs: Replaces ``order.pairs`` where ``order`` has none.
+        pairs: The index of pairs, where ``order.pairs`` is None.
         gain: [K] in x's type, the gain of the norm.
         residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
-        eps: Of the norm.
-        slabs: Slab after slab; row-major when None.
+        eps: The norm's epsilon.
+        slabs: Layout of the output in slabs; row-major when None.
         rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
 
     Raises:
@@ -78,7 +76,7 @@ def quantize_lift(
 
 
 class KernelLift:
-    """A lift of M tokens by a Triton kernel: everything that does not depend on the tensors' contents, made once.
+    """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
     Args:
         order: The packed column order.
@@ -86,16 +84,16 @@ class KernelLift:
         target: torch.int8, torch.float8_e4m3fn, or ``source`` to lift only.
         prologue: Applied first.
         tokens: M.
-        device: Where.
-        slabs: Slab after slab; row-major when None.
+        device: The device of the activations.
+        slabs: Layout of the output in slabs; row-major when None.
         rows: Allocate at least this many rows.
 
     Attributes:
-        index: Of the device; negative in Triton's interpreter.
-        shape: Of the activations.
-        width: K'.
+        index: Index of the device; negative in Triton's interpreter.
+        shape: Shape of the activations.
+        width: Packed columns K'.
         padded: Rows of memory that the values take.
-        quantised: There are scales.
+        quantised: Whether there are scales.
 
     Raises:
         InputError: A layout that does not fit.
@@ -142,8 +140,8 @@ class KernelLift:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`slidesparse.lifting.Lift`."""
-        rows = None if residual is None else dense_rows(residual)
-        return self.run(dense_rows(x), rows, tensors.pairs, tensors.gain, eps)
+        rows = None if residual is None else with_contiguous_columns(residual)
+        return self.run(with_contiguous_columns(x), rows, tensors.pairs, tensors.gain, eps)
 
     def run(
         self,
@@ -153,7 +151,7 @@ class KernelLift:
         gain: torch.Tensor | None,
         eps: float,
     ) -> Lifted:
-        """Lift tensors of the types, the rows and the device that this lift was made for; the rest is checked.
+        """Lift checked tensors of the sizes, types and device that this lift was made for.
 
         Raises:
             InputError: As :func:`quantize_lift`.
@@ -167,10 +165,10 @@ class KernelLift:
         with torch.cuda.device(index):
             return self._run(index, x, residual, pairs, gain, eps)
 
-    # A launch passes addresses, which say neither how much memory follows them nor of what type and where it is.
+    # A launch passes addresses, which do not tell how much memory follows them, nor its type and device.
 
     def refusal(self, x: torch.Tensor, residual: torch.Tensor | None) -> InputError | None:
-        """Say what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
+        """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
         if not self.is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
         if self.prologue == "add_rms_norm" and not self.is_rows(residual):
@@ -178,7 +176,7 @@ class KernelLift:
         return None
 
     def refusal_of_weights(self, pairs: torch.Tensor | None, gain: torch.Tensor | None) -> InputError | None:
-        """Say the same of what stays from call to call: the index of pairs, and the gain of the norm."""
+        """Return what is wrong with the index of pairs or the norm's gain, which stay from call to call."""
         if self.gathered and not self._is_index(pairs):
             needed = f"{self.width // 2} {self.order.index_dtype} numbers on {self.device}, contiguous"
             return InputError("index of pairs", got=_described(pairs), needed=needed)
@@ -188,7 +186,7 @@ class KernelLift:
         return None
 
     def is_rows(self, x: torch.Tensor | None) -> bool:
-        """Whether these are activations, or a residual, as this lift was made for."""
+        """Whether this lift can read these activations, or this residual."""
         if x is None or x.shape != self.shape or x.dtype != self.source:
             return False
         return x.stride()[1] == 1 and x.device == self.device
@@ -223,11 +221,11 @@ class KernelLift:
         if tokens and width:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
-                self.launch(inputs, _outputs_of(lifted), eps)
+                self.launch(inputs, outputs_of(lifted), eps)
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
-            values.resize_(tokens, width)  # the memory after them stays; a view would be another tensor to make
+            values.resize_(tokens, width)  # keeps the memory after them; a view would be one more tensor to make
         return lifted
 
     def _launch_by_triton(
@@ -245,12 +243,12 @@ class KernelLift:
         inputs = inputs_of(x, residual, pairs, gain)
         tensors = x, residual, total, gain, pairs, values, scale
         arguments = (*tensors, self.tokens, inputs.x_stride, inputs.residual_stride, float(eps))
-        self.launcher.compile_and_launch(self.programs, arguments, _aligned(inputs))
+        self.launcher.compile_and_launch(self.programs, arguments, is_aligned(inputs))
 
     def inputs(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
     ) -> LiftInputs | None:
-        """Return what :meth:`launch` reads of these tensors; None where :meth:`why_not` says why it cannot."""
+        """Return the addresses that :meth:`launch` reads; None where it cannot read them (:meth:`why_not`)."""
         if not is_current(self.index) or self.refusal(x, residual) or self.refusal_of_weights(pairs, gain):
             return None
         inputs = inputs_of(x, residual, pairs, gain)
@@ -259,22 +257,22 @@ class KernelLift:
     def why_not(
         self, x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
     ) -> str | None:
-        """Say why :meth:`inputs` gives nothing, in one sentence; None where only the first compilation is missing."""
+        """Return why :meth:`inputs` returns None, in one sentence; None where only the first compilation is missing."""
         refusal = self.refusal(x, residual) or self.refusal_of_weights(pairs, gain)
-        if refusal is not None:  # whose numbers differ with every batch, and a reason is logged once
+        if refusal is not None:  # without its numbers, which differ with every batch: a reason is logged once
             return f"{refusal.what}: of another size, type, stride or device than the kernel reads"
         if not is_current(self.index):
             return f"{self.device} is not the current device"
-        if not _aligned(inputs_of(x, residual, pairs, gain)):
+        if not is_aligned(inputs_of(x, residual, pairs, gain)):
             return f"rows, gain or index of pairs do not start at multiples of {ALIGNMENT} bytes or numbers"
         return None
 
     def can_launch(self, inputs: LiftInputs) -> bool:
-        """Whether :meth:`launch` can run on these: a kernel is compiled, and they are aligned as it expects."""
-        return self.launcher.ready and _aligned(inputs)
+        """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
+        return self.launcher.ready and is_aligned(inputs)
 
     def launch(self, inputs: LiftInputs, outputs: LiftOutputs, eps: float) -> None:
-        """Launch by addresses on the current stream of the device, which is the current one; nothing is checked.
+        """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
 
         :meth:`can_launch` must hold.
         """
@@ -287,30 +285,6 @@ class KernelLift:
         )
 
 
-def inputs_of(
-    x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
-) -> LiftInputs:
-    """Return the addresses of checked tensors; ``pairs`` may be empty."""
-    residual_at, residual_stride = (None, 0) if residual is None else (residual.data_ptr(), residual.stride()[0])
-    gain_at = None if gain is None else gain.data_ptr()
-    pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor has no address
-    return LiftInputs(x.data_ptr(), residual_at, gain_at, pairs_at, x.stride()[0], residual_stride)
-
-
-def _outputs_of(lifted: Lifted) -> LiftOutputs:
-    values, scale, total = lifted
-    return LiftOutputs(
-        None if total is None else total.data_ptr(), values.data_ptr(), None if scale is None else scale.data_ptr()
-    )
-
-
-def _aligned(inputs: LiftInputs) -> bool:
-    """Whether a kernel that Triton compiled for multiples of 16 can read these; torch's allocations are aligned."""
-    x, residual, gain, pairs, x_stride, residual_stride = inputs
-    bits = x | x_stride | residual_stride | (residual or 0) | (gain or 0) | (pairs or 0)
-    return bits % ALIGNMENT == 0 and x_stride <= LARGEST and residual_stride <= LARGEST
-
-
 def _described(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "none"
@@ -318,7 +292,8 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 find_kernel_lift = lru_cache(maxsize=1 << 13)(KernelLift)
-"""One look-up a call: a model has few linears, and a server many numbers of tokens. An entry takes about 1 KB."""
+"""Return the :class:`KernelLift` of these arguments by one look-up. A model has few linears, a server many numbers of
+tokens, and an entry takes about 1 KB."""
 
 
 @lru_cache(maxsize=4096)
@@ -327,50 +302,3 @@ def _launcher(variant: LiftVariant, launch: Launch, source: torch.dtype, device:
     kernel, most = held_kernel if variant.held else walking_kernel, launch.registers or None
     early = early_start() if variant.early else {}
     return Launcher(kernel, (variant,), num_warps=launch.num_warps, maxnreg=most, **early)
-
-
-def make_variant(
-    order: ColumnOrder,
-    source: torch.dtype,
-    target: torch.dtype,
-    prologue: Prologue,
-    slabs: Slabs | None,
-    launch: Launch,
-    early: bool = False,
-) -> LiftVariant:
-    """Return the constants that a launch compiles in.
-
-    Args:
-        order: The packed column order.
-        source: Type of the input.
-        target: Type of the output; the input's own type to lift only.
-        prologue: Applied first.
-        slabs: Layout of the output.
-        launch: Columns of a step.
-        early: See :class:`LiftVariant`.
-    """
-    if target not in QUANTISED and target != source:
-        raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
-    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
-        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
-    steps = launch.read, launch.write
-    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
-        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
-    return LiftVariant(
-        in_features=order.in_features,
-        half=order.group // 2,
-        k_offset=order.k_offset,
-        dense_groups=order.dense_groups,
-        slid_groups=order.slid_groups,
-        dense_columns=order.dense_columns,
-        slid_columns=order.slid_columns,
-        gathered=order.gathered,
-        prologue=prologue,
-        quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
-        itemsize=target.itemsize,
-        slab_rows=0 if slabs is None else slabs.rows,
-        swizzle=slabs is not None and slabs.swizzle,
-        read=launch.read,
-        write=launch.write,
-        early=early,
-    )

@@ -1,14 +1,14 @@
-"""The kernel that quantises and lifts a row which it holds: every input is read once, every column quantised once.
+"""The kernel that holds its row in registers: it reads every input once, and quantises every column once.
 
-A program holds one row in registers, in chunks in which a lane has 8 neighbouring columns. When the scale is known, the
-columns are rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting is a gather of such pairs::
+A program holds one row in chunks, of which a lane has 8 neighbouring columns. When the scale is known, the columns are
+rounded to 8 bits, two in 16 bits, and go through shared memory, where lifting is a gather of such pairs::
 
     6:8     held    |01 23 45 67|                   a lane rounds eight columns to four pairs
             packed  |01 23|23 45|45 67|             a window is two pairs; a lane gathers eight and stores 16 bytes
 
-Columns that two windows share are so read, transformed and rounded once. That is what bounded the other kernel
-(:mod:`slidesparse.kernels.lift_walking`): it issued 30 instructions a column where this one needs 14, and evaluated
-the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
+So columns that two windows share are read, transformed and rounded once. Doing that repeatedly is the limit of the
+other kernel (:mod:`slidesparse.kernels.lift_walking`): it issued 30 instructions a column where this one needs 14, and
+evaluated the SiLU of a column two and a half times (docs/quantise-lift-kernel.md).
 
 It needs pairs that stay pairs (an even ``k_offset``) and a row that fits
 (:attr:`slidesparse.kernels.lift_variant.LiftVariant.held`).
@@ -34,7 +34,7 @@ from slidesparse.kernels.lift_math import (
 
 @triton.jit
 def _load(x_ptr, chunk, P: tl.constexpr):
-    """Columns of a chunk [READ], 0 past the end of the row."""
+    """Load the columns of a chunk [READ], 0 past the end of the row."""
     column = chunk * P.read + tl.arange(0, P.read)
     if (chunk + 1) * P.read > P.in_features:
         value = tl.load(x_ptr + column, mask=column < P.in_features, other=0.0)
@@ -45,7 +45,7 @@ def _load(x_ptr, chunk, P: tl.constexpr):
 
 @triton.jit
 def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
-    """What is to be quantised: a tuple of chunks [READ] in the row's type."""
+    """Load a row and apply the prologue: a tuple of chunks [READ] in the row's type, which are then quantised."""
     row = ()
     squares = tl.full((P.read,), 0.0, tl.float32)
     CHUNKS: tl.constexpr = P.chunks
@@ -71,7 +71,7 @@ def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
 
 @triton.jit
 def _larger(largest, value):
-    """The larger of ``largest``, which is not negative, and the magnitude of ``value``; NaN if one of them is."""
+    """Return the larger of ``largest`` (not negative) and the magnitude of ``value``; NaN if one of them is NaN."""
     if value.dtype == tl.bfloat16:
         largest = tl.inline_asm_elementwise(
             "{ .reg .b32 m; and.b32 m, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, m; }",
@@ -97,7 +97,7 @@ def _larger(largest, value):
 
 @triton.jit
 def _absmax(row, P: tl.constexpr):
-    """The largest magnitude of a row, NaN if there is one: a float32 scalar."""
+    """Return the largest magnitude of a row, NaN if it has one: a float32 scalar."""
     largest = tl.full((P.read,), 0.0, row[0].dtype)
     for chunk in tl.static_range(0, len(row)):
         largest = _larger(largest, row[chunk])
@@ -135,7 +135,7 @@ def _round(wide, P: tl.constexpr):
 
 @triton.jit
 def _quantise(row, scale, inverse, P: tl.constexpr):
-    """All columns of a row as pairs: a tuple of chunks, int16 [READ / 2]."""
+    """Round all columns of a row, as pairs: a tuple of chunks, int16 [READ / 2]."""
     pairs = ()
     for chunk in tl.static_range(0, len(row)):
         pairs = pairs + (_round(quotient(row[chunk], scale, inverse, P), P),)
@@ -144,7 +144,7 @@ def _quantise(row, scale, inverse, P: tl.constexpr):
 
 @triton.jit
 def _in_order(pairs, P: tl.constexpr):
-    """The chunks of a row one after the other, and zeros up to a power of two: int16 [slots * READ / 2]."""
+    """Join the chunks of a row in order, with zeros up to a power of two: int16 [slots * READ / 2]."""
     HALF: tl.constexpr = P.read // 2
     EMPTY: tl.constexpr = P.slots - P.chunks
     for _ in tl.static_range(0, EMPTY):
@@ -158,13 +158,13 @@ def _in_order(pairs, P: tl.constexpr):
     else:
         even = tl.join(tl.join(pairs[0], pairs[4]), tl.join(pairs[2], pairs[6]))
         whole = tl.join(even, tl.join(tl.join(pairs[1], pairs[5]), tl.join(pairs[3], pairs[7])))
-    # Joining makes the number of a chunk the fastest index; it is to be the slowest.
+    # Joining makes the number of a chunk the fastest index; it must be the slowest.
     return tl.reshape(tl.trans(tl.reshape(whole, (HALF, P.slots))), (HALF * P.slots,))
 
 
 @triton.jit
 def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
-    """The input pairs that feed a step's positions in a segment, int32 [WRITE / 2]; outside the row where none is."""
+    """Return the input pairs that feed a step of a segment, int32 [WRITE / 2]; outside the row where none does."""
     if P.gathered:
         START: tl.constexpr = P.dense_columns if SLID else 0
         LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
@@ -186,7 +186,7 @@ def _lift(whole, pairs_ptr, out_ptr, row, SLID: tl.constexpr, P: tl.constexpr):
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     GROUP: tl.constexpr = 4 * (P.half - 1) if SLID else 2 * P.half
-    # Positions between these two stand for columns that exist.
+    # The columns of positions between these two exist.
     BEGIN: tl.constexpr = GROUP if P.k_offset > 0 else 0
     END: tl.constexpr = ((P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)) * GROUP
     STEP: tl.constexpr = P.write
@@ -230,7 +230,7 @@ def held_kernel(
     eps,
     P: tl.constexpr,
 ):
-    """One row a program; see the top of this file.
+    """Quantise and lift one row a program; see the top of this file.
 
     Where slabs are padded, programs past the last row repeat it. ``out_ptr`` is int16, a pair of columns each.
     """

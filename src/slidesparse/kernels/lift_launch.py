@@ -1,8 +1,8 @@
-"""How a kernel is launched: a pure function of the problem.
+"""The launch of a quantise-and-lift kernel: a pure function of the problem.
 
 A row that is held (see :mod:`slidesparse.kernels.lift_held`) gets as few lanes as can hold it: every lane then has
-many loads on the way, and what is done once a row is spread over many columns. A row that is walked is read several
-times, and all passes but the first should find it in L1, so the rows that a multiprocessor treats at once must fit
+many loads in flight, and the work that is done once a row is spread over many columns. A walked row is read several
+times, and all passes but the first should find it in L1, so the rows that a multiprocessor processes at once must fit
 there.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from slidesparse.errors import InputError
-from slidesparse.kernels.lift_variant import CHUNKS
-from slidesparse.layout import ColumnOrder
+from slidesparse.kernels.lift_variant import CHUNKS, LiftVariant
+from slidesparse.layout import SLAB_BYTES, ColumnOrder, Slabs
+from slidesparse.prologue import Prologue
+from slidesparse.quant import QUANTISED
 
 FP8_ARCH = 89
 """The first compute capability that converts to e4m3."""
@@ -27,30 +28,30 @@ EARLY_ARCH = 90
 WARPS = (1, 2, 4, 8, 16)
 """Warps that a program may have."""
 RESIDENT_WARPS = 64
-"""Warps that a multiprocessor holds at most: how many programs of so many warps run on it at once."""
+"""Most warps of a multiprocessor, which limit how many programs run on it at once."""
 L1_BYTES = 192 * 1024
-"""What a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of the
-speed of 8."""
+"""Bytes that a multiprocessor's L1 keeps, less than its 256 KiB on an H200: 16 rows of 16 KiB at once ran at 70 % of
+the speed of 8."""
 FEW_TOKENS = 512
-"""Up to so many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
+"""Up to this many rows, latency counts and L1 is empty: a row gets all the lanes that it can use."""
 LOAD_BYTES = 16
-"""What a lane loads at once while it reads a row."""
+"""Bytes that a lane loads at once while it reads a row."""
 WRITE_COLUMNS = 16
-"""Packed columns of a lane and step: one store of 16 bytes, of 8-bit values."""
+"""Packed columns that a lane writes in a step: one store of 16 bytes, of 8-bit values."""
 THREE_PROGRAMS = 40
-"""Registers of a lane with which a multiprocessor's 65536 serve three programs of 16 warps. The compiler would take a
-few more for FP8, and the rows in flight would be two: 7 % slower on an H200 at K = 18944."""
+"""Registers of a lane with which a multiprocessor's 65536 suffice for three programs of 16 warps. The compiler would
+take a few more for FP8, and only two rows would be in flight: 7 % slower on an H200 at K = 18944."""
 HELD_COLUMNS = 256
 """Input columns that a warp holds in a chunk: 8 a lane, a load of 16 bytes of a 16-bit type."""
 FEWEST_HOLDING = 2
-"""Warps of a program that holds its row, at least. What one warp holds the compiler gathers with shuffles, one and a
-compare and a select for each register that may be meant, instead of through shared memory: at 6:8 and K = 2048 56
-instructions a column of the input in place of 15."""
+"""Fewest warps of a program that holds its row. From a row in one warp the compiler gathers with shuffles instead of
+through shared memory, and needs a shuffle, a compare and a select for each register that the source may be: at 6:8 and
+K = 2048 that takes 56 instructions a column of the input, in place of 15."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one launch is cut.
+    """The sizes of one launch.
 
     Attributes:
         read: Input columns of a step while a row is read, a power of two.
@@ -72,40 +73,6 @@ class Launch:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= limit or value & (value - 1):
                 raise InputError(f"{name} of a launch", got=value, needed=f"a power of two up to {limit}")
-
-
-class LiftInputs(NamedTuple):
-    """Addresses and strides of what a launch reads.
-
-    Attributes:
-        x: Address of the activations.
-        residual: Of the residual; None where the kernel reads none, as below.
-        gain: Of the gain of the norm.
-        pairs: Of the index of pairs.
-        x_stride: Elements between two rows of the activations.
-        residual_stride: The same of the residual; 0 without.
-    """
-
-    x: int
-    residual: int | None
-    gain: int | None
-    pairs: int | None
-    x_stride: int
-    residual_stride: int
-
-
-class LiftOutputs(NamedTuple):
-    """Addresses of what a launch writes, all multiples of 16.
-
-    Attributes:
-        total: Memory for the new residual [M, K]; None where there is none.
-        values: Memory for the values, ``padded`` rows of ``width``.
-        scale: Memory for M scales, float32; None where nothing is quantised.
-    """
-
-    total: int | None
-    values: int
-    scale: int | None
 
 
 @lru_cache(maxsize=4096)
@@ -132,11 +99,11 @@ def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, qua
 def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding: list[int]) -> Launch:
     most = max(WARPS)
     if tokens > FEW_TOKENS:
-        # What also writes the sum of its rows has more to wait for: four times the lanes were 10 % faster on an H200.
+        # A kernel that also writes the sum has more to wait for: four times the lanes were 10 % faster on an H200.
         warps = min(holding[0] * (4 if prologue == "add_rms_norm" else 1), most)
     else:
         warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
-    # With more than 6 chunks of a 16-bit type, or a function of the columns first, a lane needs more than that.
+    # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.
     light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
     stores = 1 if warps == most else 2
     registers = THREE_PROGRAMS if warps == most and light else 0
@@ -153,8 +120,55 @@ def _walk(tokens: int, order: ColumnOrder, itemsize: int, prologue: str) -> Laun
 
 @lru_cache
 def device_arch(device: torch.device) -> int:
-    """Compute capability of a device: 90 for an H200. In Triton's interpreter, which needs no GPU, the newest."""
+    """Return the compute capability of a device: 90 for an H200, and the newest in Triton's interpreter (no GPU)."""
     if device.type != "cuda":
         return 120
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def make_variant(
+    order: ColumnOrder,
+    source: torch.dtype,
+    target: torch.dtype,
+    prologue: Prologue,
+    slabs: Slabs | None,
+    launch: Launch,
+    early: bool = False,
+) -> LiftVariant:
+    """Return the constants that a launch compiles in.
+
+    Args:
+        order: The packed column order.
+        source: Type of the input.
+        target: Type of the output; the input's own type to lift only.
+        prologue: Applied first.
+        slabs: Layout of the output in slabs; row-major when None.
+        launch: Sizes of the launch.
+        early: See :class:`LiftVariant`.
+    """
+    if target not in QUANTISED and target != source:
+        raise InputError("type to lift to", got=target, needed="torch.int8, torch.float8_e4m3fn or the input's type")
+    if slabs is not None and order.dense_columns * target.itemsize % SLAB_BYTES:
+        raise InputError("a segment in slabs", got=order.dense_columns, needed=f"a multiple of {SLAB_BYTES} bytes")
+    steps = launch.read, launch.write
+    if slabs is not None and any(step * target.itemsize % SLAB_BYTES for step in steps):
+        raise InputError("steps of a launch that writes slabs", got=steps, needed=f"multiples of {SLAB_BYTES} bytes")
+    return LiftVariant(
+        in_features=order.in_features,
+        half=order.group // 2,
+        k_offset=order.k_offset,
+        dense_groups=order.dense_groups,
+        slid_groups=order.slid_groups,
+        dense_columns=order.dense_columns,
+        slid_columns=order.slid_columns,
+        gathered=order.gathered,
+        prologue=prologue,
+        quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),
+        itemsize=target.itemsize,
+        slab_rows=0 if slabs is None else slabs.rows,
+        swizzle=slabs is not None and slabs.swizzle,
+        read=launch.read,
+        write=launch.write,
+        early=early,
+    )

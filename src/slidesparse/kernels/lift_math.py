@@ -1,4 +1,4 @@
-"""What both kernels that quantise and lift do alike: the arithmetic of a row, and where its output stands."""
+"""Functions that both quantise-and-lift kernels share: the arithmetic of a row, and the offsets of its output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
 
 @triton.jit
 def begin(P: tl.constexpr):
-    """Programmatic dependent launch (PTX ISA, "griddepcontrol"), the first thing that a program does.
+    """Begin a program under programmatic dependent launch (PTX ISA, "griddepcontrol").
 
-    Wait until the kernel before this one has ended, if this one was started early; then allow the kernel after it to
-    start: a GEMM has weights to fetch before it waits for what this kernel writes. In this order whatever was written
-    before this kernel is visible to that one.
+    It waits until the kernel before this one has ended, if this one was started early, and then allows the kernel after
+    it to start: a GEMM has weights to fetch before it waits for this kernel's output. In this order everything that was
+    written before this kernel is visible to the kernel after it.
     """
     if P.early:
         tl.inline_asm_elementwise(
@@ -36,7 +36,7 @@ def begin(P: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) to some 2^-22: five instructions, where Triton's exp and division take twice as many.
+    """Return 1 / (1 + exp(-x)) to about 2^-22: five instructions, where Triton's exp and division take twice as many.
 
     Below 2^-126 the result is 0.
     """
@@ -53,33 +53,33 @@ def _sigmoid(x):
 
 @triton.jit
 def silu_times(gate, up):
-    """``silu(gate) * up``, rounded to the row's type at the end."""
+    """Return ``silu(gate) * up``, rounded to the row's type at the end."""
     wide = gate.to(tl.float32)
     return (wide * _sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
 def add(x, residual):
-    """The sum in float32."""
+    """Return the sum in float32."""
     return x.to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit
 def normed(x, gain, rstd):
-    """``x * rstd * gain``, rounded to the gain's type at the end."""
+    """Return ``x * rstd * gain``, rounded to the gain's type at the end."""
     return (x.to(tl.float32) * rstd * gain.to(tl.float32)).to(gain.dtype)
 
 
 @triton.jit
 def rstd_of(squares, eps, P: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of a row, from squares that remain to be summed."""
+    """Return 1 / sqrt(mean(x^2) + eps) of a row, from squares that are yet to be summed."""
     mean = tl.div_rn(tl.sum(squares), P.in_features * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def row_scale(absmax, P: tl.constexpr):
-    """The scale of a row and its (IEEE) inverse: what :func:`slidesparse.quant.quantize_rows` says."""
+    """Return the scale of a row and its (IEEE) inverse, as :func:`slidesparse.quant.quantize_rows` defines them."""
     if P.quant == "int8":
         scale = tl.div_rn(absmax, _INT8_MAX)
         inverse = tl.where(absmax == 0.0, 0.0, tl.div_rn(_INT8_MAX, absmax))
@@ -91,11 +91,11 @@ def row_scale(absmax, P: tl.constexpr):
 
 @triton.jit
 def quotient(value, scale, inverse, P: tl.constexpr):
-    """What is rounded to 8 bits, in float32: ``value * inverse`` for int8, ``value / scale`` for FP8."""
+    """Return the float32 number to round to 8 bits: ``value * inverse`` for int8, ``value / scale`` for FP8."""
     wide = value.to(tl.float32)
     result = wide * inverse
     if P.quant == "fp8":
-        # With the inverse at hand one correction gives the IEEE quotient. Checked for all 2^23 significands of the
+        # With the inverse, one correction gives the IEEE quotient. Checked for all 2^23 significands of the
         # scale at every boundary between two e4m3 numbers. The signs are arranged so that -0 stays -0 (Triton's unary
         # minus is 0 - x, which would lose it).
         result = tl.fma(tl.fma(result, scale, wide * -1.0), -inverse, result)
@@ -104,17 +104,17 @@ def quotient(value, scale, inverse, P: tl.constexpr):
 
 @triton.jit
 def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
-    """Where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
+    """Return where a row begins in the output, in items of ITEM bytes, 64 bits wide."""
     ROW_BYTES: tl.constexpr = (P.dense_columns + P.slid_columns) * P.itemsize if P.slab_rows == 0 else _SLAB_BYTES
     return row * (ROW_BYTES // ITEM)
 
 
 @triton.jit
 def offset_in_row(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
-    """Where the items of ITEM bytes ``start + step`` of a row stand, from the row's own start on.
+    """Return the offsets of the items ``start + step`` of a row, of ITEM bytes each, from the row's own start.
 
-    ``start`` is where a slab begins; what depends on ``step`` alone is computed once for all of a loop's starts. A slab
-    has a row for every program.
+    A slab begins at ``start``; the terms that depend on ``step`` alone are computed once for all starts of a loop. A
+    slab has a row for every program.
     """
     if P.slab_rows == 0:
         at = start + step
@@ -126,6 +126,6 @@ def offset_in_row(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
             chunk = chunk ^ (row % 8).to(tl.int32)
         pitch = tl.num_programs(0).to(tl.int64) * SLAB
         at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
-        at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # which the exclusive or hides
+        at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # the exclusive or hides this
         at += start // SLAB * pitch
     return at

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from slidesparse.prologue import Prologue
 
 CHUNKS = 8
-"""Chunks of a row that a program may hold: 64 columns a lane, of the 128 registers that 16 warps leave it."""
+"""Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,20 @@ class LiftVariant:
     Attributes:
         in_features: Input columns K.
         half: N, half the columns of a group.
-        k_offset: Position inside its group at which input column 0 stands.
+        k_offset: Position inside its group of input column 0.
         dense_groups: Groups of the dense segment.
         slid_groups: Groups of the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        gathered: The groups stand in an order of their own.
+        gathered: Whether the groups are in another order than the input's.
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
         itemsize: Bytes of an output column.
-        slab_rows: Tokens of a slab are a multiple of it; 0 for row-major output.
+        slab_rows: The tokens of a slab are a multiple of this; 0 for row-major output.
         swizzle: See :class:`slidesparse.layout.Slabs`.
         read: Input columns of a step of the passes that read; of a chunk of a row that is held.
         write: Output columns of a step of the pass that writes.
-        early: The kernel may be started before the one before it has ended, and lets the one after it start as early;
+        early: The kernel may start before the kernel before it has ended, and lets the kernel after it start early;
             see :func:`slidesparse.kernels.lift_math.begin`.
     """
 
@@ -53,26 +53,26 @@ class LiftVariant:
 
     @property
     def held(self) -> bool:
-        """The row is held in registers: it is to be quantised, it is no longer than that, and its pairs stay pairs."""
+        """Whether the row is held in registers: it is quantised, short enough, and its pairs of columns stay pairs."""
         return self.quant != "none" and self.k_offset % 2 == 0 and self.in_features <= CHUNKS * self.read
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row that is held."""
+        """Number of chunks of a row that is held."""
         return -(-self.in_features // self.read)
 
     @property
     def slots(self) -> int:
-        """Chunks that a power of two holds."""
+        """Number of chunks, rounded up to a power of two."""
         return 1 << (self.chunks - 1).bit_length()
 
     @property
     def in_place(self) -> bool:
-        """Packed column c is input column c: nothing to lift, or windows of 2:4 alone."""
+        """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
         alone = self.dense_groups == 0 or self.slid_groups == 0
         return alone and not self.gathered and self.k_offset == 0 and (self.half == 2 or self.slid_groups == 0)
 
     @property
     def cut(self) -> bool:
-        """The last group of the input is not whole."""
+        """Whether the last group of the input is incomplete."""
         return (self.k_offset + self.in_features) % (2 * self.half) > 0

@@ -1,17 +1,17 @@
-"""The kernel that quantises and lifts a row of any length, in passes over it.
+"""The kernel that walks along its row: it quantises and lifts rows of any length, in passes over them.
 
-It lifts without quantising, and quantises what :mod:`slidesparse.kernels.lift_held` cannot hold.
+It runs lifts without quantisation, and rows that :mod:`slidesparse.kernels.lift_held` cannot hold.
 
-One pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The first
-reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.kernels.lift_launch` sees to it). The last
-pass walks along the *output*: a packed column is computed from the input column that it copies, so a column that two
-windows share is read and quantised twice, and nothing has to be moved between lanes::
+There is one pass for the sum of squares where there is a norm, one for the largest magnitude, and one that writes. The
+first reads from memory, the others find the row in L1 or L2 (:mod:`slidesparse.kernels.lift_launch` sees to it).
+The last pass walks along the *output*: a packed column is computed from the input column that it copies, so a column
+that two windows share is read and quantised twice, and nothing has to be moved between lanes::
 
     6:8     in    |0 1 2 3 4 5 6 7|                 loads of 4 bytes (16-bit types): a window starts at an even column
-            out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes beside each other
+            out   |0 1 2 3|2 3 4 5|4 5 6 7|         stores of 16 bytes, neighbouring lanes at neighbouring places
 
-The code says which column goes where, element by element. How wide an access is follows from what the compiler proves
-about these indices, so that odd sizes and unaligned rows need no code of their own: they are slower, not different.
+The code computes the place of every column, element by element. The width of an access follows from the facts that the
+compiler proves about these indices, so odd sizes and unaligned rows need no code of their own: they are only slower.
 
 Bytes moved a row: K inputs in (2K where there is a gate; a residual is another K in and K out), K' bytes and one
 float32 out. Every byte of the output, padding included, is written once.
@@ -37,7 +37,7 @@ from slidesparse.kernels.lift_math import (
 
 @triton.jit
 def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
-    """Input columns of a step's positions in a segment [WRITE]; outside 0 .. K-1 where there is none."""
+    """Return the input columns that feed a step of a segment [WRITE]; outside 0 .. K-1 where none does."""
     # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
     SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
     if P.gathered:
@@ -57,7 +57,7 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _inside(column, P: tl.constexpr):
-    """Which of these columns exist."""
+    """Return which of these columns exist."""
     inside = column < P.in_features
     if P.gathered or P.k_offset > 0:
         inside = inside & (column >= 0)
@@ -66,7 +66,7 @@ def _inside(column, P: tl.constexpr):
 
 @triton.jit
 def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr):
-    """What is quantised, in the row's type; 0 where there is no column."""
+    """Load columns and apply the prologue: the values to quantise, in the row's type; 0 where there is no column."""
     value = tl.load(x_ptr + column, mask=inside, other=0.0)
     if P.prologue == "add_rms_norm":
         value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
@@ -79,7 +79,7 @@ def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr)
 
 @triton.jit
 def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of the sum of the two, which it writes."""
+    """Return 1 / sqrt(mean(x^2) + eps) of a row; where there is a residual, of their sum, which is written."""
     squares = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
@@ -94,7 +94,7 @@ def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
 
 @triton.jit
 def _absmax(x_ptr, residual_ptr, gain_ptr, rstd, P: tl.constexpr):
-    """The largest magnitude of a row, NaN if there is one: a scalar."""
+    """Return the largest magnitude of a row, NaN if it has one: a scalar."""
     largest = tl.full((P.read,), 0.0, tl.float32)
     for start in range(0, P.in_features, P.read):
         column = start + tl.arange(0, P.read)
@@ -169,7 +169,10 @@ def walking_kernel(
     eps,
     P: tl.constexpr,
 ):
-    """One row a program; see the top of this file. Where slabs are padded, programs past the last row repeat it."""
+    """Quantise and lift one row a program; see the top of this file.
+
+    Where slabs are padded, programs past the last row repeat it.
+    """
     begin(P)
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)

@@ -1,19 +1,19 @@
 """Check a weight's pattern and compress it, in one launch.
 
-The device form of :func:`slidesparse.slide.compress` (which explains the code) with the checks of
+This is :func:`slidesparse.slide.compress` (which explains the code) on the device, with the checks of
 :mod:`slidesparse.support`: nothing is copied into groups first, the weight is read once from memory, and the host reads
 two counters instead of the weight.
 
-One program treats ``BLOCK`` groups of one row, a group along the second dimension::
+One program compresses ``BLOCK`` groups of one row, a group along the second dimension::
 
     bits    [BLOCK, 2N]       weight bits; padding of a cut group is 0
-    a, b    [BLOCK]           its last two zeros; a < 0 says that it has fewer than two: a violation
-    values  [BLOCK, 2N - 2]   entry i stands at i + (i >= a) + (i + 1 >= b); read again, now from L1
+    a, b    [BLOCK]           its last two zeros; a < 0 if it has fewer than two: a violation
+    values  [BLOCK, 2N - 2]   entry i is at i + (i >= a) + (i + 1 >= b); read again, now from L1
 
 Bytes moved a group of 8-bit weights: 2N in, 2N - 2 and a code of 1 or 2 out (and N - 1 of metadata when asked for).
 
-Which groups of a weight follow a partial pattern is found by a second kernel, which reads it once; a third one copies
-the groups that do not.
+A second kernel finds the groups of a weight that follow a partial pattern, reading it once; a third one copies the
+groups that do not.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ BLOCK = 128
 """Groups of a program; its launch cost is spread over a kilobyte of weights and more."""
 
 COUNTED_ROWS = 16
-"""Rows in which a program counts before it tells the others, by one atomic operation a group."""
+"""Rows that a program counts before it adds its result to the others', by one atomic operation a group."""
 
 CODE_TYPES = {True: torch.uint8, False: torch.int16}
 
 
 class Compressed(NamedTuple):
-    """A weight's slid groups.
+    """The compressed groups of a weight.
 
     Attributes:
         values: [out, n * keep] in the weight's type.
@@ -56,19 +56,19 @@ class Compressed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PackPlan:
-    """What the kernel is compiled for, besides the types of its arguments.
+class PackVariant:
+    """The constants that a packing kernel is compiled for, besides the types of its arguments.
 
     Attributes:
         columns: Input columns K.
         group: Columns of a group, 2N.
-        k_offset: Position inside its group at which column 0 stands.
+        k_offset: Position inside its group of column 0.
         groups: Groups to compress.
-        gathered: They are named by a vector.
+        gathered: Whether a vector names them.
         magnitude: Bits of a value that are not its sign; all of them for int8.
         non_finite: The first magnitude that is Inf or NaN; 0 where there is none.
-        metadata: Write metadata too.
-        checked: Nothing is checked.
+        metadata: Whether metadata are written too.
+        checked: Whether the weight was checked before, so that nothing is checked.
         width: The power of two that holds a group.
         block: Groups of a program.
     """
@@ -87,7 +87,7 @@ class PackPlan:
 
     @property
     def blocks(self) -> int:
-        """Programs that share a row."""
+        """Number of programs that share a row."""
         return -(-self.groups // self.block)
 
 
@@ -103,26 +103,26 @@ MAGNITUDE = {
 
 @triton.jit
 def _column(start, position, P: tl.constexpr):
-    """Input columns at positions of groups, and whether they exist."""
+    """Return the input columns at positions of groups, and whether they exist."""
     column = start + position
     return column, (position < P.group) & (column >= 0) & (column < P.columns)
 
 
 @triton.jit
 def _blocks(P: tl.constexpr):
-    """Programs that share a row."""
+    """Return the number of programs that share a row."""
     return (P.groups + P.block - 1) // P.block
 
 
 @triton.jit
 def _nth(P: tl.constexpr):
-    """The groups of this program, by their place among those that are treated [BLOCK]."""
+    """Return the groups of this program, numbered among the groups of the launch [BLOCK]."""
     return tl.program_id(0) % _blocks(P) * P.block + tl.arange(0, P.block)
 
 
 @triton.jit
 def _start(nth, group_ids, P: tl.constexpr):
-    """The columns at which groups begin, [BLOCK, 1]."""
+    """Return the columns at which groups begin, [BLOCK, 1]."""
     group = nth
     if P.gathered:
         group = tl.load(group_ids + nth, mask=nth < P.groups, other=0).to(tl.int32)
@@ -131,7 +131,7 @@ def _start(nth, group_ids, P: tl.constexpr):
 
 @triton.jit
 def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P: tl.constexpr):
-    """See the top of this file.
+    """Check and compress groups; see the top of this file.
 
     ``faults``: int32 [2], groups that violate the pattern, values that are not finite; None where nothing is checked.
     """
@@ -176,7 +176,7 @@ def pack_kernel(weight, group_ids, values, code, metadata, faults, row_stride, P
 
 @triton.jit
 def copy_kernel(weight, group_ids, values, row_stride, P: tl.constexpr):
-    """Groups as they are, -0 as +0, zeros where a group is cut: ``values`` [out, groups * 2N]."""
+    """Copy groups, -0 as +0, with zeros where a group is cut: ``values`` [out, groups * 2N]."""
     row = (tl.program_id(0) // _blocks(P)).to(tl.int64)
     weight += row * row_stride
     nth = _nth(P)
@@ -191,7 +191,7 @@ def copy_kernel(weight, group_ids, values, row_stride, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.constexpr):
-    """``counts``: int32 [2 + groups] of 0: faults as in pack_kernel, then the non-zeros in each group's fullest row."""
+    """Count faults as pack_kernel does, and non-zeros in each group's fullest row: int32 [2 + groups], 0 before."""
     nth = _nth(P)
     exists = (nth < P.groups)[:, None]
     column, inside = _column((nth * P.group - P.k_offset)[:, None], tl.arange(0, P.width)[None, :], P)
@@ -209,16 +209,16 @@ def count_kernel(weight, counts, rows, row_stride, P: tl.constexpr, ROWS: tl.con
     tl.atomic_add(counts + 1, broken, mask=broken > 0)
 
 
-def following_groups(
+def find_following_groups(
     weight: torch.Tensor, pattern: Pattern, *, k_offset: int = 0, name: str = "weight"
 ) -> torch.Tensor:
-    """:func:`slidesparse.support.following_groups` of a weight that holds neither NaN nor Inf, int64 [n], on the CPU.
+    """Return :func:`slidesparse.support.following_groups` of a weight, int64 [n], on the CPU.
 
     Args:
-        weight: As :func:`compress` takes it.
+        weight: As :func:`compress_groups` takes it.
         pattern: The pattern.
-        k_offset: Position inside its group at which column 0 stands.
-        name: What error messages call the weight.
+        k_offset: Position inside its group of column 0.
+        name: The weight's name in error messages.
 
     Raises:
         InputError: When the weight is malformed or holds NaN or Inf.
@@ -227,8 +227,8 @@ def following_groups(
     rows, groups = weight.shape[0], pattern.groups(weight.shape[1], k_offset)
     counts = torch.zeros(2 + groups, dtype=torch.int32, device=weight.device)
     if rows:
-        plan, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
-        programs = -(-rows // COUNTED_ROWS) * plan.blocks
+        variant, launcher = _prepare(count_kernel, weight, pattern.group, groups, k_offset, None, COUNTED_ROWS)
+        programs = -(-rows // COUNTED_ROWS) * variant.blocks
         launcher.run(programs, weight.get_device(), (as_bits(weight), counts), (rows,), (weight.stride(0),))
     on_host = counts.cpu()
     if bool(on_host[1]):
@@ -238,20 +238,20 @@ def following_groups(
 
 
 def copy_groups(weight: torch.Tensor, pattern: Pattern, groups: torch.Tensor, *, k_offset: int = 0) -> torch.Tensor:
-    """Groups of a weight as they are, side by side, -0 as +0: [out, n * 2N].
+    """Copy groups of a weight, side by side, -0 as +0: [out, n * 2N].
 
     Args:
-        weight: As :func:`compress` takes it.
+        weight: As :func:`compress_groups` takes it.
         pattern: The pattern, whose groups these are.
         groups: int64 [n], on the weight's device.
-        k_offset: Position inside its group at which column 0 stands.
+        k_offset: Position inside its group of column 0.
     """
     out, index, count = weight.shape[0], weight.get_device(), groups.numel()
     groups = groups.contiguous()  # read by address
     values = empty(out, count * pattern.group, weight.dtype, index)
     if out and count:
-        plan, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
-        launcher.run(out * plan.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
+        variant, launcher = _prepare(copy_kernel, weight, pattern.group, count, k_offset, groups)
+        launcher.run(out * variant.blocks, index, (as_bits(weight), groups, as_bits(values)), (), (weight.stride(0),))
     return values
 
 
@@ -272,8 +272,8 @@ def _prepare(
     *constants: object,
     metadata: bool = False,
     checked: bool = False,
-) -> tuple[PackPlan, Launcher]:
-    """The plan of a launch, and who launches it: one look-up a call."""
+) -> tuple[PackVariant, Launcher]:
+    """Return the variant of a launch and its launcher: one look-up a call."""
     gathered = None if group_ids is None else group_ids.dtype
     sizes = weight.shape[1], group, groups, k_offset
     return _prepared(kernel, weight.dtype, weight.device, sizes, gathered, metadata, checked, *constants)
@@ -283,16 +283,16 @@ def _prepare(
 def _prepared(
     kernel: Any,
     dtype: torch.dtype,
-    device: torch.device,  # with the types of all tensors, what a launcher is for
+    device: torch.device,  # a launcher is for one device and the types of all tensors
     sizes: tuple[int, int, int, int],
     gathered: torch.dtype | None,
     metadata: bool,
     checked: bool,
     *constants: object,
-) -> tuple[PackPlan, Launcher]:
+) -> tuple[PackVariant, Launcher]:
     columns, group, groups, k_offset = sizes
     magnitude, non_finite = MAGNITUDE[dtype]
-    plan = PackPlan(
+    variant = PackVariant(
         columns=columns,
         group=group,
         k_offset=k_offset,
@@ -304,10 +304,10 @@ def _prepared(
         checked=checked,
         width=1 << (group - 1).bit_length(),
     )
-    return plan, Launcher(kernel, (plan, *constants), num_warps=4)
+    return variant, Launcher(kernel, (variant, *constants), num_warps=4)
 
 
-def compress(
+def compress_groups(
     weight: torch.Tensor,
     pattern: Pattern,
     groups: torch.Tensor | None = None,
@@ -323,11 +323,11 @@ def compress(
         weight: [out, in], int8, float8_e4m3fn, bfloat16, float16 or float32, columns contiguous.
         pattern: The pattern that the groups follow.
         groups: int [n], the groups to compress, ascending, on the weight's device; all of them when None.
-        k_offset: Position inside its group at which column 0 stands.
+        k_offset: Position inside its group of column 0.
         metadata: Return the 2:4 metadata too.
-        checked: The groups are some of those that :func:`following_groups` found in this weight. Nothing is checked
-            again, and nothing waits.
-        name: What error messages call the weight.
+        checked: The groups are some of those that :func:`find_following_groups` found in this weight. Nothing is
+            checked again, and nothing waits.
+        name: The weight's name in error messages.
 
     Raises:
         PatternViolation: Naming the first row and group that violate the pattern.
@@ -344,11 +344,11 @@ def compress(
     faults = None if checked else torch.zeros(2, dtype=torch.int32, device=weight.device)
     if out and count:
         sizes = pattern.group, count, k_offset
-        plan, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
+        variant, launcher = _prepare(pack_kernel, weight, *sizes, groups, metadata=metadata, checked=checked)
         tensors = as_bits(weight), groups, as_bits(values), code, nibbles, faults
-        launcher.run(out * plan.blocks, index, tensors, (), (weight.stride(0),))
+        launcher.run(out * variant.blocks, index, tensors, (), (weight.stride(0),))
     if faults is not None and any(faults.tolist()):
-        # Rare, and about to end in an error: the torch definition names the place.
+        # Rare, and it ends in an error: the torch definition names the place.
         check_weight(weight, name)
         check_groups(weight, pattern, groups, k_offset=k_offset, name=name)
     return Compressed(values, code, nibbles)

@@ -7,8 +7,8 @@ in float32, with one fused multiply-add where there are both ``scale_x`` and a b
 (the dense and the 2:4 segment of a partial pattern) has two accumulators, which are added first: exactly, when they are
 int32. Padded rows and columns of the accumulators are never read.
 
-Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A program treats ``ROWS`` rows of
-``COLUMNS`` columns and loads the column's scale and bias once.
+Bytes moved an output: 4 (an int32 or float32 accumulator) in, 2 (bf16) out. A program computes ``ROWS`` rows of
+``COLUMNS`` columns and loads the columns' scales and biases once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_WARPS = 4
 def scale_kernel(
     acc, more, scale_x, scale_w, bias, y, tokens, columns, acc_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """See the top of this file. ``more`` (the second accumulator), the scales and ``bias`` may be None."""
+    """Scale accumulators, see the top of this file. ``more`` (a second one), the scales and ``bias`` may be None."""
     blocks = tl.cdiv(columns, COLUMNS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -70,10 +70,10 @@ def scale_rows(
     out_features: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Accumulators to outputs.
+    """Apply scales and bias to accumulators.
 
     Args:
-        acc: int32, float32 or bfloat16 [>= M, >= out], rows and columns past those are padding.
+        acc: int32, float32 or bfloat16 [>= M, >= out]; rows and columns past M and out are padding.
         more: A second accumulator of the same type, shape and strides, or None.
         scale_x: float32 [M, 1] or None.
         scale_w: float32 [out] or None.
@@ -113,6 +113,6 @@ def scale_rows(
 
 @lru_cache(maxsize=256)
 def _launcher(types: tuple[torch.dtype | None, ...], device: torch.device) -> Launcher:
-    """One for the types of all tensors, on one device."""
-    # What rounds once is written as a fused multiply-add; nothing else is to be fused.
+    """Return the launcher for the types of all tensors, on one device."""
+    # The fused multiply-add is written out; nothing else may be fused.
     return Launcher(scale_kernel, (ROWS, COLUMNS), num_warps=NUM_WARPS, enable_fp_fusion=False)

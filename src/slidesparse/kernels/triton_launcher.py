@@ -1,19 +1,18 @@
-"""Launch a Triton kernel for a few microseconds of host time: the one door to what Triton does not document.
+"""Launch a Triton kernel in a few microseconds of host time: the only module that uses Triton's private interfaces.
 
-Triton's own launch binds, specialises and hashes every argument on every call: 15 to 20 us for ten of them. What it
-decides there depends on the arguments' types, which a launcher is made for, and on whether pointers and strides are
-multiples of 16. Where they are, the kernel that Triton compiled once is launched with plain numbers; where they are
-not, and in Triton's interpreter, every launch goes through Triton.
+Triton's own launch binds, specialises and hashes every argument on every call: 15 to 20 us for ten of them. Its result
+depends on the arguments' types, which are fixed for a launcher, and on whether pointers and strides are multiples of
+16. Where they are, the kernel that Triton compiled once is launched with plain numbers; where they are not, and in
+Triton's interpreter, every launch goes through Triton.
 
-So does every launch, and one line in the log says why, with a Triton that launches its own kernels in another way than
-this module does. :data:`PRIVATE` lists what is used of it, which is looked up when it is first needed.
+With a Triton that launches its own kernels in another way than this module does, every launch goes through Triton, too,
+and one line in the log says why. :data:`PRIVATE` lists the private names, which are looked up when first needed.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import logging
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import first_line
 
@@ -41,24 +41,22 @@ PRIVATE = {
     "triton.knobs.runtime.jit_post_compile_hook": "a listener hears of compilations, and may raise",
     "triton.backends.nvidia.compiler.CUDAOptions": "no kernel starts before the one before it has ended",
 }
-"""Every name of Triton beyond its language and ``triton.jit``, and what holds where Triton has it no more."""
+"""Every name of Triton besides its language and ``triton.jit`` -> the consequence where Triton does not have it."""
 
 ORDER = (
     *("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata", "launch_metadata"),
     *("launch_enter_hook", "launch_exit_hook", "values()"),
 )
-"""What Triton 3.4 to 3.8 passes to ``CompiledKernel.run``, and so does :meth:`Launcher.launch`: the last part of each
-expression, of which ``values()`` stands for all arguments of the kernel, constants included."""
-
-log = logging.getLogger("slidesparse")
+"""The arguments that Triton 3.4 to 3.8 passes to ``CompiledKernel.run``, as does :meth:`Launcher.launch`: the last part
+of each expression. ``values()`` means all arguments of the kernel, constants included."""
 
 
 class Launcher:
     """One kernel on one device, for one type of each argument.
 
     Args:
-        kernel: A ``triton.jit`` function that specialises none of the integers but those that must be multiples of 16.
-        constants: Its ``constexpr`` arguments, which stand last.
+        kernel: A ``triton.jit`` function that specialises only the integers that must be multiples of 16.
+        constants: Its ``constexpr`` arguments, which are last.
         options: ``num_warps`` and other options of the compiler.
     """
 
@@ -73,7 +71,7 @@ class Launcher:
 
     @property
     def ready(self) -> bool:
-        """There is a kernel for aligned arguments, and it can be launched directly."""
+        """Whether a kernel for aligned arguments is compiled and can be launched directly."""
         return self._run is not None
 
     def run(
@@ -84,10 +82,10 @@ class Launcher:
         free: tuple[int, ...],
         specialised: tuple[int, ...],
     ) -> None:
-        """Launch by whichever of the two ways below is right, on the current stream.
+        """Launch on the current stream: directly where that is possible, else through Triton.
 
         Args:
-            programs: How many.
+            programs: Number of programs.
             device: Index of the current device; negative where Triton's interpreter runs.
             tensors: The kernel's first arguments.
             free: Its integers that Triton does not specialise, after them.
@@ -110,20 +108,20 @@ class Launcher:
         """Launch the compiled kernel on the current device; :attr:`ready` must hold.
 
         Args:
-            programs: How many.
+            programs: Number of programs.
             stream: ``cudaStream_t`` as a number.
-            numbers: Addresses (None for a missing tensor) and numbers, all as aligned as :meth:`compile_and_launch`
-                was told that they are.
+            numbers: Addresses (None for a missing tensor) and numbers, aligned as in the
+                :meth:`compile_and_launch` that compiled the kernel.
         """
         # No launch metadata and no hooks: Triton's own profiler is the only one to use them.
         nothing = (None, None, None)
         self._run(programs, 1, 1, stream, self._function, self._packed, *nothing, *numbers, *self._constants)
 
     def compile_and_launch(self, programs: int, arguments: tuple[object, ...], aligned: bool) -> None:
-        """Launch through Triton, which compiles what it must.
+        """Launch through Triton, which compiles the kernel if it must.
 
         Args:
-            programs: How many.
+            programs: Number of programs.
             arguments: Tensors of the right types (or None) and numbers.
             aligned: All pointers, and all integers that the kernel specialises, are multiples of 16 and below 2^31.
         """
@@ -137,29 +135,28 @@ class Launcher:
 
 
 def can_launch_directly(compiled: object) -> bool:
-    """Say whether a kernel can be launched as :meth:`Launcher.launch` does; if not, the log says once why.
+    """Return whether :meth:`Launcher.launch` can launch a kernel; if not, log the reason once.
 
     Args:
-        compiled: What Triton gave for a kernel that it has launched once.
+        compiled: The object that Triton returned when it launched the kernel.
     """
     lacking = [name for name in ("run", "function", "packed_metadata") if getattr(compiled, name, None) is None]
     refusal = f"its compiled kernels have no {lacking[0]}" if lacking else refusal_of_order()
     if refusal is not None:
-        _tell_once(refusal)
+        _warn_once(refusal)
     return refusal is None
 
 
 @cache
-def _tell_once(refusal: str) -> None:
-    log.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
+def _warn_once(refusal: str) -> None:
+    LOG.warning("slidesparse: Triton itself launches all kernels, which takes 10 us longer each: %s", refusal)
 
 
 @lru_cache
 def refusal_of_order() -> str | None:
-    """Say why what Triton passes to a compiled kernel is not :data:`ORDER`; None where it is.
+    """Return why Triton does not pass :data:`ORDER` to a compiled kernel; None where it does.
 
-    The launcher behind ``run`` takes ``*args``, so that its signature does not say what they are. Triton's own call of
-    it does.
+    The launcher that ``run`` calls takes ``*args``, so its signature does not name them. Triton's own call of it does.
     """
     try:
         from triton.runtime.jit import JITFunction
@@ -187,13 +184,13 @@ _HOOKS = threading.Lock()
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Nobody listens while Triton compiles.
+    """Switch Triton's compilation hooks off.
 
-    Triton tells listeners the constants of a kernel as JSON, and raises where one, such as a plan, is no JSON. vLLM
-    listens as soon as it serves: a kernel that is needed for the first time then would end the engine.
+    Triton passes the constants of a kernel to its hooks as JSON, and raises where one, such as a variant, is not JSON.
+    vLLM sets a hook when it begins to serve: a kernel that is first needed after that would end the engine.
     """
     runtime = _knobs()
-    with _HOOKS:  # another thread would keep what this one has put in their place
+    with _HOOKS:  # else another thread would save, and restore, the None that this one has set
         hooks = "jit_cache_hook", "jit_post_compile_hook"
         kept = {name: getattr(runtime, name) for name in hooks if hasattr(runtime, name)}
         try:
@@ -206,7 +203,7 @@ def without_hooks() -> Iterator[None]:
 
 
 def _knobs() -> Any:
-    """Return what holds Triton's hooks; None before 3.4, where they were elsewhere and vLLM did not listen."""
+    """Return the object with Triton's hooks; None before 3.4, where they were elsewhere and vLLM set none."""
     try:
         from triton import knobs
     except ImportError:
@@ -216,11 +213,11 @@ def _knobs() -> Any:
 
 @lru_cache
 def early_start() -> dict[str, bool]:
-    """What lets a kernel start before the one before it has ended, where Triton knows that option."""
+    """Return the option by which a kernel starts before the kernel before it has ended, where Triton has it."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError as error:
-        log.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
+        LOG.warning("slidesparse: %s, so no kernel starts before the one before it has ended", first_line(error))
         return {}
     known = getattr(CUDAOptions, "__dataclass_fields__", {})
     return {"launch_pdl": True} if "launch_pdl" in known else {}  # from 3.4 on

@@ -1,8 +1,8 @@
 """The operators that torch.compile and CUDA graphs see, in the namespace ``torch.ops.slidesparse``.
 
 Each is functional, has a fake implementation (shapes only, the number of tokens symbolic) and never waits for a device.
-:mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds what
-runs a number of tokens.
+:mod:`slidesparse.ops.register` makes operators with little host time a call; :mod:`slidesparse.ops.resolve` finds the
+runner for a number of tokens.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ quantize_lift = torch.ops.slidesparse.quantize_lift
 
 The bytes of the values are in the order that the layout of ``backend`` asks for (:class:`slidesparse.layout.Layout`).
 ``order`` and ``pairs`` are ``numbers`` and ``pairs`` of a :class:`slidesparse.layout.ColumnOrder`; with them a GPU runs
-one kernel, else torch its definition."""
+one kernel, without them the torch definition runs."""
 
 lift = torch.ops.slidesparse.lift
 """(x [M, K], column_map int64 [K'], backend, pairs, order) -> lifted activations [M, K'], as ``quantize_lift``."""
@@ -308,9 +308,9 @@ gemm = torch.ops.slidesparse.gemm
 linear = torch.ops.slidesparse.linear
 """(x [M, K], tensors, scale_w [out], bias [out], weight) -> [M, out] in the type of x.
 
-``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text of a :class:`slidesparse.gemm.spec.WeightSpec`: how
-large the weight is, of which type, and in which form it is multiplied by M tokens; ``tensors`` are those of all forms
-in turn."""
+It computes ``quantize_lift`` or ``lift``, then ``gemm``. ``weight`` is the text of a
+:class:`slidesparse.gemm.spec.WeightSpec`: size and type of the weight, and the form that M tokens use. ``tensors`` are
+the tensors of all forms, in order."""
 
 rms_norm_linear = torch.ops.slidesparse.rms_norm_linear
 """(x [M, K], gain [K], eps, then as ``linear`` after its x) -> ``linear`` of :func:`slidesparse.prologue.rms_norm`;
@@ -326,5 +326,6 @@ silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 chain = torch.ops.slidesparse.chain
 """(x, residual [M, K], tensors, linears) -> the product of the last of several linears, and the last new residual.
 
-Each takes the product of the one before it. ``linears`` is a :func:`slidesparse.gemm.spec.chain_text`: which of the
-operators above each is, and which of ``tensors`` are its own; each with ``add_rms_norm`` hands its new residual on."""
+Each linear reads the product of the one before it, and each with ``add_rms_norm`` passes its new residual on.
+``linears`` is a :func:`slidesparse.gemm.spec.chain_text`, which describes every linear and says which of ``tensors``
+belong to it."""

@@ -1,7 +1,7 @@
 """Make operators of the namespace ``torch.ops.slidesparse``, with little host time a call.
 
-An operator here has one kernel for all devices, a fake implementation for torch.compile, an error where a gradient is
-wanted, and no autocast inside.
+An operator here has one kernel for all devices and a fake implementation for torch.compile. It raises an error when a
+gradient is computed, and switches autocast off inside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
 class _NoBackward(torch.autograd.Function):
-    """An operator where a gradient is wanted: what it gives is part of the graph, and the way back an error."""
+    """An operator on tensors that require gradients: its results join the graph, and the backward pass is an error."""
 
     @staticmethod
     def forward(ctx: Any, operator: Any, below_autograd: Any, keys: Any, *arguments: Any) -> Any:
@@ -42,7 +42,7 @@ _EAGER: dict[int, bool] = {}
 
 
 def _is_eager(keys: Any, dispatch: torch_private.Dispatch) -> bool:
-    """Of the dispatch keys below autograd only a device's own has a kernel: nothing traces or wraps this call."""
+    """Whether only a device's key has a kernel below autograd, so that nothing traces or wraps this call."""
     number = keys.raw_repr()
     known = _EAGER.get(number)
     if known is None:
@@ -52,10 +52,10 @@ def _is_eager(keys: Any, dispatch: torch_private.Dispatch) -> bool:
 
 
 def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_private.Dispatch) -> Callable[..., Any]:
-    """The kernel of the autograd keys, which every call outside inference mode meets.
+    """Return the kernel of the autograd keys, through which every call outside inference mode goes.
 
-    ``torch.library.register_autograd`` makes one that goes through the dispatcher, and converts all arguments, a
-    second time: 8 us. Where nothing else would happen there, this one is a call of the kernel.
+    The one of ``torch.library.register_autograd`` goes through the dispatcher a second time and converts all arguments
+    again: 8 us. Where the dispatcher would do nothing else, this one calls the operator's kernel.
     """
     operator = getattr(torch.ops.slidesparse, name).default
     after_autograd = dispatch.after_autograd
@@ -74,7 +74,7 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
 
 
 def _without_autocast(name: str, device: str) -> Callable[..., Any]:
-    """The operator under ``torch.autocast``, which would round the products inside it to 16 bits."""
+    """Return the operator for ``torch.autocast``, switched off inside: it would round products to 16 bits."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         with torch.autocast(device, enabled=False):
@@ -87,10 +87,10 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
     """Make an operator ``torch.ops.slidesparse.NAME``.
 
     Args:
-        name: Its name.
-        schema: Its arguments and results, as torch.library writes them.
-        kernel: Computes it, on every device.
-        fake: Gives tensors of the shapes and types of the results.
+        name: Name of the operator.
+        schema: Arguments and results, as torch.library writes them.
+        kernel: Function that computes it, on every device.
+        fake: Function that returns tensors of the results' shapes and types.
     """
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
-"""Resolving: which runner a linear, or a chain of them, has for a number of tokens. Made once, looked up by each call.
+"""Find the runner of a linear, or of a chain, for a number of tokens: made once, then looked up by every call.
 
-A model has few linears and a server many numbers of tokens: the first call with a new number takes some tens of
-microseconds a linear here, later ones one look-up. With the logger ``slidesparse`` at DEBUG every runner is named when
+A model has few linears, and a server has many numbers of tokens: the first call with a new number takes some tens of
+microseconds a linear here, later calls one look-up. With the logger ``slidesparse`` at DEBUG every runner is named when
 it is made: ``1024 tokens, 4608 outputs, int8: hopper 176x256``.
 """
 
@@ -31,16 +31,16 @@ def resolve_lift(
     device: torch.device,
     order: tuple[int, ...],
 ) -> Lift:
-    """Return :func:`slidesparse.lifting.find_lift` of a backend's layout, kept from one call to the next."""
+    """Return the lift into a backend's layout (:func:`slidesparse.lifting.find_lift`), kept from call to call."""
     return find_lift(backend.layout, prologue, tokens, source, target, device, order)
 
 
 class ResolvedLinear(NamedTuple):
-    """A linear for one number of tokens.
+    """The runner of a linear for one number of tokens.
 
     Attributes:
-        runner: Runs it.
-        form: Which of the operator's tensors are those of the form of its weight that runs.
+        runner: The runner.
+        form: The operator's tensors that are the form of the weight that runs.
         backend: The backend's name.
     """
 
@@ -60,7 +60,7 @@ def resolve_linear(
         prologue: Applied to its activations first.
         tokens: M.
         source: Type of the activations.
-        device: Where.
+        device: The device of the activations.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.
@@ -76,13 +76,13 @@ def resolve_linear(
 
 @lru_cache(maxsize=1 << 12)
 def resolve_chain(linears: str, tokens: int, source: torch.dtype, device: torch.device) -> tuple[ChainRunner, ...]:
-    """Return the runners of a chain, one after the other: neighbours on one backend share one.
+    """Return the runners of a chain, in order: neighbouring linears on one backend share a runner.
 
     Args:
         linears: :func:`slidesparse.gemm.spec.chain_text`.
         tokens: M.
         source: Type of the activations.
-        device: Where.
+        device: The device of the activations.
 
     Raises:
         UnsupportedError: A kernel cannot be loaded.

@@ -1,6 +1,6 @@
-"""Pruning to a pattern: what each removal costs, and the mask that removes the least."""
+"""Pruning to a pattern: the cost of every removal, and the mask that costs least."""
 
-from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register
+from slidesparse.prune.base import METHODS, Linears, Pruner, get_pruner, register_pruner
 from slidesparse.prune.gram import output_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
@@ -18,5 +18,5 @@ __all__ = [
     "output_error",
     "prune_mask",
     "prune_masks",
-    "register",
+    "register_pruner",
 ]

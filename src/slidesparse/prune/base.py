@@ -1,7 +1,7 @@
-"""What a pruning method is.
+"""The interface of pruning methods.
 
-A method is asked once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It
-sees their weights and, if it asks for calibration, statistics of that common input, and returns the pruned weights. It
+A method is called once for every set of linears that read the same input (q, k and v; gate and up; or one alone). It
+takes their weights and, if it needs calibration, statistics of that common input, and returns the pruned weights. It
 may change the values that it keeps, as SparseGPT does.
 """
 
@@ -25,7 +25,7 @@ class Linears:
         weights: Name -> weight [out_i, in], float, unpruned.
         pattern: The pattern that all of them get.
         input_gram: ``sum over tokens of x x^T``, float32 [in, in], for methods that need calibration; its diagonal
-            holds the squared column norms that Wanda reads, the whole of it is SparseGPT's Hessian.
+            holds the squared column norms that Wanda reads, and the whole matrix is SparseGPT's Hessian.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -40,7 +40,7 @@ class Pruner(Protocol):
     needs_calibration: bool
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """Pruned weights by name, each in the type and shape it came in; removed weights are exactly zero."""
+        """Return the pruned weights by name, in their types and shapes; removed weights are exactly zero."""
         ...
 
 
@@ -48,13 +48,13 @@ METHODS: dict[str, Callable[[], Pruner]] = {}
 """Name -> constructor of every known method."""
 
 
-def register(name: str, make: Callable[[], Pruner]) -> None:
+def register_pruner(name: str, make: Callable[[], Pruner]) -> None:
     """Make a method known under ``name``."""
     METHODS[name] = make
 
 
 def get_pruner(name: str) -> Pruner:
-    """The method of that name.
+    """Return the method of that name.
 
     Raises:
         InputError: Listing the known names.

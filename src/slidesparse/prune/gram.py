@@ -1,4 +1,4 @@
-"""What calibrated methods share: the statistics of the input, checked, and the loss that they try to keep small."""
+"""Statistics of the input for calibrated methods, checked, and the loss that these methods keep small."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slidesparse.support import check_weight
 
 
 def checked_gram(linears: Linears) -> torch.Tensor:
-    """The gram matrix of the common input, float32 [in, in], after checking it and the weights.
+    """Return the gram matrix of the common input, float32 [in, in], after checking it and the weights.
 
     Raises:
-        InputError: When it is missing, has the wrong shape, holds NaN or Inf, or no input was ever other than zero.
+        InputError: When it is missing, has the wrong shape, holds NaN or Inf, or every input was zero.
     """
     names = ", ".join(linears.weights)
     for name, weight in linears.weights.items():
@@ -42,9 +42,9 @@ def checked_gram(linears: Linears) -> torch.Tensor:
 
 
 def output_error(original: Mapping[str, torch.Tensor], pruned: Mapping[str, torch.Tensor], gram: torch.Tensor) -> float:
-    """Squared error of the outputs over their energy, of all linears of a set together.
+    """Return the squared error of the outputs over their energy, for all linears of a set together.
 
-    With ``G = sum x x^T`` and ``D = W - W'`` that is ``tr(D G D^T) / tr(W G W^T)``: 0 when nothing changed, 1 when all
+    With ``G = sum x x^T`` and ``D = W - W'`` it is ``tr(D G D^T) / tr(W G W^T)``: 0 when nothing changed, 1 when all
     weights are zero. This is the calibration loss that Wanda bounds and SparseGPT minimises.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slidesparse.prune.base import Linears, register
+from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.mask import magnitude_cost, prune_masks
 from slidesparse.support import check_weight
 
@@ -26,4 +26,4 @@ class Magnitude:
         }
 
 
-register(Magnitude.name, Magnitude)
+register_pruner(Magnitude.name, Magnitude)

@@ -1,8 +1,9 @@
-"""From what each removal costs to the mask that costs least.
+"""Masks that prune at the least cost.
 
-A *cost* is a non-negative number for every weight: what the output's squared error grows by when that weight alone is
-removed. Magnitude pruning says ``w^2``; Wanda says ``(w * norm of the input column)^2``. The rule below is the same for
-both, and ties are broken by position (the later one goes), so a mask is a function of its costs on every device.
+A *cost* is a non-negative number for every weight: the growth of the output's squared error when that weight alone is
+removed. For magnitude pruning it is ``w^2``, for Wanda ``(w * norm of the input column)^2``. The rule below is the same
+for both, and ties are broken by position (the later weight is removed), so a mask depends on its costs alone, on every
+device.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from slidesparse.support import check_weight, grouped, is_nonzero
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
-    """Which weights to keep: bool [out, in], at most ``keep`` in every group that follows the pattern.
+    """Return the weights to keep: bool [out, in], at most ``keep`` in every group that follows the pattern.
 
     Args:
         weight: [out, in], any supported type.
         pattern: Uniform or partial; groups are aligned to column 0.
-        cost: float32 [out, in], what removing each weight costs; ``w^2`` (magnitude pruning) when None.
+        cost: float32 [out, in], the cost of removing each weight; ``w^2`` (magnitude pruning) when None.
 
     >>> prune_mask(torch.tensor([[4.0, 3, 2, 1, 5, 6, 7, 8]]), "6:8").int().tolist()
     [[1, 1, 0, 0, 1, 1, 1, 1]]
@@ -36,21 +37,21 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
-    """``w^2``, float32 [out, in], zero for zeros only."""
+    """Return ``w^2``, float32 [out, in], zero for zeros only."""
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square())
 
 
 def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
-    """A cost that is positive and finite for every weight that is not zero: float32 like ``cost``.
+    """Return a cost that is positive and finite for every weight that is not zero: float32 like ``cost``.
 
-    Squares of tiny weights vanish in float32: they would tie with zeros and lose. Those of huge ones overflow.
+    Squares of tiny weights vanish in float32: they would tie with zeros and be removed. Those of huge ones overflow.
     """
     limits = torch.finfo(torch.float32)
     return torch.where(nonzero, cost.clamp(limits.tiny, limits.max), 0.0)
 
 
 def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:
-    """Masks of linears that read the same input, one for each cost.
+    """Return the masks of linears that read the same input, one for each cost.
 
     With a uniform pattern they are independent. With a partial one all of them prune the same column groups, those
     whose pruning costs least over all rows of all linears; else a fused layer (q, k, v; gate, up) would keep hardly any
@@ -80,7 +81,7 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
 
 
 def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
-    """The two entries of least cost in every group, of equal ones the later: bool like ``groups`` [out, n, 2N]."""
+    """Return the two entries of least cost in every group, the later of equals: bool like ``groups`` [out, n, 2N]."""
     flipped = groups.flip(-1)  # argmin returns the first of equals
     first = flipped.argmin(-1, keepdim=True)
     second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
@@ -89,7 +90,7 @@ def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
 
 
 def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
-    """The share of column groups whose pruning costs least over all rows of all weights: bool [n]."""
+    """Return the share of column groups whose pruning costs least over all rows of all weights: bool [n]."""
     n = groups[0].shape[1]
     total = torch.zeros(n, dtype=torch.float64, device=groups[0].device)
     for group, drop in zip(groups, drops, strict=True):

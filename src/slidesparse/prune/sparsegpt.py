@@ -1,9 +1,9 @@
-"""SparseGPT: remove weights column by column and let the later columns make up for it.
+"""SparseGPT: remove weights column by column, and change the later columns to compensate.
 
 Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (2023). With
 ``H = sum x x^T + damping`` and ``U`` the upper Cholesky factor of ``H^-1``, removing ``w_j`` while the columns after
 ``j`` are free costs ``(w_j / U_jj)^2`` and moves these columns by ``-(w_j / U_jj) U_j,``. The two weights that cost
-least leave a group when the sweep reaches it, when what earlier groups passed on is in them.
+least are removed from a group when the sweep reaches it, after the updates by earlier groups.
 
 Groups are aligned to column 0 of the whole weight. The sweep goes in blocks only to turn many thin updates into one
 matrix product, and its blocks end where groups end.
@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.prune.base import Linears, register
+from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
 from slidesparse.support import grouped, is_nonzero
@@ -24,17 +24,17 @@ DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""
 
 BLOCK = 128
-"""Columns, about, whose updates reach the rest of the weight together."""
+"""Approximate number of columns whose updates are applied to the rest of the weight together."""
 
 
 class SparseGPT:
-    """Keep the weights of each group that are hardest to replace, and replace the others by what is kept."""
+    """Keep the weights of each group that are hardest to replace, and change them to replace the others."""
 
     name = "sparsegpt"
     needs_calibration = True
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
-        """See :class:`slidesparse.prune.base.Pruner`. Zeros that are there stay."""
+        """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
         gram = checked_gram(linears)
         factor = inverse_factor(gram, ", ".join(linears.weights))
         stacked = torch.cat([weight.to(torch.float32) for weight in linears.weights.values()])
@@ -43,9 +43,9 @@ class SparseGPT:
 
 
 def inverse_factor(gram: torch.Tensor, name: str = "weight") -> torch.Tensor:
-    """``U`` with ``U^T U = (gram + damping)^-1``, upper triangular: float32 [in, in].
+    """Return ``U`` with ``U^T U = (gram + damping)^-1``, upper triangular: float32 [in, in].
 
-    Computed in float64: the condition of a gram matrix is the square of its inputs'.
+    It is computed in float64: the condition of a gram matrix is the square of its inputs'.
 
     Raises:
         InputError: When the damped matrix is not positive definite, so that ``gram`` is no gram matrix.
@@ -64,12 +64,12 @@ def inverse_factor(gram: torch.Tensor, name: str = "weight") -> torch.Tensor:
 
 
 def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """Prune a weight from its first column to its last, updating what is not reached yet.
+    """Prune a weight from its first column to its last, updating the columns that are not reached yet.
 
     Args:
         weight: float32 [out, in], the rows of all linears that read one input: they choose their groups together.
         factor: From :func:`inverse_factor`.
-        pattern: Uniform or partial. Groups that do not follow are not pruned, but take updates.
+        pattern: Uniform or partial. Groups that do not follow it are not pruned, but are updated.
 
     Returns:
         float32 [out, in].
@@ -98,18 +98,18 @@ def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch
 
 
 def _cost(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """What each removal costs: float32 like ``weight``, zero for zeros that were there only."""
+    """Return the cost of each removal: float32 like ``weight``, zero only for weights that were zero before."""
     return positive_where(~zero, (weight / diagonal).square())
 
 
 def _leaving(weight: torch.Tensor, zero: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    """The two weights of one group that leave it, bool [out, columns of the group]."""
+    """Return the two weights to remove from one group, bool [out, columns of the group]."""
     groups = grouped(_cost(weight, zero, diagonal), pattern, fill=-1.0)
     return two_cheapest(groups).flatten(1)[:, : weight.shape[1]]
 
 
 def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -> list[bool]:
-    """Which column groups follow the pattern; for a partial one those that cost least before anything is moved."""
+    """Return whether each column group follows the pattern; for a partial one those that cost least before updates."""
     if pattern.is_uniform:
         return [True] * pattern.groups(weight.shape[1])
     groups = grouped(_cost(weight, ~is_nonzero(weight), diagonal), pattern, fill=-1.0)
@@ -117,4 +117,4 @@ def _following(weight: torch.Tensor, diagonal: torch.Tensor, pattern: Pattern) -
     return chosen
 
 
-register(SparseGPT.name, SparseGPT)
+register_pruner(SparseGPT.name, SparseGPT)

@@ -1,22 +1,22 @@
 """Wanda: remove the weights whose products with their inputs are smallest.
 
 Source of the score: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (2024): ``|w|``
-times the norm of the input column over the calibration tokens. Squared, as here, it is what the output's squared error
-grows by when that weight alone is removed.
+times the norm of the input column over the calibration tokens. Squared, as here, it is the growth of the output's
+squared error when that weight alone is removed.
 """
 
 from __future__ import annotations
 
 import torch
 
-from slidesparse.prune.base import Linears, register
+from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import positive_where, prune_masks
 from slidesparse.support import is_nonzero
 
 
 class Wanda:
-    """Keep the weights of each group that matter most to the output; what is kept is not changed."""
+    """Keep the weights of each group that matter most to the output, unchanged."""
 
     name = "wanda"
     needs_calibration = True
@@ -32,14 +32,14 @@ class Wanda:
 
 
 def wanda_cost(weight: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tensor:
-    """``w^2`` times the squared norm of its input: float32 [out, in], zero for zero weights only.
+    """Return ``w^2`` times the squared norm of its input: float32 [out, in], zero for zero weights only.
 
     Args:
         weight: float [out, in].
         squared_norms: float32 [in].
     """
-    # An input that calibration never saw costs nothing to remove, and still more than a weight that is zero already.
+    # The weight of an input that calibration never saw is free to remove, yet it costs more than a weight that is zero.
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square() * squared_norms)
 
 
-register(Wanda.name, Wanda)
+register_pruner(Wanda.name, Wanda)

@@ -1,1 +1,1 @@
-"""The cuSPARSELt backend: the installed wheel through ctypes, and which of its algorithms is the fastest."""
+"""The cuSPARSELt backend: the installed wheel through ctypes, and the search for its fastest algorithm."""

@@ -1,4 +1,4 @@
-"""Bindings of libcusparseLt: what of ``cusparseLt.h`` the backend needs, one check of every status.
+"""Bindings of libcusparseLt: the part of ``cusparseLt.h`` that the backend needs, with every status checked.
 
 Written against the headers of 0.8.0, 0.8.1, 0.9.1 and 0.10.0, which agree on every name, enumerator and signature here
 (0.10 changes the encoding of ``cusparseLtGetVersion``, hence ``cusparseLtGetProperty``). The wheel installs the library
@@ -25,7 +25,7 @@ OLDEST = (0, 8, 0)
 """The first release with the names and the FP8 kernels that the backend uses."""
 
 STRUCTURE_BYTES = 4096
-"""Memory given to each opaque structure. All of 0.8.0 to 0.10.0 use 512; only the library looks inside."""
+"""Bytes allocated for each opaque structure. 0.8.0 to 0.10.0 use 512; only the library reads them."""
 STRUCTURE_ALIGNMENT = 16
 
 # cusparseOrder_t, cusparseOperation_t, cusparseLtSparsity_t, cusparseLtMatmulAlg_t
@@ -118,7 +118,7 @@ class Library:
         self.check(getattr(self.functions, name)(*arguments), name)
 
     def check(self, status: int, name: str) -> None:
-        """Raise what :meth:`call` raises, for a status that is at hand."""
+        """Raise as :meth:`call` does, for a status that a function returned."""
         if status != 0:
             text = self.functions.cusparseLtGetErrorString(status)
             raise UnsupportedError(
@@ -137,8 +137,8 @@ class Library:
 
 
 @lru_cache(maxsize=1)
-def load() -> Library:
-    """The library that torch has loaded already, else that of an installed wheel, else the system's.
+def load_library() -> Library:
+    """Return the library that torch has loaded already, else that of an installed wheel, else the system's.
 
     Raises:
         UnsupportedError: There is none, or it is too old.

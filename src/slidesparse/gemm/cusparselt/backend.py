@@ -3,33 +3,40 @@
     acc[M, out] = x[M, K'] @ W[out, K']^T        the library, into int32 (INT8) or float32 (FP8)
     y = scale_x * (scale_w * acc) + bias         kernels/scale.py, one rounding
 
-The library offers no per-token scale, hence the second kernel. It thinks in columns: W row-major is its column-major
-[K', out], transposed; x row-major its [K', M]; and the product comes out column-major [out, M], which is acc row-major.
+The library offers no per-token scale, hence the second kernel. Its matrices are column-major: W row-major is its
+[K', out], transposed; x row-major is its [K', M]; and its product [out, M] is acc row-major.
 
 A *plan* belongs to one shape, M included, and takes half a millisecond to make. So M is padded to a bucket, plans are
-kept, and a call in steady state makes nothing: it costs one call into the library and one kernel launch.
+kept, and a call in steady state makes no plan: it costs one call into the library and one kernel launch.
 
 A partial pattern runs its dense segment through torch into an accumulator of its own; the second kernel adds the two,
-exactly for INT8 (the library's ``beta`` goes through float32) and with as many bytes moved.
+exactly for INT8 (the library's ``beta`` goes through float32) and with the same number of bytes moved.
 """
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from slidesparse.base import torch_private
-from slidesparse.base.torch_private import current_stream, empty, is_current
+from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_table, nearest, table_path
+from slidesparse.gemm.cusparselt.plan import (
+    ALIGNMENT,
+    MatmulPlan,
+    Shape,
+    compress_matrix,
+    device_index,
+    handle_of,
+    plan_for,
+)
+from slidesparse.gemm.cusparselt.table import load_algorithms, nearest_record, table_path
 from slidesparse.layout import Layout, with_rows
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
@@ -43,21 +50,12 @@ every row starts at a multiple of 16 bytes, as the library asks of pointers."""
 SMALLEST_BUCKET = 32
 """torch._int_mm, which runs the dense segment, refuses 16 rows; no kernel has a tile of fewer than 64."""
 
-PLANS = 2048
-"""Plans kept, some kilobytes of host memory each: a model has few shapes, a shape 143 buckets up to 65536 tokens."""
-
-ALIGNMENT = 16
-
-METADATA_TILE = 2048
-"""Where K' is no multiple of 128, an INT8 kernel of 0.8.0 reads the metadata of a whole 128x128 tile, past what
-cusparseLtSpMMACompressedSize2 asks for (512 bytes past it at out = 128, K' = 448: compute-sanitizer)."""
-
 ACCUMULATORS = {torch.int8: torch.int32, torch.float8_e4m3fn: torch.float32}
-"""Operands -> the accumulators that leave the GEMM. 16-bit operands leave it in their own type, rounded once."""
+"""Type of operands -> type of the GEMM's output. 16-bit operands have an output of their own type, rounded once."""
 
 
 def token_bucket(tokens: int) -> int:
-    """Rows for M tokens: 16 buckets an octave, at most 6.25 % of padding from 256 tokens on.
+    """Return the padded rows for M tokens: 16 buckets an octave, at most 6.25 % of padding from 256 tokens on.
 
     >>> [token_bucket(m) for m in (0, 1, 33, 256, 257, 1000, 65536)]
     [0, 32, 48, 256, 272, 1024, 65536]
@@ -68,219 +66,8 @@ def token_bucket(tokens: int) -> int:
     return max(SMALLEST_BUCKET, -(-tokens // step) * step)
 
 
-# -- the library's objects -----------------------------------------------------------------------------------------
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@lru_cache(maxsize=64)
-def _handle(device: int) -> api.Structure:
-    """The library's context on a device, for the life of the process."""
-    handle = api.Structure()
-    with torch.cuda.device(device):
-        torch.cuda.init()
-        api.load().call("cusparseLtInit", handle.address)
-    return handle
-
-
-class Shape(NamedTuple):
-    """What a plan is for.
-
-    Attributes:
-        device: CUDA device index.
-        out: Rows of the weight, padded.
-        columns: Columns K' of the 2:4 segment, padded.
-        stride: Elements from one row of the activations to the next: more than ``columns`` after a dense segment.
-        rows: Rows of the activations, padded.
-        dtype: Type of the operands.
-        accumulator: Type of the product.
-    """
-
-    device: int
-    out: int
-    columns: int
-    stride: int
-    rows: int
-    dtype: torch.dtype
-    accumulator: torch.dtype
-
-    @property
-    def key(self) -> Key:
-        """Under what a search stores its result."""
-        gpu = torch.cuda.get_device_name(self.device)
-        names = dtype_name(self.dtype), str(self.accumulator).removeprefix("torch.")
-        return Key(gpu, api.load().version_text, self.out, self.columns, *names)
-
-
-class MatmulPlan:
-    """A GEMM that is ready to run.
-
-    Args:
-        shape: Of what.
-        algorithm: Which kernel; None for the library's default.
-
-    Attributes:
-        workspace: Bytes of device memory that a run needs.
-
-    Raises:
-        UnsupportedError: The library has no such kernel, or a CUDA graph is being captured: making a plan may
-            allocate and load code.
-    """
-
-    def __init__(self, shape: Shape, algorithm: Algorithm | None) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                f"cuSPARSELt has no plan for {shape.rows} rows yet and cannot make one while a CUDA graph is captured",
-                remedy="run the layer once with as many tokens before the capture",
-            )
-        self._library, self._handle = api.load(), _handle(shape.device)
-        self._structures: list[tuple[str | None, api.Structure]] = []
-        # What was made is destroyed with the plan, also when making the rest fails.
-        self._end = weakref.finalize(self, _destroy, self._library, self._structures)
-        self._end.atexit = False
-        with torch.cuda.device(shape.device):
-            self._make(shape, algorithm)
-
-    def _make(self, shape: Shape, algorithm: Algorithm | None) -> None:
-        handle, call = self._handle.address, self._library.call
-        operand, product = api.CUDA_TYPES[shape.dtype], api.CUDA_TYPES[shape.accumulator]
-
-        weight = self._new("cusparseLtMatDescriptorDestroy")
-        _describe_weight(weight, self._handle, shape.out, shape.columns, shape.dtype)
-        x = self._new("cusparseLtMatDescriptorDestroy")
-        where = (shape.columns, shape.rows, shape.stride, ALIGNMENT, operand, api.ORDER_COLUMN)
-        call("cusparseLtDenseDescriptorInit", handle, x, *where)
-        y = self._new("cusparseLtMatDescriptorDestroy")
-        where = (shape.out, shape.rows, shape.out, ALIGNMENT, product, api.ORDER_COLUMN)
-        call("cusparseLtDenseDescriptorInit", handle, y, *where)
-
-        matmul = self._new(None)
-        compute = api.COMPUTE_TYPES[shape.dtype]
-        operations = (api.TRANSPOSE, api.NON_TRANSPOSE)
-        call("cusparseLtMatmulDescriptorInit", handle, matmul, *operations, weight, x, y, y, compute)
-        selection = self._new("cusparseLtMatmulAlgSelectionDestroy")
-        call("cusparseLtMatmulAlgSelectionInit", handle, selection, matmul, api.ALG_DEFAULT)
-        self.algorithms = self._attribute(selection, api.ALG_CONFIG_MAX_ID)
-        if algorithm is not None:
-            self._set_attribute(selection, api.ALG_CONFIG_ID, algorithm.id)
-            if algorithm.split_k != 1:
-                self._set_attribute(selection, api.SPLIT_K, algorithm.split_k)
-            if algorithm.split_k_mode:
-                self._set_attribute(selection, api.SPLIT_K_MODE, algorithm.split_k_mode)
-
-        self._plan = self._new("cusparseLtMatmulPlanDestroy")
-        call("cusparseLtMatmulPlanInit", handle, self._plan, matmul, selection)
-        workspace = ctypes.c_size_t()
-        call("cusparseLtMatmulGetWorkspace", handle, self._plan, ctypes.byref(workspace))
-        self.workspace = workspace.value
-        self._matmul = self._library.functions.cusparseLtMatmul
-
-    def _new(self, destroy: str | None) -> int:
-        structure = api.Structure()
-        self._structures.append((destroy, structure))
-        return structure.address
-
-    def _attribute(self, selection: int, attribute: int) -> int:
-        value = ctypes.c_int()
-        where = (ctypes.byref(value), ctypes.sizeof(value))
-        self._library.call("cusparseLtMatmulAlgGetAttribute", self._handle.address, selection, attribute, *where)
-        return value.value
-
-    def _set_attribute(self, selection: int, attribute: int, number: int) -> None:
-        value = ctypes.c_int(number)
-        where = (ctypes.byref(value), ctypes.sizeof(value))
-        self._library.call("cusparseLtMatmulAlgSetAttribute", self._handle.address, selection, attribute, *where)
-
-    def run(self, weight: torch.Tensor, x_pointer: int, y: torch.Tensor, *, accumulate: bool = False) -> None:
-        """``y = x @ W^T`` on the current stream; ``y +=`` it with ``accumulate``.
-
-        The device must be the current one.
-
-        Args:
-            weight: From :func:`compress`.
-            x_pointer: Address of the activations, a multiple of 16.
-            y: [rows, out], contiguous.
-            accumulate: Add to what ``y`` holds, in float32.
-        """
-        # Held until the GEMM is queued: another thread may allocate for this stream. From then on torch's allocator
-        # reuses this memory on this stream only after the GEMM, and it keeps it for a captured graph.
-        workspace = empty(1, self.workspace, torch.uint8, y.get_device()) if self.workspace else None
-        stream = ctypes.c_void_p(current_stream(y.get_device()))
-        pointer = y.data_ptr()
-        beta = _ONE_POINTER if accumulate else _ZERO_POINTER
-        status = self._matmul(
-            self._handle.address,
-            self._plan,
-            _ONE_POINTER,
-            weight.data_ptr(),
-            x_pointer,
-            beta,
-            pointer,
-            pointer,
-            None if workspace is None else workspace.data_ptr(),
-            ctypes.byref(stream),
-            1,
-        )
-        if status:
-            self._library.check(status, "cusparseLtMatmul")
-
-
-_ONE, _ZERO = ctypes.c_float(1), ctypes.c_float(0)
-_ONE_POINTER, _ZERO_POINTER = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
-
-
-def _destroy(library: api.Library, structures: list[tuple[str | None, api.Structure]]) -> None:
-    for destroy, structure in reversed(structures):
-        if destroy is not None:
-            getattr(library.functions, destroy)(structure.address)
-
-
-def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: int, dtype: torch.dtype) -> None:
-    where = (columns, out, columns, ALIGNMENT, api.CUDA_TYPES[dtype], api.ORDER_COLUMN, api.SPARSITY_50_PERCENT)
-    api.load().call("cusparseLtStructuredDescriptorInit", handle.address, descriptor, *where)
-
-
-@lru_cache(maxsize=PLANS)
-def plan_for(shape: Shape) -> MatmulPlan:
-    """The plan of a shape, with the algorithm that a search found for it, or the library's default."""
-    record = nearest(load_table(table_path()), shape.key, shape.rows)
-    return MatmulPlan(shape, None if record is None else record.best)
-
-
 _CAPTURED: set[MatmulPlan] = set()
-"""Plans that a CUDA graph may have recorded: never destroyed, since a plan may own what its kernels need."""
-
-
-def compress(matrix: torch.Tensor) -> torch.Tensor:
-    """Bring a matrix into the library's compressed form, which serves every row count and algorithm.
-
-    Args:
-        matrix: [out, K'] with at most 2 non-zeros in every 4 columns, both multiples of 32, contiguous, on a GPU.
-
-    Returns:
-        uint8 [bytes], with room for a tile of metadata at the end.
-    """
-    library, (out, columns) = api.load(), matrix.shape
-    device = matrix.get_device()
-    with torch.cuda.device(device):
-        handle, descriptor = _handle(device), api.Structure()
-        _describe_weight(descriptor.address, handle, out, columns, matrix.dtype)
-        try:
-            size, scratch = ctypes.c_size_t(), ctypes.c_size_t()
-            sizes = ctypes.byref(size), ctypes.byref(scratch)
-            library.call("cusparseLtSpMMACompressedSize2", handle.address, descriptor.address, *sizes)
-            compressed = torch.zeros(size.value + METADATA_TILE, dtype=torch.uint8, device=matrix.device)
-            buffer = torch.empty(scratch.value, dtype=torch.uint8, device=matrix.device)
-            stream = torch.cuda.current_stream().cuda_stream
-            pointers = matrix.data_ptr(), compressed.data_ptr(), buffer.data_ptr() if scratch.value else None, stream
-            which = (1, api.TRANSPOSE)
-            library.call("cusparseLtSpMMACompress2", handle.address, descriptor.address, *which, *pointers)
-        finally:
-            library.functions.cusparseLtMatDescriptorDestroy(descriptor.address)
-    return compressed
-
+"""Plans that a CUDA graph may have recorded: never destroyed, since a plan may own memory that its kernels read."""
 
 Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
@@ -288,12 +75,12 @@ Bare = Callable[[torch.Tensor, Operand, int], torch.Tensor]
 
 
 class CuSparseLt(Backend):
-    """2:4 weights times lifted activations through cuSPARSELt.
+    """The backend that multiplies 2:4 weights by lifted activations through cuSPARSELt.
 
     Args:
-        intermediate: ``"exact"``: int32 or float32 accumulators leave the GEMM and are rounded once, at the end.
-            ``"bf16"``: they leave it as bfloat16, which halves the bytes between the two kernels and rounds twice: an
-            output may be off by one bf16 rounding (2^-9 of its value, before the bias) more. ``auto`` never takes it.
+        intermediate: ``"exact"``: the GEMM writes int32 or float32 accumulators, which are rounded once, at the end.
+            ``"bf16"``: it writes bfloat16, which halves the bytes between the two kernels and rounds twice: an output
+            may have one more bf16 rounding error (2^-9 of its value, before the bias). ``auto`` never takes it.
 
     A 16-bit layer's bias is rounded to the layer's type before it is added.
     """
@@ -319,12 +106,12 @@ class CuSparseLt(Backend):
         if problem.dtype == torch.float8_e4m3fn and capability < (8, 9):
             return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
         try:
-            version = api.load().version
-            _handle(_index(problem.device))  # the library's own word on this GPU and its driver
+            version = api.load_library().version
+            handle_of(device_index(problem.device))  # the library says whether it supports this GPU and its driver
         except UnsupportedError as error:
             return str(error)
         if problem.dtype == torch.float16 and capability[0] == 9 and version < (0, 9, 0):
-            # "illegal instruction" ends the process's CUDA context; it cannot be caught.
+            # "illegal instruction" destroys the process's CUDA context; it cannot be caught.
             return "FP16 kernels of cuSPARSELt 0.8 fail on Hopper from 128 tokens on; use bf16, or 0.9"
         return self._why_not_pattern(problem)
 
@@ -342,10 +129,10 @@ class CuSparseLt(Backend):
 
     def library(self) -> str:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        return release("cuSPARSELt", api.load().version_text)
+        return release("cuSPARSELt", api.load_library().version_text)
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """The compressed 2:4 segment, uint8 [bytes]; with a dense segment also that, [out, its K'], and a float32 1.
+        """Return the compressed 2:4 segment, uint8 [bytes]; with a dense one also that, [out, its K'], and a float32 1.
 
         Raises:
             UnsupportedError: When no group is slid (a shard of a partial weight can be so).
@@ -363,24 +150,24 @@ class CuSparseLt(Backend):
             raise UnsupportedError(
                 "cuSPARSELt multiplies 2:4 segments", got="a weight without one", remedy="use backend='dense'"
             )
-        operand = [compress(matrices["2:4"])]
+        operand = [compress_matrix(matrices["2:4"])]
         if "dense" in matrices:
             operand += [matrices["dense"], torch.ones((), device=packed.device)]
         return tuple(operand)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
-        """(name, microseconds, why not) of what a search tried at this shape, the chosen one first; [] without one."""
+        """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
         shape = self._shape(problem, tokens)
-        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         if record is None:
             return []
         first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
         return [(str(trial.algorithm), trial.time_us, trial.fault) for trial in first]
 
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
-        """The fastest algorithms of a search at this shape, each as :meth:`bare`; [] without one."""
+        """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
-        record = nearest(load_table(table_path()), shape.key, shape.rows)
+        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
         timed = [
             (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
         ]
@@ -392,7 +179,9 @@ class CuSparseLt(Backend):
         columns = problem.pattern.following(groups) * problem.pattern.slid_group
         out, columns = (size + -size % MULTIPLE for size in (problem.out_features, columns))
         accumulator = self._accumulators.get(problem.dtype, problem.dtype)
-        return Shape(_index(problem.device), out, columns, columns, token_bucket(tokens), problem.dtype, accumulator)
+        return Shape(
+            device_index(problem.device), out, columns, columns, token_bucket(tokens), problem.dtype, accumulator
+        )
 
     def matmul(
         self,
@@ -441,7 +230,7 @@ class CuSparseLt(Backend):
         return scale_rows(acc, more, scale_x, scale_w, bias, tokens, out_features, out_dtype)
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
-        """The library's product alone, of a uniform pattern: [at least M, at least out] in the accumulators' type."""
+        """Return the library's product alone, for a uniform pattern: [>= M, >= out], the accumulators."""
         return self._bare(None, x, operand, out_features)
 
     def _bare(self, plan: MatmulPlan | None, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
@@ -457,7 +246,7 @@ class CuSparseLt(Backend):
         bias: torch.Tensor | None = None,
         plan: MatmulPlan | None = None,
     ) -> torch.Tensor:
-        """Activations [rows, K'] from column ``start`` on times the 2:4 segment, on top of a bias if there is one."""
+        """Multiply activations [rows, K'], from column ``start`` on, by the 2:4 segment, and add the bias."""
         rows, stride = x.shape
         out = out_features + -out_features % MULTIPLE
         accumulator = self._accumulators.get(x.dtype, x.dtype)
@@ -477,7 +266,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
-    """``x @ weight^T`` through torch (cuBLASLt): int32 for int8, float32 for FP8."""
+    """Return ``x @ weight^T`` by torch (cuBLASLt): int32 for int8, float32 for FP8."""
     if x.dtype == torch.int8:
         return torch_private.int8_mm(x, weight.T)
     return torch_private.fp8_mm(x, weight.T, one, one, out_dtype=torch.float32)

@@ -1,11 +1,11 @@
-"""What a search found: the fastest cuSPARSELt algorithm per shape, in one JSON file of the user's cache folder.
+"""The fastest cuSPARSELt algorithm of every searched shape, in one JSON file of the user's cache folder.
 
     {"version": 1, "records": [{"gpu": "NVIDIA H200", "library": "0.8.0", "out": 4608, "columns": 5376, "rows": 1024,
       "dtype": "int8", "accumulator": "int32", "algorithm": {"id": 7, "split_k": 1, "split_k_mode": 0},
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
 The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
-the library's own default runs; a null algorithm says that it won.
+the library's own default runs; a null algorithm says that the default was the fastest.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from slidesparse.errors import InputError
 
 VERSION = 1
 
-REACH = 2.0
-"""A record serves row counts within this factor of its own: beyond it another tile shape usually wins."""
+ROWS_REACH = 2.0
+"""A record is used for row counts within this factor of its own: beyond it another tile is usually the fastest."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What selects a kernel of the library.
+    """The numbers that select a kernel of the library.
 
     Attributes:
-        id: Its number, 0 .. CONFIG_MAX_ID - 1.
+        id: The kernel's number, 0 .. CONFIG_MAX_ID - 1.
         split_k: Slices of K; -1 lets a Hopper kernel choose (segment-K).
         split_k_mode: cusparseLtSplitKMode_t; 0 leaves it as the library sets it.
     """
@@ -50,9 +50,9 @@ class Trial:
     """One algorithm of a search.
 
     Attributes:
-        algorithm: Which.
+        algorithm: The algorithm.
         time_us: Time of one GEMM, or None when it did not run.
-        fault: Why it is out of the race, or None.
+        fault: Why it was rejected, or None.
     """
 
     algorithm: Algorithm
@@ -66,7 +66,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Key:
-    """What a record is about.
+    """The GPU, library, weight and types that a record is about.
 
     Attributes:
         gpu: Name of the device.
@@ -90,16 +90,16 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Record:
+class AlgorithmRecord:
     """The outcome of one search.
 
     Attributes:
-        key: Of what.
-        rows: Tokens, as padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
-        best: The winner's algorithm; None when the library's default won.
+        key: The GPU, library, weight and types.
+        rows: Tokens, padded (:func:`slidesparse.gemm.cusparselt.backend.token_bucket`).
+        best: The fastest algorithm; None when the library's default is the fastest.
         time_us: Its time.
         default_us: The time of the library's default.
-        trials: Everything that was tried.
+        trials: Every algorithm that was tried.
     """
 
     key: Key
@@ -121,21 +121,21 @@ def _check_time(whose: str, time_us: float) -> None:
         raise InputError(f"time of {whose}", got=time_us, needed="microseconds, above zero")
 
 
-Table = tuple[Record, ...]
+AlgorithmTable = tuple[AlgorithmRecord, ...]
 
 
 def table_path() -> Path:
-    """Where the records are."""
+    """Return the path of the file of records."""
     return cache_folder() / "cusparselt-tune.json"
 
 
-def nearest(table: Table, key: Key, rows: int) -> Record | None:
-    """The record of this key that is nearest in rows, within :data:`REACH`, or None."""
+def nearest_record(table: AlgorithmTable, key: Key, rows: int) -> AlgorithmRecord | None:
+    """Return the record of this key that is nearest in rows, within :data:`ROWS_REACH`, or None."""
 
-    def distance(record: Record) -> float:
+    def distance(record: AlgorithmRecord) -> float:
         return abs(math.log2(record.rows / rows))
 
-    known = [record for record in table if record.key == key and distance(record) <= math.log2(REACH)]
+    known = [record for record in table if record.key == key and distance(record) <= math.log2(ROWS_REACH)]
     return min(known, key=distance) if known else None
 
 
@@ -162,7 +162,7 @@ class _StoredTrial:
 
 @dataclass(frozen=True)
 class _StoredRecord:
-    """A :class:`Record` as the file has it."""
+    """An :class:`AlgorithmRecord` as the file has it."""
 
     gpu: str
     library: str
@@ -177,7 +177,7 @@ class _StoredRecord:
     tried: tuple[_StoredTrial, ...]
 
     @classmethod
-    def of(cls, record: Record) -> _StoredRecord:
+    def of(cls, record: AlgorithmRecord) -> _StoredRecord:
         return cls(
             **asdict(record.key),
             rows=record.rows,
@@ -187,10 +187,10 @@ class _StoredRecord:
             tried=tuple(map(_StoredTrial.of, record.trials)),
         )
 
-    def record(self) -> Record:
+    def record(self) -> AlgorithmRecord:
         key = Key(self.gpu, self.library, self.out, self.columns, self.dtype, self.accumulator)
         trials = tuple(stored.trial() for stored in self.tried)
-        return Record(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
+        return AlgorithmRecord(key, self.rows, self.algorithm, self.time_us, self.default_us, trials)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _StoredTable:
 
 
 @lru_cache(maxsize=4)
-def load_table(path: Path) -> Table:
+def load_algorithms(path: Path) -> AlgorithmTable:
     """Read the records of a file, none when it does not exist; once a process.
 
     Raises:
@@ -221,11 +221,11 @@ def load_table(path: Path) -> Table:
         ) from error
 
 
-def add_records(path: Path, records: Iterable[Record]) -> None:
-    """Write records into a file, in the place of older ones of the same key and rows; a reader sees old or new."""
+def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
+    """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new."""
     added = {(record.key, record.rows): record for record in records}
-    load_table.cache_clear()
-    kept = [record for record in load_table(path) if (record.key, record.rows) not in added]
+    load_algorithms.cache_clear()
+    kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
     table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
     replace_file(path, json.dumps(asdict(table), indent=1))
-    load_table.cache_clear()
+    load_algorithms.cache_clear()

@@ -1,7 +1,7 @@
 """Search for the fastest cuSPARSELt algorithm of a shape.
 
-Every algorithm number is tried with every way to split K that the GPU's kernels accept. A candidate must first give the
-product of the library's default, on the very weight that all of them will share; then it races the others, on Gaussian
+Every algorithm number is tried with every way to split K that the GPU's kernels accept. A candidate must first compute
+the same product as the library's default, on the weight that all of them share; then all are timed, on Gaussian
 operands, since zeros raise the clocks.
 """
 
@@ -13,18 +13,11 @@ from functools import partial
 import torch
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.autotune import copies_to_rotate, race
+from slidesparse.gemm.autotune import copies_to_rotate, time_ways
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.backend import (
-    ACCUMULATORS,
-    MULTIPLE,
-    MatmulPlan,
-    Shape,
-    compress,
-    plan_for,
-    token_bucket,
-)
-from slidesparse.gemm.cusparselt.table import Algorithm, Record, Trial, add_records, table_path
+from slidesparse.gemm.cusparselt.backend import ACCUMULATORS, MULTIPLE, token_bucket
+from slidesparse.gemm.cusparselt.plan import MatmulPlan, Shape, compress_matrix, plan_for
+from slidesparse.gemm.cusparselt.table import Algorithm, AlgorithmRecord, Trial, add_records, table_path
 
 SEGMENT_K_ROWS = 512
 """Segment-K (split_k=-1) is reported to hang for fewer than 400 output rows (bcacdwk/vllmbench)."""
@@ -40,20 +33,20 @@ def tune(
     accumulator: torch.dtype | None = None,
     *,
     device: torch.device | str = "cuda",
-) -> Record:
-    """Search for one shape.
+) -> AlgorithmRecord:
+    """Search for the fastest algorithm of one shape.
 
     Args:
         out: Rows of the weight.
         columns: Columns K' of its 2:4 segment.
-        tokens: M; its bucket is what is searched for.
+        tokens: M; the search is for its bucket.
         dtype: Type of the operands.
         accumulator: Type of the product; None for the exact one.
         device: A CUDA device.
 
     Raises:
         InputError: For a size below 1.
-        UnsupportedError: When not even the default runs, or memory does not suffice.
+        UnsupportedError: When not even the default runs, or memory is too small.
     """
     if min(out, columns, tokens) < 1:
         raise InputError("a shape to tune", got=(out, columns, tokens), needed="sizes of at least 1")
@@ -69,7 +62,7 @@ def tune(
                 remedy="tune fewer tokens, or free the GPU",
             ) from error
         finally:
-            torch.cuda.empty_cache()  # the pools of graphs that are gone keep their memory until then
+            torch.cuda.empty_cache()  # until then the pools of deleted graphs keep their memory
 
 
 def tune_shapes(
@@ -78,19 +71,19 @@ def tune_shapes(
     dtype: torch.dtype,
     *,
     device: torch.device | str = "cuda",
-    progress: Callable[[Record], None] | None = None,
-) -> list[Record]:
-    """Search for several shapes, and store each result as soon as it is there.
+    progress: Callable[[AlgorithmRecord], None] | None = None,
+) -> list[AlgorithmRecord]:
+    """Search for the fastest algorithms of several shapes, and store each result at once.
 
     Args:
         shapes: (out, K') of the weights.
-        tokens: M's.
+        tokens: Numbers of tokens M.
         dtype: Type of the operands.
         device: A CUDA device.
-        progress: Told of every record.
+        progress: Called with every record.
 
     Returns:
-        The records, which :func:`slidesparse.gemm.cusparselt.backend.plan_for` uses from now on.
+        The records, which :func:`slidesparse.gemm.cusparselt.plan.plan_for` uses from now on.
     """
     records, sizes = [], list(dict.fromkeys(token_bucket(count) for count in tokens))
     for out, columns in dict.fromkeys(shapes):
@@ -105,12 +98,12 @@ def tune_shapes(
 
 
 def candidates(algorithms: int, capability: tuple[int, int], out: int) -> Iterator[Algorithm]:
-    """What may be tried: every algorithm number with every way to split K.
+    """Yield the algorithms to try: every number with every way to split K.
 
     Args:
         algorithms: How many numbers there are.
-        capability: The GPU's. From 9.0 on split_k is 1 or -1 and has no modes ("On SM90 the splitK value must be either
-            1 or -1", says the library); before, 1 to K, in one kernel or two.
+        capability: Compute capability of the GPU. From 9.0 on split_k is 1 or -1 and has no modes (the library says
+            "On SM90 the splitK value must be either 1 or -1"); before, it is 1 to K, in one kernel or two.
         out: Rows of the weight.
     """
     splits = [(1, 0)]
@@ -124,28 +117,28 @@ def candidates(algorithms: int, capability: tuple[int, int], out: int) -> Iterat
 
 
 class _Bench:
-    """Operands of a shape, several times, and graphs of GEMMs over them."""
+    """Copies of a shape's operands, and GEMMs over them."""
 
     def __init__(self, shape: Shape) -> None:
-        compressed = compress(_random(shape.out, shape.columns, shape.dtype, sparse=True))
+        compressed = compress_matrix(_random(shape.out, shape.columns, shape.dtype, sparse=True))
         x = _random(shape.rows, shape.columns, shape.dtype)
         copies = copies_to_rotate(compressed.numel() + x.numel() * x.element_size(), shape.device)
         self.operands = [(compressed, x)] + [(compressed.clone(), x.clone()) for _ in range(copies - 1)]
         self.y = torch.empty(shape.rows, shape.out, dtype=shape.accumulator, device=x.device)
 
     def run(self, plan: MatmulPlan, copy: int) -> None:
-        """One GEMM on one copy of the operands."""
+        """Run one GEMM on one copy of the operands."""
         weight, x = self.operands[copy]
         plan.run(weight, x.data_ptr(), self.y)
 
     def product(self, plan: MatmulPlan) -> torch.Tensor:
-        """The product, once."""
+        """Return the product of one run."""
         self.y.fill_(1)
         self.run(plan, 0)
         return self.y
 
 
-def _search(shape: Shape) -> Record:
+def _search(shape: Shape) -> AlgorithmRecord:
     bench, default = _Bench(shape), MatmulPlan(shape, None)
     reference = bench.product(default).clone()
     plans, faults = [default], {}
@@ -162,14 +155,14 @@ def _search(shape: Shape) -> Record:
             if not same:
                 faults[algorithm] = "wrong product"
                 continue
-            plans.append(plan)  # its kernels are in graphs
+            plans.append(plan)  # graphs hold its kernels
             yield algorithm, partial(bench.run, plan)
 
-    times = race(ways(), len(bench.operands))
+    times = time_ways(ways(), len(bench.operands))
     best = min(times, key=lambda algorithm: times[algorithm])
     trials = [Trial(algorithm, time_us, None) for algorithm, time_us in times.items() if algorithm is not None]
     trials += [Trial(algorithm, None, fault) for algorithm, fault in faults.items()]
-    return Record(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
+    return AlgorithmRecord(shape.key, shape.rows, best, times[best], times[None], tuple(trials))
 
 
 def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:
@@ -182,7 +175,7 @@ def _same(product: torch.Tensor, reference: torch.Tensor) -> bool:
 def _random(rows: int, columns: int, dtype: torch.dtype, *, sparse: bool = False) -> torch.Tensor:
     values = torch.randn(rows, columns, device="cuda")
     if sparse:
-        # One of every two neighbours: 2:4, whichever it is.
+        # One of every two neighbours is kept, which makes it 2:4.
         first = torch.rand(rows, columns // 2, 1, device="cuda") < 0.5
         values *= torch.cat([first, ~first], -1).flatten(1)
     return (values * 32).round().clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)

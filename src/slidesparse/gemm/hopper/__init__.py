@@ -1,1 +1,1 @@
-"""The Hopper backend: our own 2:4 GEMM for sm_90a, from the layout of a weight to the launch."""
+"""The Hopper backend: our own 2:4 GEMM for sm_90a, with weight layout, tiles, compilation and launch."""

@@ -2,7 +2,7 @@
 
 One launch multiplies the dense and the 2:4 segment into one accumulator, applies ``scale_x``, ``scale_w`` and the bias
 in float32 and rounds once. Activations come in slabs (:class:`slidesparse.layout.Slabs`) from the
-quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: nothing to describe or plan per call.
+quantise-and-lift kernel, weights from :mod:`slidesparse.gemm.hopper.weights`: no call needs descriptors or a plan.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from slidesparse.gemm.backend import (
 )
 from slidesparse.gemm.hopper import weights
 from slidesparse.gemm.hopper.chain import HopperChain
-from slidesparse.gemm.hopper.compile import OPERANDS, nvrtc_version
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_all
+from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS, dense_steps, sparse_steps
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from slidesparse.kernels.lift import KernelLift  # needs Triton
 
 REVISION = "hopper-3"
-"""Counted up when a change of the kernel or of its tiles makes it faster or slower: measured times hold for one."""
+"""Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""
 
 
 class Hopper(Backend):
-    """2:4 and dense segments times lifted activations on sm_90a, in one launch."""
+    """The backend that multiplies 2:4 and dense segments by lifted activations on sm_90a, in one launch."""
 
     name = "hopper"
     accelerated = True
@@ -56,7 +56,7 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         if problem.device.type != "cuda":
             return "it needs a CUDA device"
-        if problem.dtype not in OPERANDS:
+        if problem.dtype not in TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels"
         major, minor = torch.cuda.get_device_capability(problem.device)
         if (major, minor) != (9, 0):
@@ -73,19 +73,19 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
 
-    def prepare(self, packed: PackedWeight) -> weights.Operand:
+    def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
         """Return the steps of both segments, uint8: see :mod:`slidesparse.gemm.hopper.weights`.
 
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
         """
-        operand = weights.Operand(dense_steps(packed), sparse_steps(packed))
+        operand = weights.HopperOperand(dense_steps(packed), sparse_steps(packed))
         if operand.sparse.is_cuda:
             torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand
 
     def runner(self, lift: Lift, out_features: int) -> Runner:
-        """See :class:`slidesparse.gemm.backend.Backend`: two launches with only addresses between."""
+        """See :class:`slidesparse.gemm.backend.Backend`; it launches twice, with only addresses between."""
         by_parts = LiftThenMultiply(self, lift, out_features)
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
@@ -93,13 +93,13 @@ class Hopper(Backend):
         return HopperLinear(kernel_lift, by_parts) if kernel_lift.tokens else by_parts
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
-        """See :class:`slidesparse.gemm.backend.Backend`: one workspace, and weights that are checked once."""
+        """See :class:`slidesparse.gemm.backend.Backend`; a chain has one workspace, and checks its weights once."""
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
-        """See :class:`slidesparse.gemm.backend.Backend`: every tile."""
-        load_all(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
+        """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
+        load_kernels(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
 
     def matmul(
         self,
@@ -112,7 +112,7 @@ class Hopper(Backend):
         out_dtype: torch.dtype,
         tile: Tile | None = None,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.backend.Backend`; with ``tile`` that one instead of the fastest."""
+        """See :class:`slidesparse.gemm.backend.Backend`; ``tile`` replaces the tile that would be chosen."""
         device, (dense, sparse) = gpu_of(x, self.name), operand
         if not is_current(device):
             with torch.cuda.device(device):

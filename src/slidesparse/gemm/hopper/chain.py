@@ -1,13 +1,14 @@
-"""Linears in a row on the Hopper kernel: launch after launch, and one piece of memory for what passes between them.
+"""Run linears in a row on the Hopper kernel: launch after launch, with one workspace for everything between them.
 
-Only the next linear reads the product of the one before it, so it need be no tensor. Besides the last product and the
+The product of a linear is read by the next linear alone, so it need not be a tensor. Besides the last product and the
 last residual a chain allocates one workspace, however long it is::
 
     lifted values and scales | products but the last | residuals but the last
 
-Every linear uses the first two parts again. Kernels of a stream run in turn: quantise + lift has read the product of
-the linear before when the GEMM after it writes over that, and the GEMM has read the lifted values when the next linear
-lifts. A kernel may start early (programmatic dependent launch), but before it writes it waits for all before it.
+All linears share the first two parts. Kernels of a stream run in turn: quantise + lift has read the product of the
+linear before it when the GEMM after it overwrites that product, and the GEMM has read the lifted values when the next
+linear lifts. A kernel may start early (programmatic dependent launch), but it waits for all kernels before it before it
+writes.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from slidesparse.gemm.backend import OneByOne, Products
 from slidesparse.gemm.hopper.launch import WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.spec import Slots
-from slidesparse.kernels.lift_launch import LiftInputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.kernels.triton_launcher import ALIGNMENT
 from slidesparse.layout import SLAB_BYTES
 
 
 class ChainedLinear(NamedTuple):
-    """One linear of a chain, as it is launched.
+    """One linear of a chain, with its places in the workspace.
 
     Attributes:
-        linear: Launches.
-        slots: Where its tensors are.
-        ends: Its product is the chain's.
-        total_start: Where in the workspace its new residual is; None where it gives none, or the chain's.
+        linear: The runner that launches it.
+        slots: The slots of its tensors.
+        ends: Whether its product is the chain's.
+        total_start: Start of its new residual in the workspace; None where it has none, or the chain returns it.
     """
 
     linear: HopperLinear
@@ -49,12 +50,12 @@ class ChainedLinear(NamedTuple):
 
 
 class CheckedWeight(NamedTuple):
-    """A weight of a chain that was checked: addresses.
+    """The addresses of a chain's weight that was checked.
 
     Attributes:
-        weight: What the GEMM reads of it.
-        gain: The gain of its norm; None without.
-        pairs: Its index of pairs; None without.
+        weight: Addresses that the GEMM reads.
+        gain: Address of the gain of its norm; None without one.
+        pairs: Address of its index of pairs; None without one.
     """
 
     weight: WeightAddresses
@@ -63,10 +64,10 @@ class CheckedWeight(NamedTuple):
 
 
 class HopperChain:
-    """One number of tokens through several weights; see :class:`slidesparse.gemm.backend.ChainRunner`.
+    """Runs several linears for one number of tokens; see :class:`slidesparse.gemm.backend.ChainRunner`.
 
     Args:
-        linears: Two or more, each of which takes the product of the one before it, and the slots of their tensors.
+        linears: Two or more linears, each on the product of the one before it, with the slots of their tensors.
     """
 
     __slots__ = (
@@ -121,7 +122,7 @@ class HopperChain:
         return y, total
 
     def _takes(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Whether activations and residual are what the first launches read."""
+        """Whether the first launches can read these activations and this residual."""
         lift, stride, at = self._lift, 0, None
         if not lift.is_here() or not lift.is_rows(x):
             return False
@@ -132,7 +133,7 @@ class HopperChain:
         return lift.can_launch(LiftInputs(x.data_ptr(), at, None, None, x.stride()[0], stride))
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return the weights, checked now or before; None where one is not what its kernel reads."""
+        """Return the weights, checked now or before; None where a kernel cannot read one of them."""
         own = self._own(tensors)
         return self._known.find(own) or self._check(tensors, own)
 
@@ -151,7 +152,7 @@ class HopperChain:
         return checked
 
     def _can_launch(self) -> bool:
-        """Whether every kernel is compiled and takes what the linear before it gives; asked until it is so."""
+        """Whether every kernel is compiled and can read the product before it; asked until the answer is yes."""
         linears = [chained.linear for chained in self._linears]
         strides = (0, *(linear.out for linear in linears[:-1]))
         self._ready = self._fits() and all(
@@ -173,7 +174,7 @@ class HopperChain:
         elif not self._ready and all(chained.linear.lift.launcher.ready for chained in self._linears):
             reason = f"a product between two linears has rows that are no multiple of {ALIGNMENT} numbers"
         elif not self._ready:
-            return  # its kernels are compiled by this very call
+            return  # this call compiles its kernels
         elif weights is None:
             reason = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
         else:
@@ -184,32 +185,32 @@ class HopperChain:
         return f"a chain of {len(self._linears)} linears on hopper ({self._lift.order.in_features} -> {self._out})"
 
 
-class Known:
-    """Weights of chains of one kind that were checked: a check of all of them takes as long as several launches.
+class KnownWeights:
+    """Checked weights of chains of one kind, kept because checking them takes as long as several launches.
 
-    Tensors are known as long as they are the same objects, and each has the address, the type, the shape and the
-    strides that it had. Their contents are not compared: kernels read them anew on every launch.
+    Tensors are known while they are the same objects with the same addresses, types, shapes and strides. Their contents
+    are not compared: kernels read them anew on every launch.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], tuple[list[object], Sequence[CheckedWeight], list[ref[torch.Tensor]]]] = {}
 
     def find(self, tensors: Sequence[torch.Tensor]) -> Sequence[CheckedWeight] | None:
-        """Return what :meth:`add` was told of these tensors."""
+        """Return the weights that :meth:`add` stored for these tensors; None where they are not known."""
         found = self._found.get(tuple(map(id, tensors)))
         return found[1] if found is not None and found[0] == _places(tensors) else None
 
     def add(self, tensors: Sequence[torch.Tensor], weights: Sequence[CheckedWeight]) -> None:
-        """Remember them until one of them is gone, since another object may get its number then."""
+        """Remember checked weights until one of the tensors is gone, since another object may then get its id."""
         key = tuple(map(id, tensors))
         watched = [ref(tensor, lambda _: self._found.pop(key, None)) for tensor in tensors]
         self._found[key] = _places(tensors), weights, watched
 
 
 @lru_cache(maxsize=4096)
-def _known(kind: object) -> Known:
-    """One for all numbers of tokens."""
-    return Known()
+def _known(kind: object) -> KnownWeights:
+    """Return the known weights of a kind of chain, the same for all numbers of tokens."""
+    return KnownWeights()
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
@@ -217,5 +218,5 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def _rounded(n_bytes: int) -> int:
-    """Round up, so that what follows begins at a multiple of 128 and so of 16 bytes."""
+    """Round up, so that the next part of the workspace begins at a multiple of 128 bytes, and so of 16."""
     return -(-n_bytes // SLAB_BYTES) * SLAB_BYTES

@@ -1,7 +1,7 @@
-"""Compile ``gemm/hopper/sparse_gemm.cu`` for one tile and one pair of types: NVRTC, with a cache on disk.
+"""Compile ``gemm/hopper/sparse_gemm.cu`` for one tile and one pair of types, by NVRTC and with a cache on disk.
 
-The cache key is a hash of the source, the options and NVRTC's version, so nothing ever needs to be cleared. A file
-starts with the digest of its contents: a damaged one is compiled again.
+The cache key is a hash of the source, the options and NVRTC's version, so the cache never needs to be cleared. A file
+starts with the digest of its contents, so that a damaged one is compiled again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper.tiles import Tile
 SOURCE = Path(__file__).with_name("sparse_gemm.cu")
 ARCH = "sm_90a"
 
-OPERANDS = {
+TYPES = {
     torch.int8: "S8",
     torch.float8_e4m3fn: "E4M3",
     torch.bfloat16: "BF16",
@@ -31,7 +31,7 @@ OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
-    """What NVRTC is told: see the top of the source."""
+    """Return the options for NVRTC, which the top of the source lists."""
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
     names = ", ".join(f"%{i}" for i in range(registers))
@@ -48,7 +48,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
     return [
         f"--gpu-architecture={ARCH}",
         "--std=c++17",
-        f"-DOPERAND_{OPERANDS[dtype]}",
+        f"-DTYPE_{TYPES[dtype]}",
         f"-DOUT_{OUTPUTS[out_dtype]}",
         *(f"-D{name}={value}" for name, value in geometry.items()),
         f'-DACC_NAMES="{names}"',
@@ -58,7 +58,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
 
 
 def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
-    """The machine code of a variant, from the cache or the compiler.
+    """Return the machine code of a variant, from the cache or the compiler.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
@@ -84,7 +84,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """A cache that cannot be written makes the next start slower, nothing else."""
+    """Write machine code into the cache; where that fails, only the next start is slower."""
     with contextlib.suppress(OSError):
         replace_file(path, hashlib.sha256(code).digest() + code)
 
@@ -103,7 +103,7 @@ def _nvrtc() -> Any:
 
 @lru_cache(maxsize=1)
 def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's version.
+    """Return NVRTC's version.
 
     Raises:
         UnsupportedError: When it cannot be loaded, or is older than CUDA 12.0, the first to know ``sm_90a``.
@@ -120,7 +120,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def compile_source(source: bytes, opts: list[str]) -> tuple[bytes, str]:
-    """Machine code and the compiler's log.
+    """Return machine code and the compiler's log.
 
     Raises:
         UnsupportedError: With the first line of the log when the compiler refuses.

@@ -1,4 +1,4 @@
-"""Load and launch the Hopper kernel: the CUDA driver through cuda-bindings, one struct of arguments a launch."""
+"""Load and launch the Hopper kernel by the CUDA driver (cuda-bindings), with one struct of arguments a launch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, step_bytes
 from slidesparse.layout import SLAB_BYTES
 
 INVALID_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing has called the CUDA runtime yet."""
+"""CUDA_ERROR_INVALID_CONTEXT: nothing has called the CUDA runtime in this thread yet."""
 
 BIAS_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 class Arguments(ctypes.Structure):
-    """``struct Arguments`` of the source, field by field (tests/gemm/test_hopper_launch.py compares the two)."""
+    """``struct Arguments`` of the source, field for field (tests/gemm/test_hopper_launch.py compares the two)."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -45,14 +45,14 @@ class Arguments(ctypes.Structure):
 
 
 class WeightAddresses(NamedTuple):
-    """Addresses of what a launch reads of a weight, in the order of :class:`Arguments`.
+    """The addresses of a weight that a launch reads, in the order of :class:`Arguments`.
 
     Attributes:
-        dense: Of the dense segment.
-        sparse: Of the 2:4 segment.
-        scale: Of the weight's scales, float32 [out]; None without.
-        bias: Of the bias [out]; None without.
-        bias_type: Of :data:`BIAS_TYPES`; 0 without a bias.
+        dense: Address of the dense segment.
+        sparse: Address of the 2:4 segment.
+        scale: Address of the weight's scales, float32 [out]; None without.
+        bias: Address of the bias [out]; None without.
+        bias_type: Number of its type in :data:`BIAS_TYPES`; 0 without a bias.
     """
 
     dense: int
@@ -63,14 +63,14 @@ class WeightAddresses(NamedTuple):
 
 
 class Kernel:
-    """A variant, loaded on a device: its handle and what a launch needs.
+    """A variant that is loaded on a device.
 
     Args:
         function: ``CUfunction``.
         context: ``CUcontext`` of the device.
         tile: The variant's geometry.
         shared_bytes: Shared memory of a block.
-        multiprocessors: Of the device.
+        multiprocessors: Multiprocessors of the device.
     """
 
     def __init__(self, function: Any, context: Any, tile: Tile, shared_bytes: int, multiprocessors: int) -> None:
@@ -80,7 +80,7 @@ class Kernel:
 
     def grid(self, tiles: int) -> int:
         """Return the blocks of a launch over this many tiles."""
-        tile = self.tile  # a cluster has one tile; blocks without a cluster walk over theirs
+        tile = self.tile  # a cluster computes one tile; blocks without a cluster walk over several
         return min(tiles, self.multiprocessors * tile.blocks) if tile.split == 1 else tiles * tile.split
 
     def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
@@ -88,7 +88,7 @@ class Kernel:
 
         The launch is a programmatic dependent one (CUDA programming guide, "Programmatic Dependent Launch"): where the
         kernel before it on the stream allows that, as quantise-and-lift does, the first weights are fetched while that
-        one still runs. So they must have been written by an earlier kernel.
+        kernel still runs. So an earlier kernel must have written the weights.
         """
         config = self._configs.get((grid, stream)) or self._configure(grid, stream)
         # The driver copies the struct before the call returns.
@@ -103,7 +103,7 @@ class Kernel:
             _check(status, "cuLaunchKernelEx")
 
     def _configure(self, grid: int, stream: int) -> Any:
-        """How ``grid`` blocks are launched on a stream; kept, since making it takes longer than a launch."""
+        """Return the configuration of a launch, and keep it: making it takes longer than a launch."""
         driver = _driver()
         early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
         early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -119,7 +119,7 @@ class Kernel:
 
 
 class GemmLaunch:
-    """Everything of a product's launch that its sizes decide: the variant, its grid and its numbers.
+    """Everything about a product's launch that follows from its sizes: variant, grid and the numbers in the arguments.
 
     Attributes:
         kernel: The variant; None where there is nothing to compute.
@@ -133,13 +133,13 @@ class GemmLaunch:
         self._device, self._grid, self._sizes = device, grid, sizes
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
-        """Multiply on the current stream of the device, which is the current one; nothing is checked any more.
+        """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
 
         Args:
-            x: Address of the activations, ``slab_bytes`` of them.
-            scale_x: Of their scales, float32 [M]; None without.
-            weight: Of the weight.
-            y: Of memory for the product [M, out], of the variant's output type.
+            x: Address of the activations, ``slab_bytes`` bytes.
+            scale_x: Address of their scales, float32 [M]; None without.
+            weight: Addresses of the weight.
+            y: Address of memory for the product [M, out], of the variant's output type.
         """
         if self.kernel is None:
             return
@@ -165,7 +165,7 @@ def find_launch(
         activations: [M, K'].
         dtype: Their type, and the weight's.
         dense: Shape of the steps of the dense segment (gemm/hopper/weights.py).
-        sparse: Of the steps of the 2:4 one.
+        sparse: Shape of the steps of the 2:4 segment.
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
@@ -173,7 +173,7 @@ def find_launch(
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
-        UnsupportedError: See :func:`load`.
+        UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
         tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
@@ -208,13 +208,13 @@ def _launch(
     )
     if not tokens or not out_features:
         return GemmLaunch(None, device, 0, sizes, slab_bytes)
-    kernel = load(tile, dtype, out_dtype, device)
+    kernel = load_kernel(tile, dtype, out_dtype, device)
     return GemmLaunch(kernel, device, kernel.grid(tile.count(tokens, out_features)), sizes, slab_bytes)
 
 
 @cache
-def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
-    """The variant on a device, for the life of the process.
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+    """Return the variant, loaded on a device for the life of the process.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
@@ -240,22 +240,22 @@ def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) ->
     return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def load_all(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
-    """:func:`load` of many tiles, those that are in no cache compiled side by side.
+def load_kernels(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
+    """Load the variants of many tiles; those that no cache holds are compiled in parallel.
 
     Raises:
-        UnsupportedError: As :func:`load`.
+        UnsupportedError: As :func:`load_kernel`.
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda tile: cubin(tile, dtype, out_dtype), tiles))
     for tile in tiles:
-        load(tile, dtype, out_dtype, device)
+        load_kernel(tile, dtype, out_dtype, device)
 
 
 @lru_cache(maxsize=1)
 def driver_version() -> int:
-    """CUDA's major version that the driver speaks.
+    """Return the major version of CUDA that the driver supports.
 
     Raises:
         UnsupportedError: There are no bindings, or no driver.

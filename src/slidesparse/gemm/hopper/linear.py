@@ -1,8 +1,9 @@
-"""A whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the two launches.
+"""Run a whole linear on the Hopper kernel: quantise and lift, then multiply, with only addresses between the launches.
 
-Run one by one, the two cost the host more than their launches do: each makes tensors of its own and checks, in general
-terms, everything that its kernel reads by address. In a model of small layers that is more than the GPU needs. Here
-all that does not depend on the tensors is worked out once, and one piece of memory holds lifted values and scales.
+Called separately, the two steps cost the host more time than their launches: each allocates its own tensors and checks,
+in general terms, everything that its kernel reads by address. In a model of small layers that takes longer than the GPU
+needs. Here everything that does not depend on the tensors is computed once, and one workspace holds lifted values and
+scales.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_launch import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
 from slidesparse.layout import LinearTensors
 from slidesparse.support import is_vector
 
@@ -27,21 +28,21 @@ FLOAT32 = (torch.float32,)
 
 
 class HopperLinear:
-    """One number of tokens times weights of one size and type; see :class:`slidesparse.gemm.backend.Runner`.
+    """Runs a linear for one number of tokens and weights of one size; see :class:`slidesparse.gemm.backend.Runner`.
 
     Args:
-        lift: Quantises and lifts them.
-        by_parts: Runs what this cannot.
-        tile: Of the product; None for the fastest.
+        lift: Quantises and lifts the tokens.
+        by_parts: The runner of the cases that this one cannot run.
+        tile: The tile of the product; None for the fastest.
 
     Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load`.
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
 
     Attributes:
-        lift: As given.
+        lift: The lift.
         out: Rows of the weights.
         workspace_bytes: Bytes of lifted values and scales.
-        kind: Everything that decides which weights it can read, and their gains and pairs.
+        kind: Everything that decides which weights, gains and indices of pairs it can read.
     """
 
     __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
@@ -70,7 +71,7 @@ class HopperLinear:
         return y, total
 
     def weight_addresses(self, tensors: LinearTensors) -> WeightAddresses | None:
-        """Return where a weight is; None where its sizes, types, strides or device are not what the kernel reads."""
+        """Return a weight's addresses; None where the kernel cannot read its sizes, types, strides or device."""
         device, (dense, sparse) = self.lift.device, tensors.operand
         if dense.shape != self._dense or sparse.shape != self._sparse:
             return None
@@ -95,12 +96,12 @@ class HopperLinear:
         """Launch both kernels by addresses; nothing is checked.
 
         Args:
-            inputs: Of the lift.
+            inputs: Addresses that the lift reads.
             total: Address of memory for the new residual; None where there is none.
-            workspace: Of ``workspace_bytes``.
+            workspace: Address of ``workspace_bytes`` bytes.
             weight: From :meth:`weight_addresses`.
-            y: Of memory for the product [M, out] in the type of the activations.
-            eps: Of the norm.
+            y: Address of memory for the product [M, out] in the type of the activations.
+            eps: The norm's epsilon.
         """
         scale = workspace + self._scales_start if self.lift.quantised else None
         self.lift.launch(inputs, LiftOutputs(total, workspace, scale), eps)

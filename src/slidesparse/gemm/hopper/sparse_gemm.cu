@@ -1,26 +1,48 @@
 // Y[token, channel] = scale_x[token] * (scale_w[channel] * (W X^T)[channel, token]) + bias[channel]   on Hopper (sm_90a)
 //
-// W has a dense segment and a 2:4 segment along K (either may be empty), X is lifted to match; one launch, one accumulator.
-// wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows an instruction) and the tokens are B.
+// W has a dense segment and a 2:4 segment along K (either may be empty), and X is lifted to match. Both segments run in one
+// launch into one accumulator. wgmma takes 2:4 weights as its A operand only, so the weights are A (64 rows an instruction)
+// and the tokens are B.
 //
-// A block is one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
-// WARPGROUPS * ROW_BLOCKS * 64 channels by TOKENS tokens. Along K a tile is a sequence of *steps* of 128 bytes of an X row
-// (a *slab*), or of half a slab where the weight is dense, since a dense weight has twice the bytes:
+// A block has one producer warp and WARPGROUPS consumer warpgroups. It is persistent: it walks over tiles of
+// WARPGROUPS * ROW_BLOCKS * 64 channels by TOKENS tokens. Here WARPGROUPS = 2 and ROW_BLOCKS = 2:
+//
+//                            TOKENS
+//                       +--------------+
+//     row block 0       |              |   channels   0 ..  63    warpgroup 0
+//     row block 1       |   a tile     |   channels  64 .. 127
+//                       +--------------+
+//     row block 2       |   of Y^T     |   channels 128 .. 191    warpgroup 1
+//     row block 3       |              |   channels 192 .. 255
+//                       +--------------+
+//
+// Along K a tile is a sequence of *steps* of 128 bytes of an X row (a *slab*), or of half a slab where the weight is dense,
+// since a dense weight has twice the bytes:
 //
 //     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
 //     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
 //
-// Every operand lies in memory as shared memory wants it (gemm/hopper/weights.py), so a step is two 1-D bulk copies and
-// there are no tensor maps. A ring of STAGES steps joins producer and consumers: `full` is completed by the copies, `empty`
-// by one lane of each consumer warp. One wgmma group is always in flight: the step before the last one issued is complete.
+// Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
+// copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
 //
-// With few tokens there are fewer tiles than multiprocessors. Then SPLIT blocks, a cluster, share the steps of a tile and add
-// up their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
+//     producer                    stage 0    stage 1    stage 2          stage STAGES - 1             consumers
+//     waits for `empty`,        +----------+----------+----------+-----+----------+           wait for `full`,
+//     expects the bytes,  --->  | X, W     | X, W     | X, W     | ... | X, W     |  --->     multiply,
+//     copies X and W            +----------+----------+----------+-----+----------+           arrive at `empty`
+//                                     ^                                      |
+//                                     +--------- then stage 0 again ---------+
 //
-// The compiler is told (gemm/hopper/compile.py): OPERAND_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS, WARPGROUPS,
-// ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor); and, since a preprocessor cannot count, the accumulator operands
-// of the wgmma: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints "+r"(d[0]), ..., and
-// OPERAND(n) the string of the n-th operand after them (OPERAND_0 ... OPERAND_4 are given).
+// The copies complete `full`; one lane of each consumer warp arrives at `empty`. A stage is used again and again, so a place
+// in the ring (`Place`) also has the parity of its current use. One wgmma group is always in flight: the step before the
+// last one issued is complete.
+//
+// With few tokens there are fewer tiles than multiprocessors. Then the SPLIT blocks of a cluster share the steps of a tile
+// and add their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
+//
+// The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
+// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT and BLOCKS (of a multiprocessor). Since a preprocessor cannot count, they define the
+// accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints
+// "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_4).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -30,25 +52,25 @@ typedef long long i64;
 
 // ---- types -----------------------------------------------------------------------------------------------------------
 
-#if defined(OPERAND_S8)
+#if defined(TYPE_S8)
 typedef int acc_t;
 #define MMA_TYPES "s32.s8.s8"
 #define MMA_TAIL ""
-#elif defined(OPERAND_E4M3)
+#elif defined(TYPE_E4M3)
 typedef float acc_t;
 #define MMA_TYPES "f32.e4m3.e4m3"
 #define MMA_TAIL ", 1, 1"
-#elif defined(OPERAND_BF16)
+#elif defined(TYPE_BF16)
 typedef float acc_t;
 #define MMA_TYPES "f32.bf16.bf16"
 #define MMA_TAIL ", 1, 1, 0, 0"
-#elif defined(OPERAND_F16)
+#elif defined(TYPE_F16)
 typedef float acc_t;
 #define MMA_TYPES "f32.f16.f16"
 #define MMA_TAIL ", 1, 1, 0, 0"
 #endif
 
-#if defined(OPERAND_S8) || defined(OPERAND_E4M3)
+#if defined(TYPE_S8) || defined(TYPE_E4M3)
 #define K_SPARSE "k64"
 #define K_DENSE "k32"
 constexpr int META_WORDS = 2;  // metadata registers of a thread a step: one for each of its two instructions
@@ -78,10 +100,10 @@ constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
 constexpr int META_BYTES = META_WORDS * 512;
-constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block a 2:4 step; a dense step has VALUE_BYTES
+constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block in a 2:4 step; in a dense step VALUE_BYTES
 constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 
-// Tokens that a block completes and stores: the fewest, in sixteens, that give each block of a cluster a share at most.
+// Tokens that a block completes and stores: the fewest, in multiples of 16, that make at most one share a block.
 __host__ __device__ constexpr int share_of(int tokens, int split) {
     int share = 16;
     while (tokens % share != 0 || tokens / share > split) share += 16;
@@ -90,7 +112,7 @@ __host__ __device__ constexpr int share_of(int tokens, int split) {
 
 constexpr int SHARE = share_of(TOKENS, SPLIT);
 constexpr int CHANNELS = ROW_BLOCKS * ROWS;               // channels of a warpgroup
-constexpr int PIECE = 32;                                 // of them, what a warpgroup transposes at a time
+constexpr int PIECE = 32;                                 // tokens that a warpgroup transposes at a time
 constexpr int ROW_BYTES = CHANNELS * 2;
 constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
@@ -120,7 +142,7 @@ struct Arguments {
     int dense_slabs;
     int sparse_slabs;
     int bias_type;        // 0 none, 1 float32, 2 bfloat16, 3 float16
-    int group;            // row tiles that neighbouring tiles cycle through, so that they meet in L2
+    int group;            // row tiles that neighbouring tiles cycle through, so that they share them in L2
 };
 
 // ---- barriers and copies ---------------------------------------------------------------------------------------------
@@ -138,7 +160,7 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
         "@!done bra again; }" ::"r"(bar), "r"(phase) : "memory");
 }
 
-// As barrier_wait, for what other blocks of the cluster have written.
+// As barrier_wait, but also acquires what other blocks of the cluster have written.
 __device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 phase) {
     asm volatile(
         "{ .reg .pred done;\n"
@@ -159,7 +181,7 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32 bar)
                  "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-// A place in the ring: which stage, and the parity of its current use.
+// A place in the ring: a stage, and the parity of its current use.
 struct Place {
     u32 stage = 0, phase = 0;
     __device__ __forceinline__ void next() {
@@ -183,7 +205,7 @@ struct Tiles {
     __device__ __forceinline__ explicit Tiles(const Arguments& p)
         : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)), token_tiles(ceil_div(p.tokens, TOKENS)), group(p.group) {}
     __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
-    // Groups of `group` row tiles; within one, all row tiles of a token tile before the next token tile.
+    // Tiles are numbered group by group of `group` row tiles; within a group, token tile by token tile.
     __device__ __forceinline__ void locate(int tile, int& row_tile, int& token_tile) const {
         int first = tile / (group * token_tiles) * group;
         int height = min(group, row_tiles - first);
@@ -193,13 +215,13 @@ struct Tiles {
     }
 };
 
-// What a block multiplies of a tile: slabs [dense, dense_end) and [sparse, sparse_end).
+// The slabs of a tile that a block multiplies: [dense, dense_end) and [sparse, sparse_end).
 struct Range {
     int dense, dense_end, sparse, sparse_end;
     __device__ __forceinline__ bool empty() const { return dense == dense_end && sparse == sparse_end; }
 };
 
-// The steps in SPLIT equal parts, except that none ends within a dense slab, whose X serves two steps.
+// Cut the steps into SPLIT equal parts, except that none ends within a dense slab, whose X serves two steps.
 __device__ __forceinline__ Range range_of(const Arguments& p, int rank) {
     if (SPLIT == 1) return {0, p.dense_slabs, 0, p.sparse_slabs};
     const int dense = 2 * p.dense_slabs, steps = dense + p.sparse_slabs;
@@ -213,13 +235,13 @@ __device__ __forceinline__ Range range_of(const Arguments& p, int rank) {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
-// Row block `block` of a step, where the steps of a W_TILE of row blocks follow each other.
+// The address of row block `block` of a step: W_TILE row blocks are contiguous, step by step.
 __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
     return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
 }
 
-// The activations come from the kernel before this one, which need not have ended when this one starts (programmatic
-// dependent launch, PTX ISA "griddepcontrol"). Waits until it has; returns at once after an ordinary launch.
+// Wait until the kernel before this one, which computes the activations, has ended: this one may start earlier
+// (programmatic dependent launch, PTX ISA "griddepcontrol"). After an ordinary launch it returns at once.
 __device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
@@ -238,13 +260,13 @@ struct Producer {
     __device__ __forceinline__ int first_tile() const { return blockIdx.x / SPLIT; }
     __device__ __forceinline__ int early_steps() const { return min(STAGES, steps()); }
 
-    // The weights of the first steps, as many as there are stages.
+    // Load the weights of the first steps, as many as there are stages.
     __device__ __forceinline__ void load_early() const {
         Place place;
         load<WEIGHTS>(place, first_tile(), 0, early_steps());
     }
 
-    // Everything else.
+    // Load everything else.
     __device__ __forceinline__ void load_rest() const {
         Place place;
         load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
@@ -253,13 +275,13 @@ struct Producer {
             load<WEIGHTS | ACTIVATIONS>(place, tile, from, steps());
     }
 
-    // Steps [from, to) of a tile. With the weights goes the number of bytes that the step awaits.
+    // Load steps [from, to) of a tile. Loading the weights also sets the number of bytes that the step waits for.
     template <int OPERANDS>
     __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
         const int rows = ceil_div(p.tokens, 8) * 8, block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
-        const int x_bytes = min(TOKENS, rows - token) * SLAB;  // what stands in the stage past them is not stored
+        const int x_bytes = min(TOKENS, rows - token) * SLAB;  // no result of the stage's bytes past them is stored
         auto copy_x = [&](int slab) {
             copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
         };
@@ -300,7 +322,7 @@ __device__ __forceinline__ u64 describe(u32 address, u32 row_bytes) {
     return (u64)((address >> 4) & 0x3FFF) | 1ull << 16 | (u64)(8 * row_bytes >> 4) << 32 | swizzle << 62;
 }
 
-// Selector: which half of the lanes holds the metadata (16-bit types; 0 for 8-bit ones, where all lanes do).
+// SELECTOR: the half of the lanes that holds the metadata (for 16-bit types; 0 for 8-bit ones, where all lanes do).
 template <int SELECTOR>
 __device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int accumulate) {
     asm volatile(
@@ -341,7 +363,7 @@ struct Consumer {
         oldest.next();
     }
 
-    // One 2:4 step. `meta` must not be written again before the group after this one has been waited for.
+    // Multiply one 2:4 step. `meta` must not be written again before the group after this one has been waited for.
     __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
         barrier_wait(ring.full_of(place), place.phase);
         const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
@@ -364,7 +386,7 @@ struct Consumer {
         mma_wait<1>();
     }
 
-    // Half a slab of dense weights against the bytes at `x` of every X row.
+    // Multiply half a slab of dense weights by the bytes at `x` of every X row.
     __device__ __forceinline__ void dense_step(acc_t (*d)[TOKENS / 2], u32 x, int accumulate) {
         barrier_wait(ring.full_of(place), place.phase);
         const u32 w = weights(ring.stage(place), VALUE_BYTES);
@@ -380,15 +402,15 @@ struct Consumer {
         mma_wait<1>();
     }
 
-    // A 2:4 step that may be the first of the range, or follow a dense slab.
+    // Multiply a 2:4 step that may be the first of the range, or follow a dense slab.
     __device__ __forceinline__ void first_sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int dense, int slab) {
         sparse_step(d, meta, dense + slab > 0);
         if (dense + slab > 0) release();
         if (dense > 0 && slab == 0) release();
     }
 
-    // W X^T of one tile over a range of slabs into d. A stage goes back when the group after its own is in flight, except
-    // that the X of a dense slab serves two steps and goes back with the second.
+    // Compute W X^T of one tile over a range of slabs into d. A stage is released when the group after its own is in flight,
+    // except that the X of a dense slab serves two steps and is released with the second.
     __device__ __forceinline__ void multiply(const Range& range, acc_t (*d)[TOKENS / 2]) {
         const int dense = range.dense_end - range.dense, sparse = range.sparse_end - range.sparse;
         for (int slab = 0; slab < dense; slab++) {
@@ -397,7 +419,7 @@ struct Consumer {
             if (slab > 0) release(), release();
             dense_step(d, x + HALF, 1);
         }
-        // Two sets of metadata registers: a group in flight still reads its own.
+        // There are two sets of metadata registers: a group in flight still reads its own.
         u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
         int slab = 0;
         for (; slab + 1 < sparse; slab += 2) {
@@ -421,8 +443,8 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// All blocks of the cluster have started and made their barriers, when each thread of each has arrived. The fence behind
-// the barriers has released them; a release here would be a fence of the whole GPU.
+// When every thread of every block of the cluster has arrived, all blocks have started and made their barriers. The fence
+// after making them has released them; a release here would be a fence of the whole GPU.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -432,9 +454,9 @@ __device__ __forceinline__ u32 in_block(u32 rank, u32 address) {
     return there;
 }
 
-// Four sums into another block's memory; its barrier counts the bytes. Registers of wgmma go in as they are: a conversion of
-// their type would be an instruction that the compiler moves before the wait for them.
-#if defined(OPERAND_S8)
+// Send four sums to another block's memory, whose barrier counts the bytes. The registers of wgmma are passed as they are: a
+// conversion of their type would be an instruction that the compiler moves before the wait for them.
+#if defined(TYPE_S8)
 #define SUM "r"
 #else
 #define SUM "f"
@@ -444,11 +466,11 @@ __device__ __forceinline__ void send_four(u32 to, const acc_t* d, u32 bar) {
                  SUM(d[0]), SUM(d[1]), SUM(d[2]), SUM(d[3]), "r"(bar) : "memory");
 }
 
-// The sums of a cluster's blocks, each over its own steps, added up. Every block sends every share of the tile's tokens to the
-// block that completes it, itself included, which adds them in the order of the ranks: the same bits every time.
-// A block does so once in its life, since nothing says when what it received has been read.
+// Adds the sums of a cluster's blocks, each over its own steps. Every block sends every share of the tile's tokens to the
+// block that completes it, itself included; that block adds them in the order of the ranks, with the same bits every time.
+// A block does so only once in its life, since no barrier says when the received sums have been read.
 struct Exchange {
-    static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, less than there are blocks
+    static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, fewer than there are blocks
     static constexpr int VECTORS = ROW_BLOCKS * SHARE / 2 / 4;  // of four sums, a thread
     const u8* const sums;  // [SPLIT][VECTORS][consumer threads][4], in shared memory
     const u32 received;    // barrier, completed by SPLIT shares
@@ -509,7 +531,8 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
-// What a thread holds of a warpgroup's tile: of every row block two channels, 8 apart, of every 8 tokens two neighbours.
+// Scales, rounds and stores a warpgroup's part of a tile. A thread holds two channels of every row block, 8 apart, and two
+// neighbouring tokens of every 8.
 struct Epilogue {
     const Arguments& p;
     float* const factors;  // [SHARE] token scales, [CHANNELS] channel scales, [CHANNELS] bias, in shared memory
@@ -533,7 +556,7 @@ struct Epilogue {
             token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
     }
 
-    // Give it to the other threads of the warpgroup.
+    // Pass it to the other threads of the warpgroup.
     __device__ __forceinline__ void share() const {
 #pragma unroll
         for (int i = 0; i < (SHARE + 127) / 128; i++)
@@ -551,7 +574,7 @@ struct Epilogue {
         return {own[0], own[CHANNELS]};
     }
 
-    // The roundings of vLLM's epilogue: of the channel's scale, then of token scale and bias together.
+    // Round as vLLM's epilogue does: after the channel's scale, then after token scale and bias together.
     __device__ __forceinline__ static float finish(acc_t value, float token_scale, const Channel& c) {
         return fmaf(token_scale, __fmul_rn(c.scale, (float)value), c.bias);
     }
@@ -572,14 +595,14 @@ struct Epilogue {
                     const float2 scale = *(const float2*)(factors + q * 8 + column);
                     if (q * 8 < left) to[0] = finish(d[j][q * 4 + h * 2], scale.x, c);
                     if (q * 8 + 1 < left) to[p.channels] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
-                    asm volatile("" : "+l"(to));  // hidden, lest all addresses be computed ahead, into registers
+                    asm volatile("" : "+l"(to));  // hides it: else all addresses are computed ahead, into registers
                 }
             }
         warpgroup_sync(warpgroup);  // all have read the factors
     }
 #else
-    // Through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into token rows.
-    // Rows are chunks of 16 bytes; chunk c of row r stands at c ^ r % 8, so that no two lanes meet in a bank.
+    // Results go through shared memory, a piece of the tokens at a time: stmatrix turns channel-major fragments into rows of
+    // tokens. Rows are chunks of 16 bytes; chunk c of row r is at c ^ r % 8, so that no two lanes use the same bank.
     __device__ __forceinline__ static int chunk_offset(int row, int chunk) {
         return row * ROW_BYTES + (chunk ^ row % 8) * 16;
     }
@@ -610,7 +633,7 @@ struct Epilogue {
         if constexpr (START + PIECE < SHARE) store_from<START + PIECE>(d, c);
     }
 
-    // Four 8 x 8 matrices into the piece: channels +0 and +8 of 8 tokens, then of the 8 tokens after them.
+    // Write four 8 x 8 matrices into the piece: channels +0 and +8 of 8 tokens, then of the 8 tokens after them.
     __device__ __forceinline__ void transpose(const acc_t* d, const Channel* c, const float2* s, int j, int first_row) const {
         u32 m[4];
 #pragma unroll
@@ -626,7 +649,7 @@ struct Epilogue {
                          own + first_row * ROW_BYTES), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]));
     }
 
-    // Neighbouring lanes write neighbouring chunks, a warp whole lines.
+    // Neighbouring lanes write neighbouring chunks, and a warp writes whole lines.
     template <int START, int LENGTH>
     __device__ __forceinline__ void store_rows() const {
         constexpr int CHUNKS = CHANNELS / 8;  // 16-byte chunks of a warpgroup's part of a Y row
@@ -690,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         if (leader) producer.load_early();
 #if SPLIT > 1
         __syncwarp();
-        cluster_wait();  // no thread may leave before every block has made its barriers
+        cluster_wait();  // no thread may exit before every block has made its barriers
 #endif
         if (leader) {
             await_activations();
@@ -702,7 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
-        await_activations();  // and their scales
+        await_activations();  // and of their scales
         for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
@@ -714,7 +737,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
 #else
             const Exchange exchange{sums, received};
             if (range.empty()) {
-                const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: wgmma wants no other writer of its registers
+                const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: only wgmma may write its registers
                 exchange.send(zeros, rank);
             } else {
                 consumer.multiply(range, d);

@@ -1,8 +1,8 @@
-"""The Hopper kernel's tiles, and which one it uses: a pure function of the problem's size.
+"""The Hopper kernel's tiles, and the choice among them: a pure function of the problem's size.
 
-The blocks of a launch walk over the tiles side by side, so a launch takes as many *waves* as the busiest
-multiprocessor has tiles, and a wave its steps plus what a tile costs besides; a split tile is as many blocks, each with
-a part of the steps. The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from
+The blocks of a launch walk over the tiles in parallel, so a launch takes as many *waves* as the busiest multiprocessor
+has tiles, and a wave takes its steps plus a fixed cost of a tile; a split tile has several blocks, each with a part of
+the steps. The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from
 16 to 256 on weights that no cache holds (results/h200/hopper-few-tokens.jsonl), M from 512 to 16384 on a warm one
 (hopper-tiles.jsonl there), and some of them then moved by up to a tenth where that chose better. Of the tiles timed in
 a case, the choice is at most 4 % slower than the best, 0.3 % on average for few tokens and 0.1 % for many. A step has
@@ -21,15 +21,13 @@ GROUP = 16
 """Row tiles that neighbouring blocks cycle through. 4 to 32 made no difference beyond the noise."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200 SXM. With fewer, waves are longer; which tile is best hardly changes."""
-
+"""Multiprocessors of an H100 or H200 SXM. With fewer there are more waves, but the best tile hardly changes."""
 
 SHARED_BYTES = 232448
 """Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
 
 MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
-"""Shared memory of a multiprocessor, and what the system takes of it for each block (ibid.: 228 KB, 1 KB)."""
-
+"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup turns into rows at a time."""
@@ -41,10 +39,10 @@ class Tile:
 
     Attributes:
         tokens: Tokens of a tile, the N of its instructions: a multiple of 16, at most 192.
-        warpgroups: Consumer warpgroups, one below the other in the tile.
+        warpgroups: Consumer warpgroups, each with channels of its own.
         row_blocks: Blocks of 64 channels of a warpgroup.
         stages: Steps of the ring.
-        split: Thread blocks, a cluster, that share the steps of a tile: 1 to 8.
+        split: Thread blocks of the cluster that shares the steps of a tile: 1 to 8.
         blocks: Thread blocks of a multiprocessor.
     """
 
@@ -56,7 +54,7 @@ class Tile:
     blocks: int = 1
 
     def __str__(self) -> str:
-        """Tokens x channels, the split, the blocks of a multiprocessor: ``16x128/4b2``."""
+        """Return tokens x channels, the split and the blocks of a multiprocessor: ``16x128/4b2``."""
         split = f"/{self.split}" if self.split > 1 else ""
         return f"{self.tokens}x{self.channels}{split}" + (f"b{self.blocks}" if self.blocks > 1 else "")
 
@@ -72,16 +70,16 @@ class Tile:
 
     @property
     def share(self) -> int:
-        """Tokens that a block completes and stores, as the source computes it: all of the tile's without a split."""
+        """Tokens that a block completes and stores, as the source computes them: without a split all of the tile's."""
         shares = range(16, self.tokens + 1, 16)
         return next(share for share in shares if self.tokens % share == 0 and self.tokens // share <= self.split)
 
     def count(self, tokens: int, channels: int) -> int:
-        """Tiles of a product [tokens, channels]."""
+        """Return the number of tiles of a product [tokens, channels]."""
         return -(-tokens // self.tokens) * -(-channels // self.channels)
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of a block, as the source lays it out."""
+        """Return the bytes of shared memory of a block, as the source lays it out."""
         blocks = self.warpgroups * self.row_blocks
         stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
@@ -96,8 +94,8 @@ class Cost:
     """Clock cycles of a multiprocessor.
 
     Attributes:
-        step: Of a step of the ring: a 2:4 slab, or half a dense one.
-        tile: Of a tile, besides its steps.
+        step: Cycles of a step of the ring: a 2:4 slab, or half a dense one.
+        tile: Cycles of a tile besides those of its steps.
     """
 
     step: int
@@ -128,10 +126,10 @@ TILES = {
 
 
 def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int]:
-    """Return the steps that a multiprocessor takes one after another, and the tiles that it pays for besides.
+    """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
 
-    While one block of a multiprocessor waits for memory, another one computes, so their average number counts. Where a
-    multiprocessor runs one block at a time, the largest number does.
+    Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
+    blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts.
     """
     blocks = tile.count(tokens, channels) * tile.split
     most = -(-blocks // MULTIPROCESSORS)
@@ -141,7 +139,7 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
 
 @lru_cache(maxsize=1 << 16)
 def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> Tile:
-    """The tile with the fewest estimated cycles.
+    """Return the tile with the fewest estimated cycles.
 
     Args:
         tokens: M.

@@ -1,14 +1,14 @@
-"""Weights in the order in which the Hopper kernel's shared memory wants them: every step of a row block one bulk copy.
+"""Arrange weights as the Hopper kernel's shared memory needs them, so that every step of a tile is one bulk copy.
 
 A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a row of lifted activations. The weight has
 
 * in the 2:4 segment, one step a slab: 64 bytes of kept values a row, then the metadata of the 64 rows;
-* in the dense segment, two steps a slab: 64 bytes of weights a row each.
+* in the dense segment, two steps a slab, each 64 bytes of weights a row.
 
-Four row blocks are a *row tile*: a step of a tile lies in one piece, and so does a step of a half or a quarter of it.
+Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
-swizzling): 16-byte chunk ``c`` of row ``r`` stands at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
+swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slidesparse.slide import metadata
 from slidesparse.support import as_bits
 
 SLABS = Slabs(swizzle=True)
-"""Of the activations."""
+"""Layout of the activations."""
 
 ROWS = 64
 BLOCKS = 4
@@ -35,12 +35,12 @@ ZERO_NIBBLE = 0x4
 
 
 def step_bytes(itemsize: int) -> int:
-    """Bytes of a row block in a 2:4 step: values, then 1024 bytes of metadata for 8-bit types, 512 for 16-bit ones."""
+    """Return the bytes of a row block in a 2:4 step: values, then metadata, 1024 bytes for 8-bit types, else 512."""
     return ROWS * STEP_BYTES + 1024 // itemsize
 
 
-class Operand(NamedTuple):
-    """What the kernel reads of a weight, in the order of its arguments.
+class HopperOperand(NamedTuple):
+    """The tensors that the kernel reads of a weight, in the order of its arguments.
 
     Attributes:
         dense: From :func:`dense_steps`.
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of an :class:`Operand`, dense first.
+    """Return the shapes of an :class:`HopperOperand`, dense first.
 
     Args:
         order: The packed column order in slabs.
@@ -66,7 +66,7 @@ def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[t
 
 
 def sparse_steps(packed: PackedWeight) -> torch.Tensor:
-    """The 2:4 segment: uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs where there is no such segment."""
+    """Return the 2:4 segment in steps: uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs without one."""
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
@@ -83,7 +83,7 @@ def sparse_steps(packed: PackedWeight) -> torch.Tensor:
 
 
 def dense_steps(packed: PackedWeight) -> torch.Tensor:
-    """The dense segment: uint8 [row tiles, 2 * slabs, 4, 4096], no slabs where there is no such segment."""
+    """Return the dense segment in steps: uint8 [row tiles, 2 * slabs, 4, 4096], no slabs without one."""
     segment = _segment(packed, "dense")
     if segment is None:
         tiles = -(-packed.shape[0] // TILE_ROWS)
@@ -97,13 +97,13 @@ def _segment(packed: PackedWeight, kind: str) -> Segment | None:
 
 
 def _row_tiles(steps: torch.Tensor) -> torch.Tensor:
-    """Steps [row blocks, steps, bytes] -> [row tiles, steps, 4, bytes]."""
+    """Join row blocks to row tiles: [row blocks, steps, bytes] -> [row tiles, steps, 4, bytes]."""
     tiles: torch.Tensor = steps.unflatten(0, (-1, BLOCKS))
     return tiles.transpose(1, 2).contiguous()
 
 
 def _row_steps(values: torch.Tensor) -> torch.Tensor:
-    """Rows [out, columns], cut into steps of 64 bytes and swizzled: uint8 [row blocks, steps, 4096]."""
+    """Cut rows [out, columns] into steps of 64 bytes and swizzle them: uint8 [row blocks, steps, 4096]."""
     data = as_bits(values).contiguous().view(torch.uint8)
     data = F.pad(data, (0, -data.shape[1] % STEP_BYTES, 0, -data.shape[0] % TILE_ROWS))
     chunks = data.view(-1, ROWS, data.shape[1] // STEP_BYTES, STEP_BYTES // CHUNK_BYTES, CHUNK_BYTES).transpose(1, 2)
@@ -111,7 +111,7 @@ def _row_steps(values: torch.Tensor) -> torch.Tensor:
 
 
 def _metadata_words(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
-    """Metadata of 8-bit types: uint8 [out, windows of all slabs] -> uint8 [row blocks, slabs, 1024].
+    """Arrange the metadata of 8-bit types: uint8 [out, windows of all slabs] -> uint8 [row blocks, slabs, 1024].
 
     An instruction covers 64 lifted columns, 16 windows. A thread's register holds eight windows of one row: lane bit 0
     adds 8 to the row, lane bit 1 takes the second eight (PTX ISA, ``wgmma.mma_async.sp``, metadata for ``.e4m3``).
@@ -123,7 +123,7 @@ def _metadata_words(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
 
 
 def _metadata_words_16(nibbles: torch.Tensor, windows: int) -> torch.Tensor:
-    """Metadata of 16-bit types: uint8 [out, windows of all slabs] -> uint8 [row blocks, slabs, 512].
+    """Arrange the metadata of 16-bit types: uint8 [out, windows of all slabs] -> uint8 [row blocks, slabs, 512].
 
     An instruction covers 32 lifted columns, 8 windows, and reads half of the lanes; lane bit 1 is the instruction. A
     register holds four windows of a row and of the row 8 below; lane bit 0 takes the second four.
