@@ -115,7 +115,7 @@ PASSED: list[tuple[object, ...]] = []
 @pytest.fixture(autouse=True)
 def _asked_again() -> Iterator[None]:
     """What Triton can do is found out in this test, and forgotten after it."""
-    caches = triton_launcher.refusal_of_order, triton_launcher._tell_once, triton_launcher.early_start
+    caches = triton_launcher.refusal_of_order, triton_launcher._warn_once, triton_launcher.early_start
     for cache in caches:
         cache.cache_clear()
     PASSED.clear()
