@@ -543,11 +543,11 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-def test_homeless_tensors_are_copied_and_named(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.homeless == ["model.layers.0.self_attn.q_proj.bias"]
+    assert summary.unexpected == ["model.layers.0.self_attn.q_proj.bias"]
     with pytest.warns(UserWarning, match="no place in LlamaForCausalLM"):
         slidesparse.load(tmp_path / "s")
 

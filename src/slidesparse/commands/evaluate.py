@@ -16,7 +16,7 @@ from slidesparse.files.calibration import encode, load_tokenizer, positions, rea
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
 from slidesparse.files.marker import KEY
-from slidesparse.files.skeleton import model_class
+from slidesparse.files.meta_model import model_class
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 

@@ -15,7 +15,7 @@ from slidesparse.base.progress import progress_bar, table
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
@@ -154,12 +154,12 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     """
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
-    bones = skeleton(checkpoint)
+    meta = build_meta_model(checkpoint)
     if marker is None:
-        targets = find_targets(bones.model)
+        targets = find_targets(meta.model)
     else:
-        targets = Targets(bones.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
-    prefixes = {name: bones.prefix(name) for name in targets.linears}
+        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+    prefixes = {name: meta.prefix(name) for name in targets.linears}
     layers = []
     with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
         for name, prefix in prefixes.items():

@@ -33,7 +33,7 @@ from slidesparse.files.checkpoint import (
 )
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import staged
 from slidesparse.models.layerwise import find_stack
 from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
@@ -97,7 +97,7 @@ class PruneSummary:
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
-        homeless: Tensors copied although the model has no place for them.
+        unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards taken over from an interrupted run.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
             empty without calibration.
@@ -109,7 +109,7 @@ class PruneSummary:
     patterns: dict[str, str]
     dense: dict[str, str]
     not_copied: list[str]
-    homeless: list[str]
+    unexpected: list[str]
     resumed: list[str]
     losses: dict[str, float]
     source_bytes: int
@@ -129,7 +129,7 @@ class PruneSummary:
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
         lines += describe_dense(self.dense)
         lines += (
-            [f"copied, though the model has no place for them: {', '.join(self.homeless)}"] if self.homeless else []
+            [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
         )
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -187,7 +187,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
         not_copied=[str(file) for file in not_copied],
-        homeless=list(job.bones.homeless),
+        unexpected=list(job.meta.unexpected),
         resumed=sorted(finished),
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
@@ -202,19 +202,19 @@ class _Job:
         self.checkpoint, self.recipe = checkpoint, options.recipe
         self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
-        self.bones = skeleton(checkpoint)
-        self.bones.require_complete()
-        _refuse_experts(self.bones.model)
+        self.meta = build_meta_model(checkpoint)
+        self.meta.require_complete()
+        _refuse_experts(self.meta.model)
         already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
-        self.targets = find_targets(self.bones.model, options.ignore, options.lm_head, already_ignored)
+        self.targets = find_targets(self.meta.model, options.ignore, options.lm_head, already_ignored)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.calibrated: CalibratedWeights | None = None
-        run = run_once(self.bones.model)
-        self.sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
+        run = run_once(self.meta.model)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
-        self.prefixes = {name: self.bones.prefix(name) for name in self.targets.linears}
+        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
 
@@ -249,8 +249,8 @@ class _Job:
             raise InputError(
                 "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
             )
-        find_stack(self.bones.model, self.patterns)
-        return calibration_windows(self.checkpoint.path, getattr(self.bones.model, "config", None), calibration)
+        find_stack(self.meta.model, self.patterns)
+        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:
         allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
@@ -342,7 +342,7 @@ class _Job:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
     def _in_8_bits(self, name: str) -> bool:
-        tensor = self.bones.tensors.get(f"{name}.weight")
+        tensor = self.meta.tensors.get(f"{name}.weight")
         return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:

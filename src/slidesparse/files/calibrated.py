@@ -20,7 +20,7 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
-from slidesparse.files.skeleton import Skeleton, skeleton
+from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.models.layerwise import SetLoss, Stack, Weights, find_stack, prune_layers, record
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
@@ -37,22 +37,22 @@ class CheckpointWeights(Weights):
 
     Args:
         checkpoint: The source.
-        bones: Its empty model, with real buffers.
+        meta: Its empty model, with real buffers.
         folder: Where finished layers are.
         device: Where layers run.
         compute: The float type in which they run.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, bones: Skeleton, folder: Path, device: torch.device, compute: torch.dtype
+        self, checkpoint: Checkpoint, meta: MetaModel, folder: Path, device: torch.device, compute: torch.dtype
     ) -> None:
-        self.checkpoint, self.bones, self.folder, self.device, self.compute = checkpoint, bones, folder, device, compute
+        self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state."""
-        state = {name: self._read(self.bones.tensors[name]) for name in names if name in self.bones.tensors}
+        state = {name: self._read(self.meta.tensors[name]) for name in names if name in self.meta.tensors}
         wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
-        self.bones.model.load_state_dict(wide, strict=False, assign=True)
+        self.meta.model.load_state_dict(wide, strict=False, assign=True)
 
     def load(self, name: str, layer: nn.Module) -> None:
         """See :class:`slidesparse.models.layerwise.Weights`."""
@@ -65,7 +65,7 @@ class CheckpointWeights(Weights):
 
     def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
         """See :class:`slidesparse.models.layerwise.Weights`: as it is stored, or in float32 when that is in 8 bits."""
-        return self._read(f"{self.bones.prefix(name)}.weight")
+        return self._read(f"{self.meta.prefix(name)}.weight")
 
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
         """See :class:`slidesparse.models.layerwise.Weights`."""
@@ -147,11 +147,11 @@ def calibrate(
         InputError: The model or its activations cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    bones = skeleton(checkpoint, real_buffers=True)
-    model: Any = bones.model
+    meta = build_meta_model(checkpoint, real_buffers=True)
+    model: Any = meta.model
     stack = find_stack(model, patterns)
     folder.mkdir(exist_ok=True)
-    weights = CheckpointWeights(checkpoint, bones, folder, device, _compute_dtype(model.config.dtype, device))
+    weights = CheckpointWeights(checkpoint, meta, folder, device, _compute_dtype(model.config.dtype, device))
     _prepare(model, stack, weights, device)
     per_batch = max(BATCH_TOKENS // windows.shape[1], 1)
     batches = [{"input_ids": ids.to(device), "use_cache": False} for ids in windows.split(per_batch)]

@@ -13,8 +13,8 @@ from slidesparse.base.device import usable_device
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
+from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
-from slidesparse.files.skeleton import Skeleton, skeleton
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
@@ -54,11 +54,11 @@ def load(
     marker = Marker.require(checkpoint.config, path)
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
-    bones = skeleton(checkpoint, real_buffers=True)
-    bones.require_complete()
+    meta = build_meta_model(checkpoint, real_buffers=True)
+    meta.require_complete()
     filled = set()
-    for name, linear in bones.linears(marker).items():
-        prefix = bones.prefix(name)
+    for name, linear in meta.linears(marker).items():
+        prefix = meta.prefix(name)
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
         if packed_file is not None:
             shape = (linear.out_features, linear.in_features)
@@ -66,10 +66,10 @@ def load(
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
-        bones.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
-    _load_rest(bones, checkpoint, filled, device)
-    return bones.model.to(device).eval()
+    _load_rest(meta, checkpoint, filled, device)
+    return meta.model.to(device).eval()
 
 
 def _read_and_pack(
@@ -79,9 +79,9 @@ def _read_and_pack(
     return pack(weight, pattern, scale=scale, name=f"{prefix}.weight")
 
 
-def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
+def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
     """Load what is not in a SlideLinear: embeddings, norms, dense linears, the generation settings."""
-    model: Any = bones.model
+    model: Any = meta.model
     # Parts stored in several float types are brought to the model's one, as transformers does.
     dtype = model.config.dtype
 
@@ -89,14 +89,14 @@ def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device
         value = checkpoint.tensor(tensor, device)
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-    rest = {name: read(tensor) for name, tensor in bones.tensors.items() if name not in filled}
+    rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
     if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
         model.tie_weights()
-    if bones.homeless:
+    if meta.unexpected:
         warnings.warn(
-            f"{len(bones.homeless)} tensors of {checkpoint.path} have no place in {type(model).__name__} and were not"
-            f" loaded: {', '.join(bones.homeless[:3])}",
+            f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
+            f" loaded: {', '.join(meta.unexpected[:3])}",
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):

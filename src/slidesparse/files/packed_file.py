@@ -24,7 +24,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import KEY, Marker
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import locked
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.packing import pack
@@ -68,8 +68,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
-    bones = skeleton(checkpoint)
-    prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
+    meta = build_meta_model(checkpoint)
+    prefixes = {name: meta.prefix(name) for name in meta.linears(marker)}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
