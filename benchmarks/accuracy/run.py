@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, judge
 
-from slidesparse.models.layerwise import SetLoss, find_stack, prune_layers, record
+from slidesparse.models.layerwise import SetLoss, find_layer_list, prune_layers, record_inputs
 from slidesparse.models.plan import Choice, PlanSet, Target, choose, modelled_cost
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
@@ -139,9 +139,9 @@ class Experiment:
     def prune(self, patterns: dict[str, Pattern], method: str) -> list[SetLoss]:
         self.restore()
         self.model.eval()
-        stack = find_stack(self.model, self.linears)
-        samples = record(self.model, stack, self.calibration)
-        steps = prune_layers(self.model, stack, self.sets, patterns, get_pruner(method), samples)
+        layer_list = find_layer_list(self.model, self.linears)
+        samples = record_inputs(self.model, layer_list, self.calibration)
+        steps = prune_layers(self.model, layer_list, self.sets, patterns, get_pruner(method), samples)
         return [loss for losses in steps for loss in losses]
 
     def zeros(self) -> float:

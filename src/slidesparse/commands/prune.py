@@ -20,7 +20,6 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.calibrated import CalibratedWeights, calibrate
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.checkpoint import (
     INDEX_FILE,
@@ -32,10 +31,11 @@ from slidesparse.files.checkpoint import (
     write_json,
 )
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import staged
-from slidesparse.models.layerwise import find_stack
+from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
 from slidesparse.models.targets import describe_dense, find_targets
 from slidesparse.pattern import DENSE, Pattern
@@ -210,7 +210,7 @@ class _Job:
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
-        self.calibrated: CalibratedWeights | None = None
+        self.calibrated: PrunedLayers | None = None
         run = run_once(self.meta.model)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
@@ -221,7 +221,7 @@ class _Job:
     def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is not None:
-            self.calibrated = calibrate(
+            self.calibrated = prune_layers_from_disk(
                 self.checkpoint,
                 self.sets,
                 self.patterns,
@@ -249,7 +249,7 @@ class _Job:
             raise InputError(
                 "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
             )
-        find_stack(self.meta.model, self.patterns)
+        find_layer_list(self.meta.model, self.patterns)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:

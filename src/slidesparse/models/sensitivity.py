@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.errors import InputError
-from slidesparse.models.layerwise import Batch, collect_grams, find_stack, record, run_layer
+from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, record_inputs, run_layer
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
 
@@ -65,10 +65,10 @@ def measure_sensitivities(
         InputError: When a divergence is NaN or Inf.
     """
     known = known or {}
-    stack = find_stack(model, [name for names in sets for name in names])
-    samples = record(model, stack, batches)
+    layer_list = find_layer_list(model, [name for names in sets for name in names])
+    samples = record_inputs(model, layer_list, batches)
     dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in judged]
-    for index, (layer_name, layer) in enumerate(stack.items()):
+    for index, (layer_name, layer) in enumerate(layer_list.items()):
         here = [tuple(names) for names in sets if names[0].startswith(f"{layer_name}.")]
         grams = collect_grams(layer, index, {names[0]: model.get_submodule(names[0]) for names in here}, samples)
         for sample in samples:
