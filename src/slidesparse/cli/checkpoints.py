@@ -169,7 +169,7 @@ def _standard_output_kept_clean() -> Iterator[None]:
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.commands import plan as planning
     from slidesparse.files.calibration import Calibration
-    from slidesparse.models.plan import Target
+    from slidesparse.models.choose_patterns import Target
 
     wanted = planning.PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
