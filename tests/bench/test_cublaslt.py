@@ -31,4 +31,4 @@ def test_without_the_library_there_is_one_clear_line(monkeypatch: pytest.MonkeyP
     [("int8", torch.int32), ("fp8", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_the_type_of_a_product(dtype: str, out: torch.dtype) -> None:
-    assert cublaslt.Problem(1, 1, 1, dtype, False, 0).out_dtype == out
+    assert cublaslt.DenseProblem(1, 1, 1, dtype, False, 0).out_dtype == out

@@ -53,7 +53,7 @@ MOST_TILES = 1024
 COMPUTE_32F, COMPUTE_32I = 68, 72
 
 
-class Problem(NamedTuple):
+class DenseProblem(NamedTuple):
     """What is multiplied.
 
     Attributes:
@@ -153,7 +153,7 @@ class Product:
         fast: FP8 only: sum in the Tensor Core's own accumulator.
     """
 
-    def __init__(self, problem: Problem, fast: bool) -> None:
+    def __init__(self, problem: DenseProblem, fast: bool) -> None:
         operand, product = CUDA_TYPES[parse_dtype(problem.dtype)], CUDA_TYPES[problem.out_dtype]
         integer = problem.dtype == "int8"
         scalar = CUDA_TYPES[torch.int32 if integer else torch.float32]
@@ -240,7 +240,7 @@ def _tiles(result: _Result) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def search(problem: Problem) -> Best:
+def search(problem: DenseProblem) -> Best:
     """Race everything that the heuristics name for a problem, once.
 
     Raises:
@@ -270,14 +270,14 @@ def search(problem: Problem) -> Best:
     return Best(*entries[ordered[0]], tuple(tried))
 
 
-def _fast(problem: Problem, index: int) -> str:
+def _fast(problem: DenseProblem, index: int) -> str:
     return ", fast accumulation" if problem.dtype == "fp8" and index == 0 else ""
 
 
 class _Bench:
     """Operands of a problem, several times."""
 
-    def __init__(self, problem: Problem, products: Sequence[Product]) -> None:
+    def __init__(self, problem: DenseProblem, products: Sequence[Product]) -> None:
         dtype, device = parse_dtype(problem.dtype), f"cuda:{problem.device}"
 
         def random(rows: int) -> torch.Tensor:
@@ -331,9 +331,9 @@ def multiply(
         x: [M, K].
         w: [N, K].
         scales: FP8 only: of x, float32 [M, 1], and of w, [N], to be applied; None for a product alone.
-        dtype: See :class:`Problem`.
+        dtype: See :class:`DenseProblem`.
     """
-    best = search(problem_of(len(x), w.shape[0], w.shape[1], dtype, scales is not None))
+    best = search(dense_problem(len(x), w.shape[0], w.shape[1], dtype, scales is not None))
     y = torch.empty(len(x), len(w), dtype=best.product.problem.out_dtype, device=x.device)
     if scales is not None:
         best.product.set_scales(*scales)
@@ -341,6 +341,6 @@ def multiply(
     return y
 
 
-def problem_of(tokens: int, out: int, columns: int, dtype: str, scaled: bool) -> Problem:
+def dense_problem(tokens: int, out: int, columns: int, dtype: str, scaled: bool) -> DenseProblem:
     """A problem on the current device."""
-    return Problem(tokens, out, columns, dtype, scaled, torch.cuda.current_device())
+    return DenseProblem(tokens, out, columns, dtype, scaled, torch.cuda.current_device())

@@ -87,7 +87,7 @@ def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
         return y
 
     def searched(tokens: int, out: int, columns: int) -> Sequence[Tried]:
-        return cublaslt.search(cublaslt.problem_of(tokens, out, columns, dtype, in_kernel)).tried
+        return cublaslt.search(cublaslt.dense_problem(tokens, out, columns, dtype, in_kernel)).tried
 
     return DenseKernel("cublaslt", "the best of its heuristics", run, searched=searched)
 

@@ -14,7 +14,7 @@ from slidesparse.commands import info
 from slidesparse.errors import UnsupportedError
 from slidesparse.records import Clocks, Machine
 
-NOTHING = Clocks(None, None, None)
+NO_CLOCKS = Clocks(None, None, None)
 
 
 def require_cuda(command: str = "bench") -> None:
@@ -57,7 +57,7 @@ def machine() -> Machine:
 def clocks() -> Clocks:
     """What the current device reports at this moment."""
     fields = (_query("clocks.sm,power.draw,temperature.gpu") or ",,").split(",")
-    return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NOTHING
+    return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NO_CLOCKS
 
 
 def uuids(count: int) -> list[str]:

@@ -17,7 +17,7 @@ from slidesparse.gemm import Backend, Operand, Problem, get_backend
 from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import ALONE, DENSE, LIBRARY, Case, Record, Tried
+from slidesparse.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
 
 FINALISTS = 3
 """Algorithms of a library that its backend's choice is held against."""
@@ -103,7 +103,7 @@ def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[st
     is rounded that dense does not round too, and it counts like the others.
     """
     if not backend.layout.lifted:
-        return [(DENSE, DENSE)]
+        return [(DENSE_VARIANT, DENSE_VARIANT)]
     if backend.accelerated or not case.scaled:
         return [(variant, variant) for variant in session.patterns(case)]
     return [(f"{backend.name} {HEADLINE}", HEADLINE)]
@@ -111,8 +111,8 @@ def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[st
 
 def dense_subjects(session: Session, case: Case) -> list[Subject]:
     """Every dense product of the case's type."""
-    x = activations(case, DENSE, session.device)
-    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
+    x = activations(case, DENSE_VARIANT, session.device)
+    packed = packed_weight(DENSE_VARIANT, case.dtype, case.out_features, case.in_features, session.device)
     out_dtype = float_type(case.dtype)
     values, scale = lifted(x, packed, Layout(lifted=False))
     scale_w = packed.scale
@@ -120,7 +120,7 @@ def dense_subjects(session: Session, case: Case) -> list[Subject]:
         scale, scale_w = torch.ones_like(scale), torch.ones_like(scale_w)
     return [
         Subject(
-            variant=DENSE,
+            variant=DENSE_VARIANT,
             backend=kernel.backend,
             algorithm=kernel.algorithm,
             run=kernel.run,

@@ -22,7 +22,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import parse_dtype, quantize_rows
-from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
+from slidesparse.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, Case, Record
 from slidesparse.slide import gather
 
 MULTIPLE = 32
@@ -33,7 +33,7 @@ EPS = 1e-6
 
 def measure(session: Session, case: Case) -> list[Record]:
     """The records of one case: copy, quantise, and quantise + lift for every pattern."""
-    x, dtype = activations(case, DENSE, session.device), parse_dtype(case.dtype)
+    x, dtype = activations(case, DENSE_VARIANT, session.device), parse_dtype(case.dtype)
     columns = torch.arange(case.in_features, device=session.device)
     moved = x.nbytes + x.numel() + 4 * case.tokens
     subjects = [

@@ -22,7 +22,7 @@ from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import CONTROL, DENSE, Case, Record
+from slidesparse.records import CONTROL, DENSE_VARIANT, Case, Record
 
 AUTO = "auto"
 """With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
@@ -78,13 +78,13 @@ def _call(layer: SlideLinear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_subjects(session: Session, case: Case) -> list[Subject]:
-    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
-    x = activations(case, DENSE, session.device)
+    packed = packed_weight(DENSE_VARIANT, case.dtype, case.out_features, case.in_features, session.device)
+    x = activations(case, DENSE_VARIANT, session.device)
     columns = torch.arange(case.in_features, device=session.device)
     quantisers = ["ours"] + (["vllm"] if vllm_ops() is not None else [])
     return [
         Subject(
-            variant=DENSE,
+            variant=DENSE_VARIANT,
             backend=kernel.backend,
             algorithm=f"{quantiser} quantisation + {kernel.algorithm}"
             if packed.dtype in QUANTISED

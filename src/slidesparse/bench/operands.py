@@ -20,7 +20,7 @@ from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
-from slidesparse.records import DENSE, Case
+from slidesparse.records import DENSE_VARIANT, Case
 
 KEPT = 32
 """Packed weights and operands kept: those of one linear in every pattern, for three backends."""
@@ -52,7 +52,7 @@ def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.de
     """A float weight [out, K] (2K for the control) of standard deviation K**-0.5, pruned to the variant's pattern."""
     pattern, columns = resolve(variant, columns)
     weight = gaussian(out, columns, dtype=float_type(dtype), device=device, seed=1) * columns**-0.5
-    return weight if variant == DENSE else torch.where(prune_mask(weight, pattern), weight, 0)
+    return weight if variant == DENSE_VARIANT else torch.where(prune_mask(weight, pattern), weight, 0)
 
 
 @lru_cache(maxsize=KEPT)

@@ -8,7 +8,8 @@ from itertools import product
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.records import CONTROL, DENSE, DTYPES, LAYERS, SQUARE, Case
+from slidesparse.quant import QUANT_NAMES
+from slidesparse.records import CONTROL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, SQUARE, Case
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
 """In the order in which ``all`` runs them: the cheap ones first."""
@@ -23,7 +24,6 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 """(out, in) of each of :data:`LAYERS`."""
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
-QUANTISED = ("int8", "fp8")
 HEADLINE = "6:8"
 """The paper's main pattern; what is measured at one pattern only is measured at this one."""
 
@@ -37,7 +37,7 @@ class Profile:
 
     Attributes:
         models: Names out of :data:`MODELS`.
-        dtypes: Names out of :data:`slidesparse.records.DTYPES`.
+        dtypes: Names out of :data:`slidesparse.records.DTYPE_NAMES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
         pack_models: Those of ``models`` whose weights are packed; all where none is among them.
@@ -77,7 +77,7 @@ PROFILES = {
     ),
     "full": Profile(
         models=tuple(MODELS),
-        dtypes=DTYPES,
+        dtypes=DTYPE_NAMES,
         model_patterns=PATTERNS,
         square_patterns=PATTERNS,
         pack_models=tuple(MODELS),
@@ -100,7 +100,7 @@ def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
 
 def ideal_speedup(variant: str) -> float | None:
     """Over dense where 2:4 runs at twice the dense rate; 1 for dense itself and for the control."""
-    if variant in (DENSE, CONTROL):
+    if variant in (DENSE_VARIANT, CONTROL):
         return 1.0
     return float(Pattern.parse(variant).ideal_speedup)
 
@@ -132,7 +132,7 @@ def cases(benchmark: str, profile: Profile) -> list[Case]:
         packed = replace(profile, models=few or profile.models)
         return [Case(benchmark, *named, dtype, 0, *shape) for dtype, named, shape in _linears(packed)]
     if benchmark == "kernels":
-        quantised = [dtype for dtype in profile.dtypes if dtype in QUANTISED]
+        quantised = [dtype for dtype in profile.dtypes if dtype in QUANT_NAMES]
         shapes = product(quantised, profile.kernel_columns, largest_first)
         return [Case(benchmark, "", "", dtype, tokens, 0, columns) for dtype, columns, tokens in shapes]
     if benchmark == "linear":

@@ -18,7 +18,7 @@ from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.records import ALL, DTYPES, SQUARE, Case, Record, open_records
+from slidesparse.records import ALL, DTYPE_NAMES, SQUARE, Case, Record, open_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
@@ -108,7 +108,7 @@ def adapt(
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
-        dtypes=problems.select(dtypes, DTYPES, profile.dtypes, "dtype"),
+        dtypes=problems.select(dtypes, DTYPE_NAMES, profile.dtypes, "dtype"),
         models=problems.select(models, problems.MODELS, profile.models, "model"),
         model_patterns=chosen or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
@@ -210,8 +210,8 @@ def _measure(name: str, session: Session, case: Case) -> list[Record]:
 
 
 def _left_out(session: Session, case: Case, why: str) -> Record:
-    nothing = environment.NOTHING
-    return Record(case, session.machine, now(), nothing, nothing, ALL, "", why_not=why)
+    unread = environment.NO_CLOCKS
+    return Record(case, session.machine, now(), unread, unread, ALL, "", why_not=why)
 
 
 def _summary(records: Sequence[Record], path: Path, seconds: float) -> Summary:

@@ -47,7 +47,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, Machine
+from slidesparse.records import DENSE_VARIANT, Machine
 
 DTYPES = ("int8", "fp8", "bf16")
 
@@ -92,7 +92,7 @@ class ServeProfile:
         def key(engine: str, pattern: str, backend: str, graphs: int | None) -> EngineKey:
             return EngineKey(model, dtype, layers, self.gpus, engine, pattern, backend, graphs)
 
-        keys = [key(STOCK, DENSE, "", None)]
+        keys = [key(STOCK, DENSE_VARIANT, "", None)]
         if dtype != "bf16":  # in which nothing is joined
             densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
             keys.append(key(CONTROL, densest, "dense", self.graphs))
@@ -100,9 +100,9 @@ class ServeProfile:
             for pattern in self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
-        keys.append(key(AGAIN, DENSE, "", None))
+        keys.append(key(AGAIN, DENSE_VARIANT, "", None))
         if self.graphs is not None:
-            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE, "", self.graphs))
+            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE_VARIANT, "", self.graphs))
         return [found for found in keys if self.engines is None or found.engine in self.engines]
 
 
@@ -216,7 +216,7 @@ class _Run:
 
     def saturation(self, key: EngineKey) -> float | None:
         """Requests a second that stock took of the mixed load."""
-        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE, backend="", graphs=None)
+        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
         taken = [r.seconds for r in self.found if r.key == stock and r.workload == MIXED and r.why_not is None]
         return MIXED.requests / statistics.median(taken[-1]) if taken else None
 

@@ -12,7 +12,7 @@ from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
 from slidesparse.gemm.speed import LayerSpeed, key
 from slidesparse.pattern import Pattern
-from slidesparse.records import DENSE, Case, Machine, Record
+from slidesparse.records import DENSE_VARIANT, Case, Machine, Record
 
 Sizes = tuple[str, int, int]
 
@@ -29,7 +29,7 @@ def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) ->
         backends: Names.
     """
     patterns = session.patterns(cases[0])
-    wanted = [(DENSE, DENSE), *((pattern, name) for pattern in patterns for name in backends)]
+    wanted = [(DENSE_VARIANT, DENSE_VARIANT), *((pattern, name) for pattern in patterns for name in backends)]
     laps = [_lap(session, cases, pattern, name) for pattern, name in wanted]
     return compare_laps(session, [lap for lap in laps if lap])
 
@@ -43,7 +43,7 @@ def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) ->
     subjects = []
     for case in cases:
         # Without a time, which is all that a table says of it.
-        with nullcontext() if pattern == DENSE else suppress(UnsupportedError):
+        with nullcontext() if pattern == DENSE_VARIANT else suppress(UnsupportedError):
             subjects.append((case, layer_subject(session, case, pattern, pattern, backend)))
     return subjects
 
@@ -57,7 +57,7 @@ def libraries() -> dict[str, str]:
     """The backends that ``auto`` may take here, with their libraries."""
     found = {}
     for name in BACKENDS:
-        if name == DENSE or name in accelerated():
+        if name == DENSE_VARIANT or name in accelerated():
             try:
                 found[name] = get_backend(name).library()
             except UnsupportedError:
@@ -70,7 +70,7 @@ def libraries_of(machine: Machine) -> dict[str, str]:
     dense = release("torch", machine.torch)
     if machine.vllm is not None:
         dense = f"{release('vLLM', machine.vllm)}, {dense}"
-    found = {DENSE: dense}
+    found = {DENSE_VARIANT: dense}
     if machine.cusparselt is not None:
         found["cusparselt"] = release("cuSPARSELt", machine.cusparselt)
     return found
@@ -110,8 +110,8 @@ def _key(record: Record) -> str | None:
     """What a record's time is filed under; None when it is none of our layers that ``auto`` may take."""
     if record.backend not in BACKENDS:
         return None
-    if record.backend == DENSE:
-        return DENSE if record.variant == DENSE else None
+    if record.backend == DENSE_VARIANT:
+        return DENSE_VARIANT if record.variant == DENSE_VARIANT else None
     if not get_backend(record.backend).accelerated or not _is_pattern(record.variant):
         return None
     return key(record.backend, record.variant)
@@ -137,10 +137,10 @@ def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
             name,
             "  ".join(
                 f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
-                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
+                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE_VARIANT, times), strict=True)
             ),
         )
         for layer in layers
         for name, times in layer.us.items()
-        if name != DENSE
+        if name != DENSE_VARIANT
     ]

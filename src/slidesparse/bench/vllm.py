@@ -40,11 +40,9 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
+from slidesparse.records import DENSE_VARIANT, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
 
 STOCK, OURS = "vllm", "slidesparse"
-
-NO_CLOCKS = Clocks(None, None, None)
 
 CLASSES = (
     ("attention", re.compile("flash::|FlashAttn|flash_fwd|attention|fmha")),
@@ -89,7 +87,7 @@ class EngineProfile:
 
     def variants(self) -> list[Variant]:
         """The engines: dense, then every pattern on every backend."""
-        return [Variant(DENSE, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
+        return [Variant(DENSE_VARIANT, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
 
     def kind(self, what: str) -> str:
         """``prefill`` or ``decode`` as records call it, which do not mix what was measured in different ways."""
@@ -282,10 +280,10 @@ def _failures(engines: Engines, case: Case) -> Iterator[Record]:
         try:
             engine.ready()
         except UnsupportedError as error:
-            if variant.pattern == DENSE:
+            if variant.pattern == DENSE_VARIANT:
                 raise
             del engines[variant]
-            yield _record(case, variant, now(), (NO_CLOCKS, NO_CLOCKS), why_not=str(error))
+            yield _record(case, variant, now(), (environment.NO_CLOCKS, environment.NO_CLOCKS), why_not=str(error))
 
 
 def _record(case: Case, variant: Variant, started: str, clocks: tuple[Clocks, Clocks], **found: Any) -> Record:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError
-from slidesparse.files.marker import KEY, Marker, quantization_config
+from slidesparse.files.marker import MARKER_KEY, Marker, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_weight
@@ -113,7 +113,7 @@ def write_checkpoint(
     if dtype != torch.bfloat16:
         extra["quantization_config"] = quantization_config(dtype, ["lm_head"])
     if pattern != DENSE:
-        extra[KEY] = Marker(pattern, ("lm_head",)).to_config()
+        extra[MARKER_KEY] = Marker(pattern, ("lm_head",)).to_config()
     (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
 
 

@@ -45,15 +45,15 @@ def _tune(options: argparse.Namespace) -> int:
     from slidesparse.bench import runner, tune
     from slidesparse.bench.problems import PROFILES
 
-    plan = tune.plan(options.models, options.pattern, options.dtype, options.tokens, options.backends)
-    algorithms = [] if options.records else tune.search_algorithms(plan)
+    job = tune.make_job(options.models, options.pattern, options.dtype, options.tokens, options.backends)
+    algorithms = [] if options.records else tune.search_algorithms(job)
     path, layers = None, []
     if options.records:
         layers = tune.recorded_layers(options.records)
         path = tune.store_layers(layers)
     elif not options.algorithms_only:
-        profile = replace(PROFILES["quick"], model_patterns=plan.patterns)
-        for found in tune.measure_layers(plan, runner.cuda_session(profile)):
+        profile = replace(PROFILES["quick"], model_patterns=job.patterns)
+        for found in tune.measure_layers(job, runner.cuda_session(profile)):
             path = tune.store_layers(found)  # whatever becomes of the rest
             layers += found
     print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))

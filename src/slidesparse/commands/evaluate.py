@@ -15,7 +15,7 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError, fi
 from slidesparse.files.calibration import encode, load_tokenizer, positions, read_text
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import KEY
+from slidesparse.files.marker import MARKER_KEY
 from slidesparse.files.meta_model import model_class
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
@@ -126,7 +126,7 @@ def evaluate(
 def load_any(path: str | Path, device: str | torch.device) -> Any:
     """A model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
     checkpoint = Checkpoint(path)
-    if checkpoint.config.get(KEY) is not None:
+    if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

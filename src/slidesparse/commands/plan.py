@@ -23,7 +23,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.marker import KEY, quantisation_dtype
+from slidesparse.files.marker import MARKER_KEY, quantisation_dtype
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns
 from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
@@ -94,7 +94,7 @@ def plan_checkpoint(
     if not out.absolute().parent.is_dir():
         raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
     checkpoint = Checkpoint(source)
-    if checkpoint.config.get(KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
+    if checkpoint.config.get(MARKER_KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
         raise CheckpointError(f"{source} is pruned or quantised already", needed="the dense model in a float type")
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)

@@ -32,7 +32,14 @@ from slidesparse.files.checkpoint import (
 )
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
-from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
+from slidesparse.files.marker import (
+    MARKER_KEY,
+    MARKER_VERSION,
+    Marker,
+    quantisation_dtype,
+    quantization_config,
+    source_quantisation,
+)
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import staged
 from slidesparse.models.layerwise import find_layer_list
@@ -41,6 +48,7 @@ from slidesparse.models.targets import describe_dense, find_targets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import (
+    FLOATS,
     QUANTISED,
     Quantised,
     dequantize,
@@ -163,7 +171,7 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
-    plan = {"version": VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
+    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
@@ -253,7 +261,7 @@ class _Job:
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:
-        allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
+        allowed = {self.source_dtype} if self.source_dtype else set(FLOATS)
         for tensor, name in self.layer_of.items():
             stored, linear = self.checkpoint.stored(tensor), self.targets.linears[name]
             if stored.shape != (linear.out_features, linear.in_features):
@@ -365,7 +373,7 @@ class _Job:
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
-        return {**config, KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
+        return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
 
 
 def _refuse_experts(model: nn.Module) -> None:
@@ -382,9 +390,9 @@ def _refuse_experts(model: nn.Module) -> None:
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
     """The quantised type of the source (None: float) and the type of the output."""
     config = checkpoint.config
-    if config.get(KEY) is not None:
+    if config.get(MARKER_KEY) is not None:
         raise CheckpointError(
-            f"{checkpoint.path} is pruned already", got=f"a {KEY}", remedy="start from the dense model"
+            f"{checkpoint.path} is pruned already", got=f"a {MARKER_KEY}", remedy="start from the dense model"
         )
     if options.recipe not in ("absmax", "ternary"):
         raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")

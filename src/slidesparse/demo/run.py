@@ -28,13 +28,11 @@ from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Magnitude
-from slidesparse.quant import QuantName, parse_dtype
+from slidesparse.quant import QUANT_NAMES, QuantName, parse_dtype
 from slidesparse.support import is_nonzero
 
 PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
 """In the order of their ideal speed-ups."""
-
-DTYPES: tuple[QuantName, ...] = ("int8", "fp8")
 
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
@@ -160,12 +158,12 @@ def run_demo(
     original, batches = load_encoder(sentences, where)
     baseline = embed(original, batches)
     rows = []
-    with progress_bar("demo", len(asked) * len(DTYPES), unit="runs", show=None if progress else False) as advance:
+    with progress_bar("demo", len(asked) * len(QUANT_NAMES), unit="runs", show=None if progress else False) as advance:
         for pattern in asked:
             pruned = copy.deepcopy(original)
             if pattern != DENSE:
                 prune_(pruned, pattern, batches)
-            for dtype in DTYPES:
+            for dtype in QUANT_NAMES:
                 rows.append(compare(pruned, pattern, dtype, batches, baseline))
                 advance(1)
     report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))

@@ -20,10 +20,9 @@ from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
+from slidesparse.quant import FLOATS
 
 GENERATION_FILE = "generation_config.json"
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load(

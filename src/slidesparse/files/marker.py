@@ -26,8 +26,8 @@ from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.pattern import Pattern
 
-KEY = "slidesparse_config"
-VERSION = 1
+MARKER_KEY = "slidesparse_config"
+MARKER_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Marker:
     def to_config(self) -> dict[str, Any]:
         """The value of the key, ready for JSON."""
         layers = {name: str(pattern) for name, pattern in self.layers.items()}
-        return {"version": VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
+        return {"version": MARKER_VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
@@ -70,21 +70,24 @@ class Marker:
         Raises:
             CheckpointError: Unknown version, unknown or missing key, or a value of the wrong kind.
         """
-        value = config.get(KEY)
+        value = config.get(MARKER_KEY)
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise CheckpointError(KEY, got=type(value).__name__, needed="an object")
-        if value.get("version") != VERSION:
+            raise CheckpointError(MARKER_KEY, got=type(value).__name__, needed="an object")
+        if value.get("version") != MARKER_VERSION:
             raise CheckpointError(
-                f"version of {KEY}", got=repr(value.get("version")), needed=str(VERSION), remedy="upgrade slidesparse"
+                f"version of {MARKER_KEY}",
+                got=repr(value.get("version")),
+                needed=str(MARKER_VERSION),
+                remedy="upgrade slidesparse",
             )
         try:
             stored: _Stored = decode(_Stored, dict(value), "marker")
             exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
             return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions)
         except InputError as error:
-            raise CheckpointError(f"{KEY}: {error}") from error
+            raise CheckpointError(f"{MARKER_KEY}: {error}") from error
 
     @classmethod
     def require(cls, config: Mapping[str, Any], path: object) -> Marker:
@@ -92,7 +95,8 @@ class Marker:
         marker = cls.from_config(config)
         if marker is None:
             raise CheckpointError(
-                f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8"
+                f"{path} has no {MARKER_KEY}",
+                remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8",
             )
         return marker
 

@@ -23,7 +23,7 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
-from slidesparse.files.marker import KEY, Marker
+from slidesparse.files.marker import MARKER_KEY, Marker
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import locked
 from slidesparse.packed import PackedWeight, Segment
@@ -32,7 +32,7 @@ from slidesparse.pattern import Pattern
 from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
-VERSION = "1"
+PACKED_VERSION = "1"
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
@@ -77,7 +77,10 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
         groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
         no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
         layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
-    metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint, checkpoint.config[KEY])}
+    metadata = {
+        "slidesparse_packed_version": PACKED_VERSION,
+        "fingerprint": fingerprint(checkpoint, checkpoint.config[MARKER_KEY]),
+    }
     with (
         TensorWriter(file, layouts, metadata) as writer,
         progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
@@ -101,9 +104,9 @@ class PackedFile:
         path = checkpoint.path / FILE_NAME
         self.reader = TensorReader(path)
         found = self.reader.metadata.get("slidesparse_packed_version")
-        if found != VERSION:
+        if found != PACKED_VERSION:
             raise CheckpointError(
-                f"version of {path}", got=found, needed=VERSION, remedy="remove the file and pack again"
+                f"version of {path}", got=found, needed=PACKED_VERSION, remedy="remove the file and pack again"
             )
         packed_from = self.reader.metadata.get("fingerprint", "")
         if not packed_from.startswith(f"{SCHEME}:"):
@@ -112,7 +115,7 @@ class PackedFile:
                 got="a file of another version of slidesparse",
                 remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
             )
-        if packed_from != fingerprint(checkpoint, checkpoint.config.get(KEY)):
+        if packed_from != fingerprint(checkpoint, checkpoint.config.get(MARKER_KEY)):
             raise CheckpointError(
                 f"{path} is not of these weight files",
                 remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slidesparse.records import DENSE, DTYPES, ENGINE, KERNELS, STEP_KERNELS
+from slidesparse.records import DENSE_VARIANT, DTYPE_NAMES, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
 from slidesparse.report.tables import Cell, Table
 
@@ -16,7 +16,7 @@ def engine_tables(found: Sequence[Comparison]) -> list[Table]:
     groups: dict[tuple[str, str], list[Point]] = {}
     for one in found:
         case = one.case
-        if case.benchmark == ENGINE and one.best(DENSE) is not None:
+        if case.benchmark == ENGINE and one.best(DENSE_VARIANT) is not None:
             point = Point(ENGINE, case.dtype, case.model, True, case.tokens, (one,))
             groups.setdefault((case.layer, case.dtype), []).append(point)
     return [table for key in sorted(groups, key=_order) for table in _tables(*key, groups[key])]
@@ -27,7 +27,7 @@ def _order(group: tuple[str, str]) -> tuple[int, int, bool, int]:
     kind, dtype = group
     name, _, way = kind.partition(",")
     size = int("".join(filter(str.isdigit, way)) or 0)
-    return list(NAMES).index(name), size, "one engine" in way, DTYPES.index(dtype)
+    return list(NAMES).index(name), size, "one engine" in way, DTYPE_NAMES.index(dtype)
 
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
@@ -59,7 +59,7 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 
 
 def _lead(point: Point) -> tuple[Cell, ...]:
-    dense = point.time_us(DENSE) or 0.0
+    dense = point.time_us(DENSE_VARIANT) or 0.0
     return point.model, point.tokens, dense / 1e3, ratio(1e6 * point.tokens, dense)
 
 

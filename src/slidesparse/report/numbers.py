@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.records import ALL, COPY, DENSE, LAYERS, SQUARE, Case, Record
+from slidesparse.records import ALL, COPY, DENSE_VARIANT, LAYERS, SQUARE, Case, Record
 
 NATIVE = "2:4"
 """The pattern that the hardware runs without sliding: what efficiency is measured against."""
@@ -72,7 +72,9 @@ class Point:
     @property
     def variants(self) -> list[str]:
         """Sparse variants with a time in every part, by falling ideal speed-up, ``auto`` last."""
-        found = {record.variant: record for part in self.parts for record in part.records if record.variant != DENSE}
+        found = {
+            record.variant: record for part in self.parts for record in part.records if record.variant != DENSE_VARIANT
+        }
         whole = [name for name in found if self.time_us(name) is not None]
         return sorted(whole, key=lambda name: (" " in name, -(found[name].ideal_speedup or 0), name))
 
@@ -89,7 +91,7 @@ class Point:
 
     def speedup(self, variant: str) -> float | None:
         """Over the fastest dense product."""
-        return ratio(self.time_us(DENSE), self.time_us(variant))
+        return ratio(self.time_us(DENSE_VARIANT), self.time_us(variant))
 
     def ideal(self, variant: str) -> float | None:
         """The variant's ideal speed-up."""
@@ -103,7 +105,7 @@ class Point:
 
     def roofline(self, variant: str, limits: Limits) -> float | None:
         """The speed-up if dense and sparse both ran at their limits: of arithmetic, or of memory."""
-        return ratio(limits.floor_us(self, DENSE), limits.floor_us(self, variant))
+        return ratio(limits.floor_us(self, DENSE_VARIANT), limits.floor_us(self, variant))
 
     @property
     def noise(self) -> float:
@@ -113,7 +115,7 @@ class Point:
     @property
     def tops(self) -> float | None:
         """Dense operations, in units of 1e12 a second."""
-        time_us = self.time_us(DENSE)
+        time_us = self.time_us(DENSE_VARIANT)
         return None if time_us is None else sum(part.case.n_operations for part in self.parts) / time_us / 1e6
 
 
@@ -145,7 +147,7 @@ def limits(found: Sequence[Comparison]) -> Limits:
     copies = [record for record in (one.best(COPY) for one in found) if record is not None]
     peak: dict[str, float] = {}
     for one in found:
-        dense = one.best(DENSE) if one.case.benchmark == "gemm" else None
+        dense = one.best(DENSE_VARIANT) if one.case.benchmark == "gemm" else None
         if dense is not None:
             rate = one.case.n_operations / median_us(dense)
             peak[one.case.dtype] = max(rate, peak.get(one.case.dtype, 0.0))
@@ -157,7 +159,7 @@ def points(found: Sequence[Comparison], benchmark: str) -> list[Point]:
     groups: dict[tuple[str, str, bool, int], list[Comparison]] = {}
     for one in found:
         case = one.case
-        if case.benchmark == benchmark and one.best(DENSE) is not None:
+        if case.benchmark == benchmark and one.best(DENSE_VARIANT) is not None:
             groups.setdefault((case.dtype, case.model, case.scaled, case.tokens), []).append(one)
     made = [
         Point(benchmark, dtype, model, scaled, tokens, tuple(parts))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.records import ALONE, COPY, DENSE, LIBRARY, QUANTIZE, SQUARE, Record
+from slidesparse.records import ALONE, COPY, DENSE_VARIANT, LIBRARY, QUANTIZE, SQUARE, Record
 from slidesparse.report.numbers import Comparison, Point, median_us, points, ratio
 
 Cell = str | int | float | None
@@ -100,7 +100,14 @@ def _table(group: Sequence[Point], value: Value, shown: str) -> Table:
     # Models in the order of the records, M rising within each.
     models = list(dict.fromkeys(part.case.model for point in group for part in point.parts))
     rows = [
-        (point.model, point.tokens, point.time_us(DENSE), point.tops, *(value(point, v) for v in variants), point.noise)
+        (
+            point.model,
+            point.tokens,
+            point.time_us(DENSE_VARIANT),
+            point.tops,
+            *(value(point, v) for v in variants),
+            point.noise,
+        )
         for point in sorted(group, key=lambda point: (models.index(point.model), point.tokens))
     ]
     formats = {"dense us": ".1f", "dense TOPS": ".0f", "noise": ".1%"} | dict.fromkeys(variants, shown)
@@ -198,7 +205,7 @@ def layer_cost_tables(found: Sequence[Comparison]) -> list[Table]:
         gemm = gemms.get((layer.dtype, layer.model, layer.tokens))
         if gemm is None:
             continue
-        for variant in (DENSE, *gemm.variants):
+        for variant in (DENSE_VARIANT, *gemm.variants):
             cost = ratio(layer.time_us(variant), gemm.time_us(variant))
             if cost is not None:
                 times = gemm.time_us(variant), layer.time_us(variant)
@@ -269,7 +276,7 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
     wins: Counter[tuple[str, str, str, str]] = Counter()
     tried: dict[tuple[str, str], dict[str, set[str]]] = {}
     for one in found:
-        dense = one.best(DENSE)
+        dense = one.best(DENSE_VARIANT)
         if dense is None:
             continue
         benchmark, dtype = one.case.benchmark + ("" if one.case.scaled else ", no scales"), one.case.dtype
@@ -277,7 +284,7 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
         wins[benchmark, dtype, dense.backend, winner] += 1
         names = tried.setdefault((benchmark, dtype), {})
         for record in one.records:
-            if record.variant == DENSE:
+            if record.variant == DENSE_VARIANT:
                 names.setdefault(record.backend, set()).update(t.name for t in record.tried)
     rows = tuple(
         (*key, count, sum(map(len, tried[key[:2]].values())), "; ".join(map(_named, tried[key[:2]].items())))
@@ -311,7 +318,7 @@ def everything(found: Sequence[Comparison]) -> Table:
     )
     rows = []
     for one in found:
-        dense = one.best(DENSE)
+        dense = one.best(DENSE_VARIANT)
         case = one.case
         for record in one.records:
             if record.timing is None:
