@@ -99,13 +99,13 @@ class Session:
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
+    """Return ``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
     wide, exact = result.to(torch.float64), reference.to(torch.float64)
     return float(torch.linalg.vector_norm(wide - exact) / torch.linalg.vector_norm(exact))
 
 
 def ends(tensor: torch.Tensor) -> torch.Tensor:
-    """The first and last :data:`CHECKED_ROWS` rows."""
+    """Return the first and last :data:`CHECKED_ROWS` rows."""
     if tensor.shape[0] <= 2 * CHECKED_ROWS:
         return tensor
     return torch.cat([tensor[:CHECKED_ROWS], tensor[-CHECKED_ROWS:]])
@@ -129,7 +129,7 @@ class _Attempt:
 def compare(
     session: Session, case: Case, subjects: Sequence[Subject], refusals: Sequence[Refusal] = (), *, host: bool = False
 ) -> list[Record]:
-    """Check, time and record.
+    """Check and time the variants of a problem, and return their records.
 
     Args:
         session: The run's.
@@ -163,7 +163,7 @@ def compare(
 
 
 def compare_laps(session: Session, laps: Sequence[Sequence[tuple[Case, Subject]]]) -> list[Record]:
-    """Check, time and record the layers of a model: each variant runs all of them for a while, then the next one.
+    """Check and time the layers of a model: each variant runs all of them for a while, then the next one.
 
     Args:
         session: The run's.
@@ -248,5 +248,5 @@ def _record(common: Callable[..., Record], group: Sequence[_Attempt], noise: flo
 
 
 def now() -> str:
-    """UTC, ISO 8601."""
+    """Return the time in UTC, as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")

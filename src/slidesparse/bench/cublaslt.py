@@ -110,7 +110,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    """The library that torch has loaded."""
+    """Return the cuBLASLt that torch has loaded."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
         library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -128,7 +128,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def _made(name: str, *arguments: object) -> c_void_p:
-    """An object of the library, for the life of the process: a benchmark makes a few hundred."""
+    """Create an object of the library, and keep it as long as the process runs: a benchmark makes a few hundred."""
     pointer = c_void_p()
     _call(name, byref(pointer), *arguments)
     return pointer
@@ -176,12 +176,12 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", self._operation, attribute, byref(value), ctypes.sizeof(value))
 
     def set_scales(self, scale_x: torch.Tensor, scale_w: torch.Tensor) -> None:
-        """Scales of the runs that follow: float32 [M] and [N]."""
+        """Set the scales of the runs that follow: float32 [M] and [N]."""
         self._set(SCALE_OF_A, c_void_p(scale_w.data_ptr()))
         self._set(SCALE_OF_B, c_void_p(scale_x.data_ptr()))
 
     def algorithms(self) -> dict[str, _Result]:
-        """Name -> what the heuristics name, their favourite first, then the neighbours; empty without a kernel."""
+        """Return name -> algorithm: the heuristics', best first, then their neighbours; empty without a kernel."""
         preference = _made("cublasLtMatmulPreferenceCreate")
         size = c_size_t(WORKSPACE)
         _call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
@@ -203,7 +203,7 @@ class Product:
         return _handle(self.problem.device), self._operation, self._w, self._x, self._y, self._y
 
     def _neighbour(self, result: _Result, attribute: int, value: ctypes._SimpleCData[int]) -> _Result | None:
-        """The algorithm with one attribute changed, where the library can run that."""
+        """Return the algorithm with one attribute changed, or None where the library cannot run that."""
         algorithm, checked = type(result.algorithm)(*result.algorithm), _Result()
         library, size = _library(), ctypes.sizeof(value)
         if library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), attribute, byref(value), size):
@@ -214,7 +214,7 @@ class Product:
         return checked if checked.workspace <= WORKSPACE else None
 
     def run(self, algorithm: _Result, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
-        """``y = x @ w^T`` on the current stream."""
+        """Compute ``y = x @ w^T`` on the current stream."""
         workspace, one, zero = _workspace(self.problem.device), byref(self._one), byref(self._zero)
         operands = (one, w.data_ptr(), self._w, x.data_ptr(), self._x, zero, y.data_ptr(), self._y)
         rest = (y.data_ptr(), self._y, byref(algorithm.algorithm), workspace.data_ptr(), WORKSPACE)
@@ -232,7 +232,7 @@ class Best:
 
 
 def _tiles(result: _Result) -> list[int]:
-    """The tiles that an algorithm can have."""
+    """Return the tiles that an algorithm can have."""
     tiles, written = (c_uint32 * MOST_TILES)(), c_size_t()
     where = (byref(result.algorithm), TILES_OF, tiles, ctypes.sizeof(tiles), byref(written))
     failed = _library().cublasLtMatmulAlgoCapGetAttribute(*where)
@@ -241,7 +241,7 @@ def _tiles(result: _Result) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def search(problem: DenseProblem) -> Best:
-    """Race everything that the heuristics name for a problem, once.
+    """Time all algorithms that the heuristics name for a problem, and their neighbours; once for each problem.
 
     Raises:
         UnsupportedError: The library has no kernel for it.
@@ -295,7 +295,7 @@ class _Bench:
     def ways(
         self, entries: dict[str, tuple[Product, _Result]], faults: dict[str, str]
     ) -> Iterator[tuple[str, Callable[[int], None]]]:
-        """Those that run, and give what the first with their way to sum gives."""
+        """Yield the algorithms that run and agree with the first of their accumulator; others go to ``faults``."""
         references: dict[Product, torch.Tensor] = {}
         for name, (product, algorithm) in entries.items():
             self.y.view(torch.uint8).fill_(0x7F)
@@ -325,7 +325,7 @@ def _same(y: torch.Tensor, reference: torch.Tensor) -> bool:
 def multiply(
     x: torch.Tensor, w: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None, dtype: str
 ) -> torch.Tensor:
-    """The product [M, N] by the best algorithm, which the first call searches for.
+    """Return the product [M, N] by the best algorithm; the first call for a problem searches for it.
 
     Args:
         x: [M, K].
@@ -342,5 +342,5 @@ def multiply(
 
 
 def dense_problem(tokens: int, out: int, columns: int, dtype: str, scaled: bool) -> DenseProblem:
-    """A problem on the current device."""
+    """Return a problem on the current device."""
     return DenseProblem(tokens, out, columns, dtype, scaled, torch.cuda.current_device())

@@ -46,7 +46,7 @@ class DenseKernel:
 
 
 def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[DenseKernel]:
-    """The dense products of a type that are at hand here.
+    """Return the dense products of a type that can run here.
 
     Args:
         dtype: Type of both operands.
@@ -77,7 +77,7 @@ def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[De
 
 
 def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
-    """Its best algorithm; INT8 leaves it as int32 and gets its scales from the compiled kernel."""
+    """Return the product by cuBLASLt's best algorithm; INT8 leaves it as int32, and the compiled kernel scales it."""
     in_kernel = scaled and dtype == "fp8"
 
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _vllm(ops: Any, out_dtype: torch.dtype) -> Multiply:
 
 @lru_cache(maxsize=1)
 def vllm_ops() -> Any:
-    """The custom operators of vLLM, or None where vLLM cannot be imported."""
+    """Import the custom operators of vLLM; None where vLLM cannot be imported."""
     try:
         return importlib.import_module("vllm._custom_ops")
     except (ImportError, OSError, RuntimeError):  # a vLLM built for another torch fails in many ways
@@ -167,7 +167,7 @@ def vllm_ops() -> Any:
 
 
 def vllm_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token quantisation as vLLM does it: x [M, K] -> values [M, K], scale [M, 1]."""
+    """Quantise per token as vLLM does it: x [M, K] -> values [M, K], scale [M, 1]."""
     if dtype == torch.int8:
         values, scale, _ = vllm_ops().scaled_int8_quant(x)
     else:

@@ -18,7 +18,7 @@ NO_CLOCKS = Clocks(None, None, None)
 
 
 def require_cuda(command: str = "bench") -> None:
-    """What measures GPUs needs one.
+    """Refuse to measure without a GPU.
 
     Args:
         command: Who asks.
@@ -35,7 +35,7 @@ def require_cuda(command: str = "bench") -> None:
 
 
 def machine() -> Machine:
-    """This machine, its current CUDA device and its libraries."""
+    """Return this machine: its current CUDA device and its libraries."""
     properties = torch.cuda.get_device_properties()
     libraries = info.collect()["libraries"]
     return Machine(
@@ -55,19 +55,19 @@ def machine() -> Machine:
 
 
 def clocks() -> Clocks:
-    """What the current device reports at this moment."""
+    """Read the current device's SM clock, power draw and temperature."""
     fields = (_query("clocks.sm,power.draw,temperature.gpu") or ",,").split(",")
     return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NO_CLOCKS
 
 
 def uuids(count: int) -> list[str]:
-    """The first so many CUDA devices, as NVIDIA's tools name them."""
+    """Return the names that NVIDIA's tools have for the first ``count`` CUDA devices."""
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
 
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout.
+    """Return the commit of this source tree, with ``+`` when files differ; None outside a git checkout.
 
     Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` says which commit it is of.
     """

@@ -28,7 +28,7 @@ class Searched(Protocol):
     """A backend that searches among algorithms of its own may say which, for the record; asked after it has run."""
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
-        """(name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
+        """Return (name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
         ...
 
 
@@ -39,7 +39,7 @@ class Ranked(Protocol):
     def finalists(
         self, problem: Problem, tokens: int, count: int
     ) -> Sequence[tuple[str, Callable[[torch.Tensor, Operand, int], torch.Tensor]]]:
-        """(name, the product alone) of the fastest algorithms of a search at this shape."""
+        """Return (name, the product alone) of the fastest algorithms of a search at this shape."""
         ...
 
 
@@ -48,12 +48,12 @@ class Bare(Protocol):
     """A backend may offer its product alone, for cases without scales; else it runs with none."""
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
-        """X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
+        """Multiply X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
         ...
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case, dense first."""
+    """Return the records of one case, dense first."""
     subjects, refusals = dense_subjects(session, case), []
     for name in session.backends:
         for label, variant in variants_of(session, case, get_backend(name)):
@@ -68,7 +68,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def _alone(session: Session, case: Case, name: str) -> list[Subject]:
-    """A backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
+    """Return a backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
     backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device)
     if not (backend.accelerated and isinstance(backend, Bare) and isinstance(backend, Ranked)):
         return []
@@ -96,7 +96,7 @@ def _alone(session: Session, case: Case, name: str) -> list[Subject]:
 
 
 def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:
-    """(label, variant) of what a backend is measured with.
+    """Return (label, variant) of everything that a backend is measured with.
 
     ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a one is
     measured at one pattern and under its own name, so that no table takes it for the fastest; without scales nothing
@@ -110,7 +110,7 @@ def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[st
 
 
 def dense_subjects(session: Session, case: Case) -> list[Subject]:
-    """Every dense product of the case's type."""
+    """Return every dense product of the case's type."""
     x = activations(case, DENSE_VARIANT, session.device)
     packed = packed_weight(DENSE_VARIANT, case.dtype, case.out_features, case.in_features, session.device)
     out_dtype = float_type(case.dtype)
@@ -159,7 +159,7 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
 
 
 def searched(name: str, problem: Problem, tokens: int) -> Sequence[Tried]:
-    """What a backend's own search tried, if it tells."""
+    """Return the algorithms that a backend's own search tried, if it tells."""
     backend = get_backend(name)
     return (
         [Tried(*found) for found in backend.algorithms_tried(problem, tokens)] if isinstance(backend, Searched) else []
@@ -188,7 +188,7 @@ def _bare(
 
 
 def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callable[[torch.Tensor], float]:
-    """A check of products: the relative error of their first and last rows."""
+    """Return a check of products: the relative error of their first and last rows."""
     reference: list[torch.Tensor] = []
 
     def check(y: torch.Tensor) -> float:
@@ -200,6 +200,6 @@ def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callab
 
 
 def product_bytes(case: Case, packed: PackedWeight, x: torch.Tensor, out_dtype: torch.dtype) -> int:
-    """Activations as they are read, the packed weight, its scales and those of the tokens, the output."""
+    """Return the bytes of a product: activations as read, packed weight, scales of rows and tokens, output."""
     scales = 4 * (case.tokens + case.out_features) if packed.dtype in QUANTISED and case.scaled else 0
     return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * out_dtype.itemsize

@@ -32,7 +32,7 @@ EPS = 1e-6
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case: copy, quantise, and quantise + lift for every pattern."""
+    """Return the records of one case: copy, quantise, and quantise + lift for every pattern."""
     x, dtype = activations(case, DENSE_VARIANT, session.device), parse_dtype(case.dtype)
     columns = torch.arange(case.in_features, device=session.device)
     moved = x.nbytes + x.numel() + 4 * case.tokens
@@ -63,7 +63,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subject]:
-    """Quantise and lift behind each of what it can be fused with, at one pattern."""
+    """Return quantise-and-lift after each prologue that it can be fused with, at one pattern."""
     packed, dtype = any_weight(Pattern.parse(HEADLINE), case.in_features, session.device), parse_dtype(case.dtype)
     lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE).numbers
     more = partial(gaussian, dtype=x.dtype, device=session.device)
@@ -114,7 +114,7 @@ def _fused_error(
 
 
 def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:
-    """A weight of this pattern and width; all uniform ones have one column order, partial ones scatter their groups."""
+    """Return a weight of this pattern and width; uniform ones have one column order, partial ones spread groups."""
     total = pattern.groups(columns)
     spread = torch.arange(pattern.following(total), device=device) * total // max(1, pattern.following(total))
     zeros = torch.zeros(1, columns, dtype=torch.int8, device=device)

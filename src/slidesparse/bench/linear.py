@@ -32,7 +32,7 @@ AUTO_PATTERNS = ("2:4", HEADLINE)
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case, dense first."""
+    """Return the records of one case, dense first."""
     subjects, refusals = _dense_subjects(session, case), []
     wanted = [
         (label, variant, name)
@@ -50,7 +50,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
-    """A whole SlideLinear on a backend (or ``auto``).
+    """Return a whole SlideLinear on a backend (or ``auto``), ready to be timed.
 
     Raises:
         UnsupportedError: The backend cannot run it.
@@ -120,6 +120,6 @@ def _dense_linear(
 
 
 def _bytes(case: Case, packed: PackedWeight, x: torch.Tensor) -> int:
-    """Float activations once, the packed weight and its scales, the output; what passes between kernels is extra."""
+    """Return the bytes of float activations, packed weight, scales and output, without what passes between kernels."""
     scales = 4 * case.out_features if packed.dtype in QUANTISED else 0
     return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * x.itemsize

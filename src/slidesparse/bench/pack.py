@@ -21,7 +21,7 @@ CHECK_TOKENS = 64
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case: ``pack PATTERN`` and, for each backend, ``prepare PATTERN``."""
+    """Return the records of one case: ``pack PATTERN`` and, for each backend, ``prepare PATTERN``."""
     subjects, refusals = [], []
     for variant in session.patterns(case):
         if variant == CONTROL:

@@ -91,7 +91,7 @@ PROFILES = {
 
 
 def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
-    """The packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
+    """Return the packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
 
     A slid dense weight is a weight of twice the columns that keeps two in every window of four.
     """
@@ -99,14 +99,14 @@ def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
 
 
 def ideal_speedup(variant: str) -> float | None:
-    """Over dense where 2:4 runs at twice the dense rate; 1 for dense itself and for the control."""
+    """Return the speed-up over dense where 2:4 runs at twice the dense rate; 1 for dense and for the control."""
     if variant in (DENSE_VARIANT, CONTROL):
         return 1.0
     return float(Pattern.parse(variant).ideal_speedup)
 
 
 def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names that a user picked, each once, or the profile's own.
+    """Return the names that a user picked, each once, or the profile's own.
 
     Raises:
         InputError: An unknown name.
@@ -119,7 +119,7 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
 
 
 def cases(benchmark: str, profile: Profile) -> list[Case]:
-    """The problems of one benchmark, most telling first, so that a spent budget drops the least.
+    """Return the cases of one benchmark, the most important first, so that a spent budget drops the least.
 
     All M of one weight stand together, because making its packed forms takes longer than timing them.
 
@@ -151,7 +151,7 @@ def _with_tokens(benchmark: str, profile: Profile, tokens: Sequence[int]) -> lis
 
 
 def _linears(profile: Profile) -> Iterator[tuple[str, tuple[str, str], tuple[int, int]]]:
-    """(dtype, (model, layer), (out, in)) of every linear."""
+    """Yield (dtype, (model, layer), (out, in)) of every linear."""
     for dtype, model in product(profile.dtypes, profile.models):
         for layer, shape in zip(LAYERS, MODELS[model], strict=True):
             yield dtype, (model, layer), shape

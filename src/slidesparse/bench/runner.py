@@ -58,7 +58,7 @@ class Summary:
     wrong: tuple[str, ...]
 
     def describe(self) -> str:
-        """For a terminal, without a final newline."""
+        """Return the summary as text, without a final newline."""
         lines = [f"{self.records} records in {self.seconds:.0f} s: {self.path}"]
         lines += [f"no time for {count}: {reason}" for reason, count in self.refused.items()]
         lines += [f"left out, the budget was spent: {case}" for case in self.left_out]
@@ -75,7 +75,7 @@ class Budget:
     recent: list[float] = field(default_factory=lambda: [FIRST_GUESS_S])
 
     def fits(self) -> bool:
-        """True when the next case should end before the deadline."""
+        """Return whether the next case should end before the deadline."""
         return self.clock() + max(self.recent[-LOOK_BACK:]) <= self.deadline
 
     def spent(self, seconds: float) -> None:
@@ -93,7 +93,7 @@ def adapt(
     tokens: Sequence[int] | None = None,
     backends: Sequence[str] | None = None,
 ) -> Profile:
-    """A profile with a user's choices; patterns and tokens are those of model shapes.
+    """Return a profile with a user's choices; patterns and tokens are those of model shapes.
 
     Raises:
         InputError: An unknown name, a pattern that is none or slides nothing, a number of tokens below 1, or a budget
@@ -118,7 +118,7 @@ def adapt(
 
 
 def cuda_session(profile: Profile) -> Session:
-    """A session on the current CUDA device.
+    """Return a session on the current CUDA device.
 
     Args:
         profile: Its patterns, its backends, and the time that a comparison takes.
@@ -180,7 +180,7 @@ def run(
 def _measure_all(
     names: Sequence[str], profile: Profile, session: Session, start: float, clock: Callable[[], float]
 ) -> Iterator[list[Record]]:
-    """The records of each case in turn; for one that does not fit, a record that says so."""
+    """Yield the records of each case in turn; a case that does not fit gets a record that says so."""
     whole, share = sum(SHARES[name] for name in names), 0.0
     for name in sorted(names, key=problems.BENCHMARKS.index):
         share += SHARES[name]

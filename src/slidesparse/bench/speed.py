@@ -18,7 +18,7 @@ Sizes = tuple[str, int, int]
 
 
 def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) -> list[Record]:
-    """The times of some layers of a model, as the model would run them: one variant at a time, layer after layer.
+    """Time some layers of a model as the model would run them: one variant at a time, layer after layer.
 
     Our dense layers, and every backend at the session's patterns. Dense and packed layers so have the clocks that each
     of them gets under the GPU's power limit (:func:`slidesparse.bench.timing.time_laps`).
@@ -35,7 +35,7 @@ def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) ->
 
 
 def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) -> list[tuple[Case, Subject]]:
-    """The layers that a backend can run; all of them where they are dense.
+    """Return the layers that a backend can run; all of them where they are dense.
 
     Raises:
         UnsupportedError: One of them cannot run dense.
@@ -49,12 +49,12 @@ def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) ->
 
 
 def accelerated() -> tuple[str, ...]:
-    """The backends that ``auto`` may take beside the dense one."""
+    """Return the backends that ``auto`` may take besides the dense one."""
     return tuple(name for name in BACKENDS if get_backend(name).accelerated)
 
 
 def libraries() -> dict[str, str]:
-    """The backends that ``auto`` may take here, with their libraries."""
+    """Return the backends that ``auto`` may take here, with their libraries."""
     found = {}
     for name in BACKENDS:
         if name == DENSE_VARIANT or name in accelerated():
@@ -66,7 +66,7 @@ def libraries() -> dict[str, str]:
 
 
 def libraries_of(machine: Machine) -> dict[str, str]:
-    """What :func:`libraries` said where records were made, as far as they tell."""
+    """Return what :func:`libraries` gave where records were made, as far as the records tell."""
     dense = release("torch", machine.torch)
     if machine.vllm is not None:
         dense = f"{release('vLLM', machine.vllm)}, {dense}"
@@ -77,7 +77,7 @@ def libraries_of(machine: Machine) -> dict[str, str]:
 
 
 def layer_speeds(records: Iterable[Record]) -> list[LayerSpeed]:
-    """What records of ``bench linear`` say of our own layers, the latest comparison of each problem counting.
+    """Return the times of our own layers in records of ``bench linear``, of each problem the latest.
 
     Raises:
         InputError: There are none.
@@ -107,7 +107,7 @@ def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]]) -> LayerSpeed:
 
 
 def _key(record: Record) -> str | None:
-    """What a record's time is filed under; None when it is none of our layers that ``auto`` may take."""
+    """Return the table's key for a record's time; None when it is none of our layers that ``auto`` may take."""
     if record.backend not in BACKENDS:
         return None
     if record.backend == DENSE_VARIANT:
@@ -129,7 +129,7 @@ def _median_us(record: Record) -> float | None:
 
 
 def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
-    """Rows for people: layer, type, and for each pattern and backend its times over dense."""
+    """Return rows of text: layer, type, and for each pattern and backend its times over dense."""
     return [
         (
             f"{layer.out}x{layer.columns}",

@@ -92,12 +92,12 @@ def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
 
 
 def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
+    """Return ``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
     return [operands] + [copy.deepcopy(operands) for _ in range(count - 1)]
 
 
 def rounds_for(pass_us: Sequence[float], target_s: float) -> int:
-    """Rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
+    """Return the rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(target_s * 1e6 / max(1e-3, sum(pass_us)))))
 
 
@@ -180,19 +180,19 @@ def _stretch(lap: Sequence[Pass], times: int, when_queued: Callable[[], None] = 
 
 
 def summarize(samples: Sequence[float], made_by: Pass, host_us: float | None = None) -> Timing:
-    """Median and percentiles of at least two samples in microseconds."""
+    """Return median and percentiles of at least two samples in microseconds."""
     p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
     return Timing(statistics.median(samples), p20, p80, len(samples), made_by.copies, made_by.method, host_us)
 
 
 def noise_of(first: Sequence[float], again: Sequence[float]) -> float:
-    """Relative difference of the medians of the same variant timed twice."""
+    """Return the relative difference of the medians of the same variant timed twice."""
     one, two = statistics.median(first), statistics.median(again)
     return abs(one - two) / max(one, two)
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result: itself, or those of a tuple."""
+    """Return the tensors of a result: itself, or those of a tuple."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [t for item in result for t in tensors_in(item)] if isinstance(result, tuple | list) else []

@@ -44,7 +44,7 @@ class TuneJob:
     backends: tuple[str, ...]
 
     def laps(self) -> list[list[list[Case]]]:
-        """For every model and type, for every M: the linears, those of one size once."""
+        """Return, for every model and type and for every M, the linears; those of one size once."""
         sizes = {
             model: {size: layer for layer, size in zip(LAYERS, MODELS[model], strict=True)} for model in self.models
         }
@@ -58,7 +58,7 @@ class TuneJob:
         ]
 
     def packed_shapes(self) -> list[tuple[int, int]]:
-        """(out, K') of the 2:4 segments of all weights, each once."""
+        """Return (out, K') of the 2:4 segments of all weights, each once."""
         sizes = {size for model in self.models for size in MODELS[model]}
         patterns = [Pattern.parse(text) for text in self.patterns]
         return sorted(
@@ -73,7 +73,7 @@ def make_job(
     tokens: Sequence[int],
     backends: Sequence[str] | None = None,
 ) -> TuneJob:
-    """A plan of a user's choices; None stands for all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
+    """Return a job with a user's choices; None takes all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
 
     Raises:
         InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
@@ -123,7 +123,7 @@ def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]
 
 
 def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
-    """The layer times of records that ``slidesparse bench linear`` made on this GPU.
+    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU.
 
     Raises:
         InputError: They are of another GPU or of other libraries, or hold no such times.
@@ -158,12 +158,12 @@ def store_layers(layers: Sequence[LayerSpeed]) -> Path:
 
 
 def to_json(algorithms: Sequence[Record], layers: Sequence[LayerSpeed]) -> dict[str, Any]:
-    """All that was found."""
+    """Return all findings, ready for JSON."""
     return {"algorithms": [asdict(record) for record in algorithms], "layers": [asdict(layer) for layer in layers]}
 
 
 def describe(algorithms: Sequence[Record], layers: Sequence[LayerSpeed], path: Path | None) -> str:
-    """What was found, for people."""
+    """Return all findings as text."""
     rows = [
         (
             f"{r.key.out}x{r.key.columns}",

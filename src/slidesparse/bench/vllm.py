@@ -86,16 +86,16 @@ class EngineProfile:
     alone: bool = False
 
     def variants(self) -> list[Variant]:
-        """The engines: dense, then every pattern on every backend."""
+        """Return the engines: dense, then every pattern on every backend."""
         return [Variant(DENSE_VARIANT, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
 
     def kind(self, what: str) -> str:
-        """``prefill`` or ``decode`` as records call it, which do not mix what was measured in different ways."""
+        """Return what records call ``prefill`` or ``decode``; another way of measuring has another name."""
         graphs = "" if self.graphs is None else f", graphs to {self.graphs} tokens"
         return what + graphs + (", one engine at a time" if self.alone else "")
 
     def sizes(self) -> list[tuple[str, int]]:
-        """What is timed, and how large."""
+        """Return (``prefill`` or ``decode``, size) of everything that is timed."""
         return [("prefill", m) for m in self.prefill] + [("decode", m) for m in self.decode]
 
 
@@ -144,7 +144,7 @@ def adapt(
     graphs: int | None = None,
     alone: bool = False,
 ) -> EngineProfile:
-    """A profile with a user's choices.
+    """Return a profile with a user's choices.
 
     Raises:
         InputError: An unknown name, or too small a number.
@@ -176,7 +176,7 @@ def adapt(
 
 
 def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list[Record]:
-    """Measure, and write a record a line as soon as it exists.
+    """Measure, and write each record as soon as it exists.
 
     Args:
         profile: What.
@@ -262,7 +262,7 @@ def _weights(engine: Engine) -> int:
 
 
 def _kernels(profile: EngineProfile, case: Case, engines: Engines) -> Iterator[Record]:
-    """Of vLLM's own choice of graphs."""
+    """Yield the times of kernels; only for vLLM's own choice of CUDA graphs."""
     if profile.graphs is not None:
         return
     yield from _kernel_records(engines, "prefill", replace(case, benchmark=KERNELS, tokens=BATCHED_TOKENS))
@@ -386,7 +386,7 @@ def _kernel_records(engines: Engines, kind: str, case: Case) -> Iterator[Record]
 
 
 def by_class(kernels: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """Microseconds by what kernels do, from the time and the launches of each.
+    """Return microseconds by what kernels do, from the time and the launches of each.
 
     >>> by_class({"flash::Kernel": (1.0, 1), "sparse_gemm": (5.0, 4), "held_kernel": (2.0, 4), "copy": (0.5, 1)})
     {'attention': 1.0, 'gemm': 5.0, 'elementwise': 2.0, 'rest': 0.5}

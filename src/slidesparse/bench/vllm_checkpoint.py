@@ -53,7 +53,7 @@ ARCHITECTURES = {
 
 
 def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of a model, with fewer layers if asked for.
+    """Return config.json of a model, with fewer layers if asked for.
 
     Raises:
         InputError: An unknown model.
@@ -149,7 +149,7 @@ class _Writer:
         return 1 + 0.1 * self.gaussian(columns, 1).flatten()
 
     def linears(self, prefix: str, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
-        """Linears of one input, which are pruned together so that they share the groups of a partial pattern."""
+        """Return linears of one input, pruned together so that they share the groups of a partial pattern."""
         weight = self.gaussian(sum(rows.values()), columns)
         if self.pattern != DENSE:
             weight = weight * prune_mask(weight, self.pattern)

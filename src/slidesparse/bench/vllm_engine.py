@@ -104,7 +104,7 @@ class Engine:
         self._near.send((name, arguments))
 
     def answer(self, timeout_s: float = 600.0) -> Any:
-        """What the method gave that was asked for last.
+        """Wait for the method that was asked for last, and return its value.
 
         Raises:
             UnsupportedError: It failed, or took too long.
@@ -120,12 +120,12 @@ class Engine:
         return value
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Both."""
+        """Ask for a method of :class:`Driver`, and return its value."""
         self.ask(name, *arguments)
         return self.answer()
 
     def stop(self) -> None:
-        """End it, gently first."""
+        """Ask the engine's process to end, and kill it after 20 s."""
         with suppress(OSError):
             self._near.send(None)
         self._process.join(20)
@@ -187,7 +187,7 @@ class Driver:
         self._cores = sorted(os.sched_getaffinity(0))
 
     def prefill(self, tokens: int, turn: int) -> float:
-        """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each.
+        """Return the seconds of a prefill of ``tokens`` tokens: prompts of :data:`PROMPT`, one output token each.
 
         :func:`undisturbed` of ten requests, of fewer from 4096 tokens on, of one from 16384 on.
         """
@@ -202,7 +202,7 @@ class Driver:
         return undisturbed(taken)
 
     def decode(self, sequences: int, turn: int) -> float:
-        """Seconds of one decoding step of so many sequences, :func:`undisturbed` of :data:`DECODE_STEPS`."""
+        """Return the seconds of one decoding step of ``sequences``: :func:`undisturbed` of :data:`DECODE_STEPS`."""
         self._take_core(turn)
         with self._decoding(sequences, seed=turn) as step:
             times = [time.perf_counter()]
@@ -212,17 +212,17 @@ class Driver:
         return undisturbed([after - before for before, after in pairwise(times)])
 
     def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Greedy continuations of some prompts."""
+        """Return greedy continuations of some prompts."""
         outputs = self._generate(prompts, count)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def first_logprobs(self, prompts: Sequence[Sequence[int]], count: int) -> list[dict[int, float]]:
-        """Token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
+        """Return token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
         outputs = self._generate(prompts, 1, logprobs=count)
         return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
 
     def kernels(self, kind: str, size: int) -> dict[str, tuple[float, int]]:
-        """Microseconds and launches of every kernel in one prefill, or in one decoding step, the mean of many."""
+        """Return microseconds and launches of every kernel in one prefill, or in one decoding step, a mean."""
         if kind == "prefill":
             prompt = min(PROMPT, size)
             prompts = _random_prompts(size // prompt, prompt, 1)
@@ -231,7 +231,7 @@ class Driver:
             return _profiled(step, DECODE_STEPS)
 
     def weights_gb(self) -> float:
-        """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
+        """Return the bytes of parameters and buffers of the model, in 1e9; the first worker's."""
         first, *_ = self.llm.apply_model(_bytes)
         return float(first) / 1e9
 
@@ -244,7 +244,7 @@ class Driver:
 
     @contextmanager
     def _decoding(self, sequences: int, seed: int) -> Iterator[Callable[[], Any]]:
-        """An engine step in which all sequences decode; it may be called :data:`DECODE_STEPS` times."""
+        """Give an engine step in which all sequences decode; it may be called :data:`DECODE_STEPS` times."""
         engine = self.llm.llm_engine
         sampling = _greedy(DECODE_STEPS + 2 * MARGIN_STEPS)
         self.llm.enqueue(_inputs(_random_prompts(sequences, DECODE_PROMPT, seed)), sampling, use_tqdm=False)
@@ -260,7 +260,7 @@ class Driver:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The time that one in five undercuts; of fewer than five, the fastest.
+    """Return the time that one request or step in five undercuts; of fewer than five, the fastest.
 
     A host has phases, of tenths of a second, in which everything takes up to twice as long, in stock vLLM too and with
     one engine alone on the machine (results/h200/vllm/stack-depth.txt); a median follows them.
@@ -284,14 +284,14 @@ def _inputs(prompts: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def _greedy(output: int, **settings: Any) -> Any:
-    """Sampling parameters for so many tokens."""
+    """Return sampling parameters for ``output`` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
 
 
 def _profiled(call: Callable[[], Any], times: int) -> dict[str, tuple[float, int]]:
-    """Microseconds and launches a call of every kernel in so many calls."""
+    """Return microseconds and launches a call of every kernel, over ``times`` calls."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -37,7 +37,7 @@ class Evaluation:
     tasks: dict[str, dict[str, float]]
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and what follows from them."""
+        """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
         measured = self.perplexity
         derived: dict[str, Any] = {}
         if measured is not None:
@@ -50,7 +50,7 @@ class Evaluation:
         return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
 
     def describe(self) -> str:
-        """For people."""
+        """Return the evaluation as text."""
         lines = []
         if (p := self.perplexity) is not None:
             lines.append(
@@ -124,7 +124,7 @@ def evaluate(
 
 
 def load_any(path: str | Path, device: str | torch.device) -> Any:
-    """A model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
+    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
     checkpoint = Checkpoint(path)
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
@@ -150,7 +150,7 @@ def _harness() -> Any:
 def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task; those that are no numbers (names, "N/A" errors) are left out."""
+    """Return the metrics of each task, without those that are no numbers (names, "N/A" errors)."""
     wrapped = harness.models.huggingface.HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
     )

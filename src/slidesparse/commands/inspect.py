@@ -80,11 +80,11 @@ class Inspection:
         return all(layer.problem is None for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields, and whether all layers satisfy their marks."""
         return {**asdict(self), "ok": self.ok}
 
     def table(self) -> str:
-        """For people: layers that differ only by number share a line; problems follow."""
+        """Return the inspection as text: layers that differ only by number share a line; problems follow."""
         kinds: dict[tuple[str, ...], list[Layer]] = {}
         for layer in self.layers:
             kinds.setdefault(_kind(layer), []).append(layer)
@@ -111,7 +111,7 @@ class Inspection:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """What would run, each choice once, with the memory that it takes."""
+    """Return a line for each choice of backends, with the memory that its layers take."""
     groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in layers:
         groups.setdefault((layer.backends, layer.reason), []).append(layer)
@@ -127,7 +127,7 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
-    """What layers that share a line have in common."""
+    """Return the properties that layers which share a line have in common."""
     return (
         re.sub(r"\d+", "*", layer.name),
         str(layer.shape),
@@ -204,7 +204,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
 
 
 def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
-    """The choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+    """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device)
     groups = pattern.groups(weight.shape[1])
@@ -215,7 +215,7 @@ def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str
 
 @lru_cache(maxsize=1024)
 def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
-    """Bytes of a backend's operand: sizes alone decide, so a weight of zeros tells."""
+    """Return the bytes of a backend's operand. They depend on sizes alone, so a weight of zeros is prepared."""
     zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
     packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
     return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))

@@ -124,11 +124,11 @@ class PruneSummary:
     destination_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return asdict(self)
 
     def describe(self) -> str:
-        """For people."""
+        """Return the summary as text."""
         counts = Counter(self.patterns.values())
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
         if self.losses:
@@ -241,7 +241,7 @@ class _Job:
             )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
-        """What can be wrong with calibration is found before anything is written."""
+        """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         calibration = options.calibration
         if not self.pruner.needs_calibration:
             if calibration is None:
@@ -289,7 +289,7 @@ class _Job:
             raise CheckpointError(f"scale of {name} is negative, NaN or Inf")
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
-        """What becomes of the tensors of a shard."""
+        """Return the type and shape of every tensor of the output shard that a source shard becomes."""
         out: dict[str, Stored] = {}
         for tensor, stored in shard.items():
             if tensor not in self.layer_of:
@@ -323,7 +323,7 @@ class _Job:
             advance(writer.tensors[name].n_bytes)
 
     def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A pruned weight as it is stored, and its scale unless the source has it."""
+        """Return a pruned weight as it is stored, with its scale unless the source has one."""
         if self.source_dtype and self.patterns[name] == DENSE:
             return {tensor: self.checkpoint.tensor(tensor)}
         if self.source_dtype:
@@ -359,7 +359,7 @@ class _Job:
         return quantize_weight(weight, self.dtype, name=tensor)
 
     def config(self) -> dict[str, Any]:
-        """The output's config.json."""
+        """Return the output's config.json."""
         # What a quantised source has in 8 bits stays in 8 bits, also where it is not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in self.targets.dense if name not in quantised]
@@ -377,7 +377,7 @@ class _Job:
 
 
 def _refuse_experts(model: nn.Module) -> None:
-    """Stop at mixtures of experts: stored as one 3-D tensor, they would stay dense and unquantised without a word."""
+    """Refuse mixtures of experts: stored as one 3-D tensor, they would silently stay dense and unquantised."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
             raise CheckpointError(
@@ -388,7 +388,7 @@ def _refuse_experts(model: nn.Module) -> None:
 
 
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
-    """The quantised type of the source (None: float) and the type of the output."""
+    """Return the quantised type of the source (None: float) and the type of the output."""
     config = checkpoint.config
     if config.get(MARKER_KEY) is not None:
         raise CheckpointError(
@@ -422,7 +422,7 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
 
 
 def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """Files to copy, and files that hold weights in another form; both relative to ``path``."""
+    """Return the files to copy, and those that hold weights in another form; both relative to ``path``."""
     rewritten = {"config.json", INDEX_FILE, *shards}
     found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
     files = sorted(file.relative_to(path) for file in found)

@@ -70,11 +70,11 @@ class DemoReport:
         return all(row.exact for row in self.rows if row.dtype == "int8")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows], "exact": self.exact}
 
     def table(self) -> str:
-        """For a terminal, without a final newline."""
+        """Return the report as text, without a final newline."""
         head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
         rows = [
             [

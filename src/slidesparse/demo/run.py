@@ -47,7 +47,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks from 1, equal values sharing the mean of theirs: [n] -> float64 [n].
+    """Return ranks from 1; equal values share the mean of theirs: [n] -> float64 [n].
 
     >>> ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist()
     [3.5, 1.0, 3.5, 2.0]
@@ -59,12 +59,12 @@ def ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Spearman's rank correlation of two vectors [n]: Pearson's, of their ranks."""
+    """Return Spearman's rank correlation of two vectors [n]: Pearson's correlation of their ranks."""
     return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
 
 
 def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
+    """Return the cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
     i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
     return (embeddings @ embeddings.T)[i, j]
 
@@ -73,7 +73,7 @@ def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
 
 
 def read_sentences() -> list[str]:
-    """The 120 sentences that come with the package: twelve topics of ten, so that similarities have a structure."""
+    """Read the package's 120 sentences: twelve topics of ten, so that similarities have a structure."""
     text = resources.files("slidesparse").joinpath("demo/sentences.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line]
 
@@ -94,7 +94,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
-    """The trained encoder in float32, and the sentences as its inputs, similar lengths together to pad little.
+    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little.
 
     Raises:
         UnsupportedError: When transformers or the package with the model is missing.
@@ -112,7 +112,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: Iterable[Batch]) -> torch.Tensor:
-    """Sentence embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
+    """Return embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
     means = []
     for batch in batches:
         hidden = model(**batch).last_hidden_state
@@ -173,7 +173,7 @@ def run_demo(
 
 
 def _plotter() -> Any:
-    """The module that draws, which needs matplotlib."""
+    """Return the module that draws, which needs matplotlib."""
     need("matplotlib")
     return importlib.import_module("slidesparse.demo.plot")
 

@@ -41,7 +41,7 @@ class Calibration:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, or of a data set on disk: see :class:`Calibration`.
+    """Read the text of a file, or of a data set on disk: see :class:`Calibration`.
 
     Raises:
         InputError: When it cannot be read, is not text, or is empty.
@@ -97,7 +97,7 @@ def _documents(path: Path, lines: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a local checkpoint.
+    """Load the tokenizer of a local checkpoint.
 
     Raises:
         CheckpointError: When it has none that transformers can load.
@@ -117,20 +117,20 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Token numbers of a text: int64 [n]."""
+    """Return the token numbers of a text: int64 [n]."""
     # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
-    """How many tokens a model can read at once, ``at_most`` when it says nothing or more."""
+    """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
     return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
 
 
 def sample_windows(
     tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text"
 ) -> torch.Tensor:
-    """Windows that do not overlap, in random order: int64 [samples, length].
+    """Return windows that do not overlap, in random order: int64 [samples, length].
 
     Args:
         tokens: int64 [n].
@@ -155,12 +155,12 @@ def sample_windows(
 
 
 def digest(windows: torch.Tensor) -> str:
-    """Tells windows apart that another text, tokenizer, length or seed made: hexadecimal."""
+    """Return a hexadecimal digest of the windows, which changes with text, tokenizer, length and seed."""
     return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
-    """The windows that a calibration asks for, cut with a checkpoint's own tokenizer: int64 [samples, length].
+    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
 
     Raises:
         InputError: The text cannot be used, or the windows are longer than the model reads.

@@ -111,7 +111,7 @@ class Checkpoint:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
 
     def stored(self, name: str) -> Stored:
-        """Type and shape of a tensor."""
+        """Return the type and shape of a tensor."""
         return self.shards[self._file(name)][name]
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:

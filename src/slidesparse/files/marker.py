@@ -55,11 +55,11 @@ class Marker:
     layers: Mapping[str, Pattern] = field(default_factory=dict)
 
     def pattern_of(self, name: str) -> Pattern:
-        """The pattern of a treated layer."""
+        """Return the pattern of a treated layer."""
         return self.layers.get(name, self.pattern)
 
     def to_config(self) -> dict[str, Any]:
-        """The value of the key, ready for JSON."""
+        """Return the value of the key, ready for JSON."""
         layers = {name: str(pattern) for name, pattern in self.layers.items()}
         return {"version": MARKER_VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
 
@@ -91,7 +91,7 @@ class Marker:
 
     @classmethod
     def require(cls, config: Mapping[str, Any], path: object) -> Marker:
-        """:meth:`from_config`, where the key must be there; ``path`` names the checkpoint in the error."""
+        """Read the key, which must be there, as :meth:`from_config`; the error names the checkpoint's ``path``."""
         marker = cls.from_config(config)
         if marker is None:
             raise CheckpointError(
@@ -102,7 +102,7 @@ class Marker:
 
 
 def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
-    """The compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
+    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
 
     Args:
         dtype: torch.int8 or torch.float8_e4m3fn.
@@ -125,7 +125,7 @@ def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]
 
 
 def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``quantization_config`` of a config.json (``compression_config`` in old files); empty when there is none."""
+    """Return the ``quantization_config`` of a config.json (``compression_config`` in old files), or an empty one."""
     value = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
@@ -133,7 +133,7 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
+    """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
         CheckpointError: A scheme that we do not treat, or a ``sparsity_config`` (vLLM refuses those).

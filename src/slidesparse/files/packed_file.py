@@ -61,7 +61,7 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs left; the folder must be locked."""
+    """Remove the temporary files of killed runs; the folder must be locked."""
     for leftover in folder.glob(f"{FILE_NAME}*.tmp"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class PackedFile:
         scale: torch.Tensor | None,
         device: str | torch.device,
     ) -> PackedWeight:
-        """The packed weight of layer ``name``, whose dense shape is [out, in]."""
+        """Read the packed weight of layer ``name``, whose dense shape is [out, in]."""
 
         def part(kind: str) -> torch.Tensor | None:
             return self.reader.tensor(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
@@ -161,6 +161,6 @@ def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
 
 
 def _stored(tensor: torch.Tensor, rows: int) -> Stored:
-    """How a part without rows is stored when it has them; the list of groups has none to begin with."""
+    """Return the type and shape of a part that has ``rows`` rows, from the part of a weight without rows."""
     shape = (rows, *tensor.shape[1:]) if tensor.dim() == 2 else tuple(tensor.shape)
     return Stored(STORED_NAMES[tensor.dtype], shape)

@@ -24,7 +24,7 @@ PLAN_FILE = "slidesparse-plan.json"
 
 @contextmanager
 def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[tuple[Path, set[str]]]:
-    """A working folder that becomes ``destination`` when the block ends without an exception.
+    """Give a working folder that becomes ``destination`` when the block ends without an exception.
 
     Args:
         destination: Must not exist.

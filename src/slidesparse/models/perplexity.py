@@ -69,7 +69,7 @@ class Window:
 
 
 def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
-    """The readings that cover a text.
+    """Yield the windows that cover a text.
 
     >>> [(w.start, w.end, w.scored) for w in windows(10, 4, 3)]
     [(0, 4, 3), (3, 7, 3), (6, 10, 3)]
@@ -131,7 +131,7 @@ def measure_perplexity(
 
 
 def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
-    """Readings of equal length together, at most ``size``; only the last can be shorter."""
+    """Yield batches of at most ``size`` windows of equal length; only the last window of a text can be shorter."""
     full = [w for w in readings if w.end - w.start == readings[0].end - readings[0].start]
     yield from (full[i : i + size] for i in range(0, len(full), size))
     if len(full) < len(readings):
@@ -139,7 +139,7 @@ def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
 
 
 def logits_of(model: nn.Module) -> Logits:
-    """The logits function of a transformers causal language model."""
+    """Return the logits function of a transformers causal language model."""
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         answer: Any = model(input_ids=ids, use_cache=False)

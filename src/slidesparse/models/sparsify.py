@@ -21,7 +21,7 @@ from slidesparse.support import check_pattern, check_weight
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """The pattern of every layer: ``pattern``, but for the exceptions in ``layers``.
+    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another.
 
     Args:
         names: Layer names.
@@ -50,7 +50,7 @@ def sets_to_prune(
     pruner: Pruner,
     run: Callable[[], object] | None,
 ) -> list[list[str]]:
-    """The sets of layers that a method must see together; each alone where nothing couples them.
+    """Return the sets of layers that a method must see together; a layer that nothing couples is a set of its own.
 
     Raises:
         InputError: When members of a set that must agree have different patterns, or the model cannot be run.
@@ -73,7 +73,7 @@ def sets_to_prune(
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:
-    """A function that runs a transformers model on inputs of its own, on the model's device; None for other models."""
+    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models."""
     if not hasattr(model, "dummy_inputs"):
         return None
     device = next(model.parameters()).device

@@ -98,7 +98,7 @@ def read_as_matrix(name: str) -> bool:
 
 
 def describe_dense(dense: Mapping[str, str]) -> list[str]:
-    """Lines for people: which linears stay as they are and why, those that differ only by number together."""
+    """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, why in dense.items():
         kinds.setdefault((re.sub(r"\d+", "*", name), why), []).append(name)
@@ -109,7 +109,7 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
 
 
 def matches_entry(name: str, entry: str) -> bool:
-    """True when a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
+    """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
 
     Raises:
         InputError: When what follows ``re:`` is no regular expression.

@@ -12,7 +12,7 @@ NAMES = {"prefill": "C, prefill", "decode": "D, decode"}
 
 
 def engine_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Speed-ups over stock dense vLLM, and efficiencies."""
+    """Return the tables of speed-ups over stock dense vLLM, and of efficiencies."""
     groups: dict[tuple[str, str], list[Point]] = {}
     for one in found:
         case = one.case
@@ -23,7 +23,7 @@ def engine_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def _order(group: tuple[str, str]) -> tuple[int, int, bool, int]:
-    """Prefill before decode, vLLM's own graphs and engines side by side before what was asked for, by type."""
+    """Return a key that sorts prefill before decode, then by graphs, by way of measuring (one engine last), by type."""
     kind, dtype = group
     name, _, way = kind.partition(",")
     size = int("".join(filter(str.isdigit, way)) or 0)
@@ -64,13 +64,13 @@ def _lead(point: Point) -> tuple[Cell, ...]:
 
 
 def _noise(point: Point) -> float:
-    """Of dense timed twice, or of a variant from round to round: a busy host slows one engine down and not the next."""
+    """Return the noise of dense timed twice, or the spread of a variant between rounds, whichever is larger."""
     timings = [record.timing for part in point.parts for record in part.records if record.timing is not None]
     return max([point.noise, *((timing.p80_us - timing.p20_us) / timing.median_us for timing in timings)])
 
 
 def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Milliseconds of GPU time in one prefill and in one decoding step, by what kernels do, and the weights' memory."""
+    """Return GPU milliseconds of one prefill and of one decoding step, by what kernels do, and weights' memory."""
     memory = {
         (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
         for one in found

@@ -111,7 +111,7 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def require_plots() -> Any:
-    """The module that draws.
+    """Import the module that draws.
 
     Raises:
         UnsupportedError: matplotlib is missing.
@@ -138,7 +138,7 @@ def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:
 
 
 def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict[str, str]) -> list[str]:
-    """The Markdown of a section, nothing when it has no tables; adds its CSV files."""
+    """Return the Markdown of a section, nothing when it has no tables; add its CSV files to ``files``."""
     if not made:
         return []
     files.update({f"{table.name}.csv": table.csv() for table in made})
@@ -149,7 +149,7 @@ def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict
 
 
 def _conditions(records: Sequence[Record], known: Limits) -> str:
-    """Where, when and with what."""
+    """Return the conditions of the records: dates, machines, clocks and limits."""
     machines = list(dict.fromkeys(record.machine for record in records))
     dates = sorted(record.started[:10] for record in records)
     lines = [f"* {dates[0]}" if dates[0] == dates[-1] else f"* {dates[0]} to {dates[-1]}"]
@@ -164,7 +164,7 @@ def _conditions(records: Sequence[Record], known: Limits) -> str:
 
 
 def machine_line(machine: Machine) -> str:
-    """A GPU and its libraries."""
+    """Return a line with a GPU and its libraries."""
     versions = {
         "driver": machine.driver,
         "CUDA": machine.cuda,

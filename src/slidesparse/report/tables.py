@@ -39,7 +39,7 @@ class Table:
     formats: dict[str, str]
 
     def markdown(self) -> str:
-        """A Markdown table, numbers to the right."""
+        """Return a Markdown table, numbers aligned to the right."""
         head = "| " + " | ".join(self.columns) + " |"
         numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
         rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
@@ -52,7 +52,7 @@ class Table:
         return format(cell, self.formats.get(column, ".2f")) if isinstance(cell, float) else str(cell)
 
     def csv(self) -> str:
-        """Comma-separated values, as RFC 4180 has them."""
+        """Return comma-separated values, as RFC 4180 has them."""
         buffer = io.StringIO()
         writer = csv.writer(buffer)
         writer.writerow(self.columns)
@@ -64,12 +64,12 @@ Value = Callable[[Point, str], float | None]
 
 
 def speedup_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Speed-ups over dense: squares (the paper's A), model shapes (its B), whole layers."""
+    """Return speed-ups over dense: squares (the paper's A), model shapes (its B), whole layers."""
     return _by_group(found, "speed-up over the fastest dense", "speedup", Point.speedup, ".2f")
 
 
 def efficiency_tables(found: Sequence[Comparison]) -> list[Table]:
-    """The paper's efficiency, in the same groups; empty where 2:4 was not measured."""
+    """Return the paper's efficiency, in the same groups; nothing where 2:4 was not measured."""
     return _by_group(found, "efficiency against 2:4", "efficiency", Point.efficiency, ".0%")
 
 
@@ -126,7 +126,7 @@ KERNEL_COLUMNS = (
 
 
 def kernel_tables(found: Sequence[Comparison]) -> list[Table]:
-    """The paper's table of kernel latencies with its quantise-only baseline, and what a copy takes."""
+    """Return the paper's table of kernel latencies, with its quantise-only baseline and the time of a copy."""
     formats = {name: ".1f" for name in KERNEL_COLUMNS if name.endswith("us")}
     formats |= {"overhead": "+.0%", "of copy rate": ".0%"}
     rows: dict[str, list[tuple[Cell, ...]]] = {}
@@ -169,7 +169,7 @@ FUSED_COLUMNS = ("behind", "pattern", "K", "M", "copy us", "bytes at copy rate u
 
 
 def fused_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Quantise and lift behind a norm or an activation, over the time that its bytes take at the rate of a copy."""
+    """Return quantise-and-lift after a norm or an activation, over the time of its bytes at the rate of a copy."""
     formats = {name: ".1f" for name in FUSED_COLUMNS if name.endswith("us")} | {"over its bytes": ".2f"}
     rows: dict[str, list[tuple[Cell, ...]]] = {}
     for one in sorted(found, key=lambda one: (one.case.in_features, one.case.tokens)):
@@ -198,7 +198,7 @@ def _rate(record: Record) -> float:
 
 
 def layer_cost_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Whole layers over their own GEMM: what quantising, lifting and scales add."""
+    """Return whole layers over their own GEMM: the cost of quantising, lifting and scales."""
     gemms = {(p.dtype, p.model, p.tokens): p for p in points(found, "gemm") if p.scaled}
     rows = []
     for layer in points(found, "linear"):
@@ -217,7 +217,7 @@ def layer_cost_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def pack_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Bytes of the dense weight over the time to pack it, or to prepare it for a backend."""
+    """Return the bytes of dense weights over the time to pack them, or to prepare them for a backend."""
     rows = []
     for one in found:
         if one.case.benchmark != "pack":
@@ -235,7 +235,7 @@ def pack_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def library_tables(found: Sequence[Comparison]) -> list[Table]:
-    """A backend's product alone over its library's best algorithm, and what scales add to it."""
+    """Return a backend's product alone over its library's best algorithm, and the time that scales add to it."""
     rows = []
     for one in found:
         for name in sorted({r.variant for r in one.records if f" {ALONE} " in r.variant}):
@@ -255,7 +255,7 @@ def library_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
-    """How many of those are within the aim."""
+    """Return how many of the products of :func:`library_tables` are within the aim."""
     groups: dict[tuple[Cell, Cell], list[float]] = {}
     for table in library_tables(found):
         for row in table.rows:
@@ -272,7 +272,7 @@ def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Which dense product was the fastest how often, and among what."""
+    """Return which dense product was the fastest how often, and among which others."""
     wins: Counter[tuple[str, str, str, str]] = Counter()
     tried: dict[tuple[str, str], dict[str, set[str]]] = {}
     for one in found:
@@ -295,13 +295,13 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def _named(library: tuple[str, set[str]]) -> str:
-    """A library and what of it was tried; how many of a search, which the records list."""
+    """Return a library with the algorithms tried; of a long search their number, since the records list them."""
     name, algorithms = library
     return f"{name}: {', '.join(sorted(algorithms)) if len(algorithms) <= FEW else f'{len(algorithms)} of a search'}"
 
 
 def missing_tables(records: Sequence[Record]) -> list[Table]:
-    """What has no time, and why."""
+    """Return the problems that have no time, and why."""
     reasons = Counter(
         (r.case.benchmark, r.case.dtype, r.variant, r.backend, r.why_not) for r in records if r.why_not is not None
     )
@@ -311,7 +311,7 @@ def missing_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def everything(found: Sequence[Comparison]) -> Table:
-    """Every record with a time, flat."""
+    """Return every record with a time, as one flat table."""
     columns = (
         *("benchmark", "model", "layer", "dtype", "scaled", "M", "N", "K", "variant", "backend", "algorithm"),
         *("median us", "p20 us", "p80 us", "host us", "speedup", "error", "noise", "SM MHz", "W", "started"),

@@ -76,5 +76,5 @@ def parse_version(text: str) -> tuple[int, int] | None:
 
 
 def version_text(version: tuple[int, int]) -> str:
-    """``0.22`` of (0, 22)."""
+    """Return ``0.22`` of (0, 22)."""
     return ".".join(map(str, version))

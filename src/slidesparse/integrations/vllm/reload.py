@@ -22,7 +22,7 @@ it lists the tensors of a module, of the whole model first, before the first of 
 
 
 def refusal(name: str) -> UnsupportedError:
-    """The error for a model in which the layer of that name runs on packed weights."""
+    """Return the error for a model in which the layer of that name runs on packed weights."""
     return UnsupportedError(
         "weights cannot be loaded again into a running engine with sparse layers",
         got=f"{name}, whose dense weight is gone",
