@@ -307,7 +307,7 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 1
     assert "plan.json exists" in capsys.readouterr().err
     assert main([*prune[:2], str(folder / "t"), *prune[3:], "--layer", "a=6:8"]) == 1
-    assert "--layer beside --plan" in capsys.readouterr().err
+    assert "--layer and --plan" in capsys.readouterr().err
 
 
 def test_json_is_not_mixed_with_what_the_solver_prints(

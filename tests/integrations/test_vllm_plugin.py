@@ -223,7 +223,7 @@ def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
     layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
     assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
-    assert any("down_proj: dense, 6:8, joined with what stands before it; hopper" in line for line in caplog.messages)
+    assert any("down_proj: dense, 6:8, joined with the operation before it; hopper" in line for line in caplog.messages)
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: 
 
 def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
     (row,) = report(kernel_records(), tmp_path)["kernels_fused_int8"]
-    assert (row["behind"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
+    assert (row["after"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
     assert (float(row["bytes at copy rate us"]), float(row["us"]), float(row["over its bytes"])) == (15.0, 18.0, 1.2)
     without_copy = [r for r in kernel_records() if r.variant != COPY]
     assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")

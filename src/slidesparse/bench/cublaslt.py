@@ -1,12 +1,12 @@
-"""cuBLASLt with its best algorithm: every one that its heuristics name for a problem, and their neighbours, raced.
+"""Multiply by cuBLASLt's best algorithm: time all that its heuristics name for a problem, and their neighbours.
 
     y[M, N] = x[M, K] @ w[N, K]^T,  FP8 with scales: y = scale_x[M] * scale_w[N] * (x @ w^T), rounded once to bf16
 
-The heuristics name one to eight. A neighbour differs from one of them in its tile or in its cluster of thread blocks,
-and the library says that it can run the problem.
+The heuristics name one to eight algorithms. A neighbour differs from one of them in its tile or its cluster of thread
+blocks, and is tried if the library says that it can run the problem.
 
-The library thinks in columns: y row-major is its column-major [N, M], which is w, transposed, times x. Written against
-``cublasLt.h`` of CUDA 12.9 and 13; scales along rows and columns ("outer vectors") are Hopper's.
+The library stores matrices by columns: y row-major is its column-major [N, M], which is w, transposed, times x. This
+file follows ``cublasLt.h`` of CUDA 12.9 and 13; scales along rows and columns ("outer vectors") need Hopper.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from slidesparse.quant import parse_dtype
 from slidesparse.records import Tried
 
 REQUESTED = 64
-"""Algorithms asked for and at most tried, of each way to sum; cuSPARSELt's searches try 50."""
+"""Algorithms that are asked for, and tried at most, for each accumulator; cuSPARSELt's searches try 50."""
 
 WORKSPACE = 64 << 20
 """Bytes that every algorithm may use."""
 
 DEVIATION = 2.0**-6
 """Allowed difference from the first algorithm's product, relative to its largest element: bf16 keeps 8 bits, and an FP8
-kernel that sums in the Tensor Core 13 of each addition. Over a K of 18944 the two ways to sum differ by more."""
+kernel that sums in the Tensor Core keeps 13 of each addition. Over a K of 18944 the two accumulators differ by more."""
 
 # cublasOperation_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulMatrixScale_t, cublasLtMatmulPreferenceAttributes_t
 TRANSPOSE = 1
@@ -54,7 +54,7 @@ COMPUTE_32F, COMPUTE_32I = 68, 72
 
 
 class DenseProblem(NamedTuple):
-    """What is multiplied.
+    """The sizes and types of a dense product.
 
     Attributes:
         tokens: M.
@@ -149,7 +149,7 @@ class Product:
     """A problem with its descriptors, ready to be run by any of its algorithms.
 
     Args:
-        problem: What.
+        problem: Sizes and types.
         fast: FP8 only: sum in the Tensor Core's own accumulator.
     """
 
@@ -186,7 +186,7 @@ class Product:
         size = c_size_t(WORKSPACE)
         _call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
         results, count = (_Result * REQUESTED)(), c_int()
-        # Its status only repeats that there is no kernel.
+        # The returned status only repeats that there is no kernel.
         _library().cublasLtMatmulAlgoGetHeuristic(*self._what, preference, REQUESTED, results, byref(count))
         named = [result for result in results[: count.value] if result.state == 0]
         found = {bytes(result.algorithm): (f"heuristic {rank}", result) for rank, result in enumerate(named)}
@@ -275,7 +275,7 @@ def _fast(problem: DenseProblem, index: int) -> str:
 
 
 class _Bench:
-    """Operands of a problem, several times."""
+    """Copies of a problem's operands, enough to keep the cache cold."""
 
     def __init__(self, problem: DenseProblem, products: Sequence[Product]) -> None:
         dtype, device = parse_dtype(problem.dtype), f"cuda:{problem.device}"

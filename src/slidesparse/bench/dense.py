@@ -1,9 +1,9 @@
-"""Dense products: what a user would run without sparsity, every way that is at hand.
+"""Dense products that a user would run without sparsity, in every way that is available.
 
-All of them are timed in every comparison; the record of a library names its fastest and lists the others. Scales are
-applied inside the kernel where it can, else by one compiled kernel behind it. ``_scaled_mm``, ``_int_mm`` and matmul
-are torch's doors to cuBLASLt, with the first algorithm of its heuristics (and to torch's CUTLASS kernel, for row-wise
-FP8); ``cublaslt`` is the library with the fastest of all that its heuristics name.
+All of them are timed in every comparison; the record of a library names its fastest and lists the others. The kernel
+applies scales where it can, else one compiled kernel after it does. ``_scaled_mm``, ``_int_mm`` and matmul are torch's
+calls of cuBLASLt, with the first algorithm of its heuristics (and of torch's CUTLASS kernel, for row-wise FP8);
+``cublaslt`` is the library with the fastest of all algorithms that its heuristics name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DenseKernel:
     """A dense product.
 
     Attributes:
-        backend: Whose.
-        algorithm: Which of its ways.
+        backend: The library that it comes from.
+        algorithm: Its name among the library's products.
         run: Multiplies.
         bare_only: It cannot apply scales, so it counts only where none are asked for.
-        searched: (M, N, K) -> what a search of its own tried there, the fastest first; asked when it has run.
+        searched: (M, N, K) -> the algorithms that a search of its own tried, the fastest first; called after a run.
     """
 
     backend: str
@@ -92,7 +92,7 @@ def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
     return DenseKernel("cublaslt", "the best of its heuristics", run, searched=searched)
 
 
-# What is measured here is torch's own kernel, so nothing else may stand in for it.
+# These measure torch's own kernels, so no fallback may replace them.
 _int_mm = partial(need, "torch._int_mm")
 _scaled_mm = partial(need, "torch._scaled_mm")
 

@@ -1,4 +1,4 @@
-"""Where a record is made: GPU, driver, versions, commit, clocks. Everything is read, nothing is set."""
+"""Read the conditions of a record: GPU, driver, versions, commit, clocks. Nothing is set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_cuda(command: str = "bench") -> None:
     """Refuse to measure without a GPU.
 
     Args:
-        command: Who asks.
+        command: The command that needs the GPU.
 
     Raises:
         UnsupportedError: When there is none that torch can use, with its reason.
@@ -69,10 +69,10 @@ def uuids(count: int) -> list[str]:
 def commit() -> str | None:
     """Return the commit of this source tree, with ``+`` when files differ; None outside a git checkout.
 
-    Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` says which commit it is of.
+    Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` names the commit that was copied.
     """
-    if told := os.environ.get("SLIDESPARSE_COMMIT"):
-        return told
+    if named := os.environ.get("SLIDESPARSE_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent)]
     if _output([*git, "ls-files", "--error-unmatch", __file__]) is None:
         return None  # no checkout, or an installation inside somebody else's

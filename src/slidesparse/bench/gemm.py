@@ -1,4 +1,4 @@
-"""``bench gemm``: one product, every pattern on every backend against every dense product at hand."""
+"""``bench gemm``: one product, every pattern on every backend against every available dense product."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from slidesparse.quant import QUANTISED
 from slidesparse.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
 
 FINALISTS = 3
-"""Algorithms of a library that its backend's choice is held against."""
+"""Algorithms of a library with which its backend's choice is compared."""
 
 
 @runtime_checkable
 class Searched(Protocol):
-    """A backend that searches among algorithms of its own may say which, for the record; asked after it has run."""
+    """A backend that searches among its own algorithms and can list them, for the record, after it has run."""
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
@@ -34,7 +34,7 @@ class Searched(Protocol):
 
 @runtime_checkable
 class Ranked(Protocol):
-    """A backend that can run each of its algorithms alone, so that its choice can be held against them."""
+    """A backend that can run each of its algorithms alone, so that its choice can be compared with them."""
 
     def finalists(
         self, problem: Problem, tokens: int, count: int
@@ -45,7 +45,7 @@ class Ranked(Protocol):
 
 @runtime_checkable
 class Bare(Protocol):
-    """A backend may offer its product alone, for cases without scales; else it runs with none."""
+    """A backend that can run its product alone, for cases without scales; others are called without scales."""
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
         """Multiply X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
@@ -98,9 +98,9 @@ def _alone(session: Session, case: Case, name: str) -> list[Subject]:
 def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:
     """Return (label, variant) of everything that a backend is measured with.
 
-    ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a one is
-    measured at one pattern and under its own name, so that no table takes it for the fastest; without scales nothing
-    is rounded that dense does not round too, and it counts like the others.
+    ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a backend is
+    measured at one pattern and under its own name, so that no table takes it for the fastest; without scales it rounds
+    nothing that dense does not round too, and it counts like the others.
     """
     if not backend.layout.lifted:
         return [(DENSE_VARIANT, DENSE_VARIANT)]

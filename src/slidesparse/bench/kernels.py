@@ -1,6 +1,7 @@
-"""``bench kernels``: quantise and lift, alone and behind what can be fused with it, against quantise only and a copy.
+"""``bench kernels``: quantise and lift, alone and after each fused prologue, against quantise only and a copy.
 
-The paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation, nothing lifted.
+This is the paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation without
+lifting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``bench linear``: a whole SlideLinear against a whole dense quantised linear, which is what users feel.
+"""``bench linear``: a whole SlideLinear against a whole dense quantised linear, the difference that users notice.
 
 Both take bf16 (fp16) activations and give bf16 (fp16) outputs: quantise, multiply, apply scales. Host time per call is
 measured too.
@@ -25,10 +25,10 @@ from slidesparse.quant import QUANTISED
 from slidesparse.records import CONTROL, DENSE_VARIANT, Case, Record
 
 AUTO = "auto"
-"""With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
+"""The backend choice ``auto``. With its dense fallback it should never be slower than dense, so it is measured too."""
 
 AUTO_PATTERNS = ("2:4", HEADLINE)
-"""Those at which it is: one that often wins, and one that seldom does."""
+"""Patterns at which ``auto`` is measured: one at which sparse often wins, and one at which it seldom does."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:

@@ -1,4 +1,4 @@
-"""Weights and activations of a benchmark, and what their product should be.
+"""Make the weights and activations of a benchmark, and the products that are expected of them.
 
 Making the packed forms of a weight takes longer than timing them, so the last few are kept: the cases of one weight
 follow one another.

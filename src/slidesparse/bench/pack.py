@@ -1,4 +1,4 @@
-"""``bench pack``: what loading a weight costs: check and pack it, then a backend's own reordering."""
+"""``bench pack``: the time to load a weight: check and pack it, then reorder it for a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slidesparse.records import CONTROL, Case, Record
 from slidesparse.support import as_bits
 
 CHECK_TOKENS = 64
-"""Activations with which a prepared operand is checked."""
+"""Rows of activations with which a prepared operand is checked."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:

@@ -1,4 +1,4 @@
-"""What is measured: shapes, patterns, token counts, and the two profiles."""
+"""The problems of the benchmarks: shapes, patterns, token counts, and the two profiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
 HEADLINE = "6:8"
-"""The paper's main pattern; what is measured at one pattern only is measured at this one."""
+"""The paper's main pattern; benchmarks of one pattern only take this one."""
 
 KERNEL_COLUMNS = 2560
 """K of the paper's table of kernel latencies."""
@@ -33,20 +33,20 @@ KERNEL_COLUMNS = 2560
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run covers.
+    """The problems that a run covers.
 
     Attributes:
         models: Names out of :data:`MODELS`.
         dtypes: Names out of :data:`slidesparse.records.DTYPE_NAMES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
-        pack_models: Those of ``models`` whose weights are packed; all where none is among them.
+        pack_models: Those of ``models`` whose weights are packed; all of ``models`` where none of these is among them.
         tokens: M at model shapes.
         squares: M = N = K.
         kernel_columns: K of the kernel benchmark.
         budget_s: Seconds that a run may take unless the user says otherwise.
         samples_s: Seconds of GPU time that one comparison aims at.
-        backends: Ours to be measured; empty for all but the reference, which defines results, not speed.
+        backends: Our backends to be measured; empty for all but the reference, which defines results, not speed.
     """
 
     models: tuple[str, ...]
@@ -121,7 +121,7 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
 def cases(benchmark: str, profile: Profile) -> list[Case]:
     """Return the cases of one benchmark, the most important first, so that a spent budget drops the least.
 
-    All M of one weight stand together, because making its packed forms takes longer than timing them.
+    All M of one weight follow one another, because making its packed forms takes longer than timing them.
 
     Raises:
         InputError: An unknown benchmark.

@@ -28,26 +28,26 @@ MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
 }
 
 SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40}
-"""Of the budget when several run; what one leaves over goes to the next."""
+"""Each benchmark's share of the budget when several run; time that one leaves over goes to the next."""
 
 LEFT_OUT = "left out: the budget was spent"
 
 FIRST_GUESS_S = 3.0
 LOOK_BACK = 6
-"""The next case is expected to take as long as the longest of so many before it."""
+"""The next case is expected to take as long as the longest of this many cases before it."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
-        path: Where the records are.
-        seconds: How long it took.
-        records: How many records have a time.
-        refused: Distinct reasons of those that have none, with how many there are.
-        left_out: Problems that the budget did not reach.
-        wrong: Results that were wrong; they were not timed.
+        path: The records file.
+        seconds: How long the run took.
+        records: The number of records that have a time.
+        refused: Reason -> the number of records that have no time for it.
+        left_out: Problems for which the budget did not suffice.
+        wrong: Variants whose results were wrong; they were not timed.
     """
 
     path: str

@@ -24,9 +24,9 @@ def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) ->
     of them gets under the GPU's power limit (:func:`slidesparse.bench.timing.time_laps`).
 
     Args:
-        session: The run's.
+        session: The run's settings.
         cases: The linears of a model, of one type and one number of tokens.
-        backends: Names.
+        backends: Names of the backends.
     """
     patterns = session.patterns(cases[0])
     wanted = [(DENSE_VARIANT, DENSE_VARIANT), *((pattern, name) for pattern in patterns for name in backends)]
@@ -42,7 +42,7 @@ def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) ->
     """
     subjects = []
     for case in cases:
-        # Without a time, which is all that a table says of it.
+        # A layer that cannot run gets no time in the table.
         with nullcontext() if pattern == DENSE_VARIANT else suppress(UnsupportedError):
             subjects.append((case, layer_subject(session, case, pattern, pattern, backend)))
     return subjects

@@ -1,4 +1,4 @@
-"""``slidesparse tune``: what a GPU must be asked once: its fastest algorithms, and which backend is fastest when."""
+"""``slidesparse tune``: measure once for each GPU its fastest algorithms, and which backend is fastest when."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SEARCHED = "cusparselt"
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to tune.
+    """The shapes, types and backends to tune.
 
     Attributes:
         models: Names out of ``bench.problems.MODELS``.
         patterns: Patterns, uniform or partial.
         dtypes: Names out of ``records.DTYPE_NAMES``.
         tokens: M's, ascending.
-        backends: Names; those of cuSPARSELt are what the search for algorithms is for.
+        backends: Names; the search for algorithms is made only if cuSPARSELt is among them.
     """
 
     models: tuple[str, ...]

@@ -12,8 +12,8 @@ one request or step in five undercuts (bench/vllm_engine.py).
 * kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for
   vLLM's own choice of CUDA graphs.
 
-With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each. Engines that wait beside the one
-that is measured have their share of the machine; with ``alone`` one runs after the other, dense first and last.
+With ``auto`` and a backend's name, each pruned checkpoint gets an engine for each. Engines that wait while one is
+measured use a share of the machine; with ``alone`` one runs after the other, dense first and last.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ CLASSES = (
     ("elementwise", re.compile("triton|quant|held_kernel|walking_kernel|norm|silu", re.IGNORECASE)),
     ("rest", re.compile("")),
 )
-"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too, cuBLASLt's are called
-nvjet, and Inductor names its own after all that stands beside them, products included. Norms, activations, quantisation
-and rotary embeddings are one class, since each side fuses them in its own way."""
+"""Class of a kernel -> names that belong to it; the first match counts. Attention's are CUTLASS kernels too, cuBLASLt's
+are called nvjet, and Inductor names its kernels after their neighbours in the graph, products included. Norms,
+activations, quantisation and rotary embeddings are one class, since each engine fuses them in its own way."""
 
 
 @dataclass(frozen=True)
 class EngineProfile:
-    """What a run covers.
+    """The engines and sizes that a run covers.
 
     Attributes:
         models: Names out of :data:`slidesparse.bench.vllm_checkpoint.ARCHITECTURES`.
         dtypes: ``int8``, ``fp8`` or ``bf16``.
-        patterns: Of the pruned checkpoints.
-        prefill: M, tokens.
-        decode: M, sequences.
+        patterns: Patterns of the pruned checkpoints.
+        prefill: M's of prefill, in tokens.
+        decode: M's of decoding, in sequences.
         rounds: How often each measurement is taken, after one that warms up.
         layers: Decoder layers; None for all.
-        backends: ``auto`` or backends' names, each for all sparse layers of engines of its own.
+        backends: ``auto`` or backends' names; each runs all sparse layers of engines of its own.
         graphs: Tokens of the largest batch that all engines, the dense one too, keep CUDA graphs for; None for vLLM's
             own choice, 512.
-        alone: Start and measure one engine after the other, as a server has the machine for itself. What the clocks do
-            meanwhile then shows as a difference between engines, so ``noise`` is that of dense first and last.
+        alone: Start and measure one engine after the other, since a server has the machine for itself. Changes of the
+            clocks then show as differences between engines, so ``noise`` is that of dense first and last.
     """
 
     models: tuple[str, ...]
@@ -101,19 +101,19 @@ class EngineProfile:
 
 @dataclass(frozen=True)
 class Variant:
-    """What an engine serves, and on which backend; stock vLLM where that is empty."""
+    """The checkpoint that an engine serves, and its backend; stock vLLM where that is empty."""
 
     pattern: str
     backend: str
 
     @property
     def label(self) -> str:
-        """What records call it: a pattern, ``auto`` before it where it is one's own rule that chose."""
+        """The variant's name in records: a pattern, with ``auto`` before it where ``auto`` chose the backends."""
         return f"{AUTO} {self.pattern}" if self.backend == AUTO else self.pattern
 
 
 Engines: TypeAlias = dict[Variant, Engine]
-"""Dense first."""
+"""The running engines, dense first."""
 
 Held: TypeAlias = Callable[[Variant], AbstractContextManager[Engine]]
 """Starts the engine of a variant, and stops it in the end."""
@@ -179,7 +179,7 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
     """Measure, and write each record as soon as it exists.
 
     Args:
-        profile: What.
+        profile: The engines and sizes.
         path: A new file.
         scratch: Where checkpoints are written and removed again: a dense one and one a pattern; the system's
             temporary folder when None.
@@ -237,7 +237,7 @@ def _one_after_the_other(profile: EngineProfile, case: Case, held: Held) -> Iter
     turns: list[dict[tuple[str, int], _Rounds]] = []
     kernels: list[Record] = []
     variants = profile.variants()
-    for variant in (*variants, variants[0]):  # dense again behind all others
+    for variant in (*variants, variants[0]):  # dense again after all others
         with held(variant) as engine:
             engines = {variant: engine}
             yield from _failures(engines, case)
@@ -271,10 +271,10 @@ def _kernels(profile: EngineProfile, case: Case, engines: Engines) -> Iterator[R
 
 
 def _failures(engines: Engines, case: Case) -> Iterator[Record]:
-    """Wait for all engines; those of ours that do not start are dropped and recorded.
+    """Wait for all engines; drop and record those of ours that do not start.
 
     Raises:
-        UnsupportedError: The dense one does not start, without which no time means anything.
+        UnsupportedError: The dense engine does not start, and times without it mean nothing.
     """
     for variant, engine in list(engines.items()):
         try:
@@ -311,8 +311,8 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
     if profile.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": profile.graphs}
-    # A key and a value of two bytes for every token that is held at a time, and room to round to blocks. Prompts that
-    # end with their first token make room for the next ones, so of those two batches are enough.
+    # A key and a value of two bytes for every token that is held at a time, and some more to round to blocks. Prompts
+    # that end with their first token free their blocks for the next ones, so two batches of those are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
     additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}
@@ -323,7 +323,7 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of every round by variant; dense, the first one, again behind all others."""
+    """Seconds of every round by variant; dense, the first one, is timed again after all others."""
 
     started: str
     clocks: tuple[Clocks, Clocks]

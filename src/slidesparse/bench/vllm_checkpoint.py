@@ -1,7 +1,7 @@
-"""Random-weight checkpoints of real shapes, dense and pruned, for engines that are only timed.
+"""Write checkpoints of real shapes and random weights, dense and pruned, for engines that are only timed.
 
-Gaussian weights of standard deviation ``in ** -0.5``, so that activations keep their size and the GPU its usual power
-draw: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
+Weights are Gaussian with standard deviation ``in ** -0.5``, so that activations keep their size and the GPU draws its
+usual power: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HEAD = 128
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder is besides the shapes of its linears.
+    """The parameters of a decoder, besides the shapes of its linears.
 
     Attributes:
-        model_type: Whose code runs it: ``qwen2`` (biases on q, k and v) or ``llama``.
+        model_type: The model's code in vLLM: ``qwen2`` (biases on q, k and v) or ``llama``.
         layers: Decoder layers.
         heads: Query heads.
         vocabulary: Rows of the embeddings.
@@ -93,8 +93,8 @@ def write_checkpoint(
         folder: To make.
         config: From :func:`model_config`.
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
-        pattern: ``DENSE``: nothing is pruned, and nothing marked.
-        device: Where the weights are drawn.
+        pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
+        device: Device on which the weights are drawn.
     """
     folder.mkdir(parents=True)
     writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0))

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, which does what it is told and says how long it took.
+"""Run a vLLM engine in a process of its own, which times the work that this process asks for.
 
-Engines of several variants are held at the same time, so that their measurements alternate on one GPU in one run: while
-one works the others wait. They also start at the same time, which takes most of a benchmark's minutes.
+Engines of several variants run at the same time, so that their measurements alternate on one GPU: while one works the
+others wait. They also start at the same time, since starting takes most of a benchmark's minutes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROMPT = 1024
 """Tokens of a prompt in prefill."""
 
 MOST_REQUESTS, TURN_TOKENS = 10, 20480
-"""Of a prefill in one turn: the same number for all engines, or the faster one would have the better choice of times,
-and few, so that a slow phase of the host meets all of them."""
+"""The most requests and tokens of a prefill in one turn. All engines have the same number, or the faster one would have
+more times to choose from, and it is small, so that a slow phase of the host meets all engines."""
 
 DECODE_PROMPT, DECODE_STEPS = 16, 64
 """Tokens of a prompt in decoding, and steps that are timed."""
 
 MARGIN_STEPS = 8
-"""Steps before those, in which prompts are taken in, and behind them, in which the scheduler runs out of work."""
+"""Steps before the timed ones, in which prompts are read, and after them, in which the scheduler runs out of work."""
 
 DECODE_TOKENS = 128
-"""What a sequence of decoding takes of the key-value cache, at most."""
+"""The most tokens of the key-value cache that a decoding sequence takes."""
 
 BATCHED_TOKENS = 16384
 SEQUENCES = 512
@@ -47,7 +47,7 @@ FIRST_TOKEN, VOCABULARY = 10, 100_000
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time; sampling is a sliver, and the same for all
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time; sampling is short, and the same for all
 }
 
 
@@ -57,12 +57,12 @@ FarEnd: TypeAlias = Callable[[Connection, Any], None]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine.
+    """The options of one engine.
 
     Attributes:
         folder: Its checkpoint.
         plugin: Load slidesparse's plugin; without it the engine is stock vLLM.
-        additional: What ``--additional-config`` says.
+        additional: The value of ``--additional-config``.
         arguments: More arguments of ``vllm.LLM``.
         kv_cache_gb: Memory of its key-value cache, in 1e9 bytes.
         share: Share of the GPU's memory that vLLM must find free when it starts.
@@ -77,11 +77,11 @@ class EngineOptions:
 
 
 class Engine:
-    """The near end of an engine: each call runs there, one at a time.
+    """An engine in another process, as this process sees it: calls run there, one at a time.
 
     Args:
-        options: What to start. The call returns at once; :meth:`ready` waits.
-        far_end: What runs there: :func:`answer_calls` with a driver.
+        options: The engine to start. The constructor returns at once; :meth:`ready` waits.
+        far_end: The function that runs in the other process: :func:`answer_calls` with a driver.
     """
 
     def __init__(self, options: EngineOptions, far_end: FarEnd | None = None) -> None:
@@ -92,15 +92,15 @@ class Engine:
         far.close()
 
     def ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until it can be used.
+        """Wait until the engine can be used.
 
         Raises:
-            UnsupportedError: It did not start.
+            UnsupportedError: The engine did not start.
         """
         self.answer(timeout_s)
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Start a method of :class:`Driver` there; :meth:`answer` waits for it."""
+        """Start a method of :class:`Driver` in the other process; :meth:`answer` waits for it."""
         self._near.send((name, arguments))
 
     def answer(self, timeout_s: float = 600.0) -> Any:
@@ -133,7 +133,7 @@ class Engine:
             self._process.kill()
 
 
-@with_room  # stock vLLM too: what stands above an engine here is nobody's merit
+@with_room  # for stock vLLM too: the frames of this benchmark above an engine must not decide which is faster
 def _serve(connection: Connection, options: EngineOptions) -> None:
     os.environ.update(ENVIRONMENT)
     if options.arguments.get("tensor_parallel_size", 1) == 1:
@@ -144,9 +144,9 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
 
 
 def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
-    """Make a driver, and call its methods as the near end asks, until that says None.
+    """Make a driver, and call its methods as the other process asks, until it sends None.
 
-    The first answer, without a value, says that the driver is there, or why it is not.
+    The first answer, without a value, says that the driver was made, or why it was not.
     """
     driver: Any = None
     message: tuple[str, tuple[Any, ...]] | None = ("start", ())
@@ -157,7 +157,7 @@ def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
             else:
                 value = getattr(driver, message[0])(*message[1])
             connection.send((value, None))
-        except Exception as error:  # whatever it is, the near end must hear of it
+        except Exception as error:  # any error must reach the other process
             traceback.print_exc()
             connection.send((None, first_line(error)))
             if driver is None:
@@ -166,7 +166,7 @@ def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
 
 
 class Driver:
-    """The far end: the engine and what can be asked of it."""
+    """The engine, in its own process, and the calls that it answers."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM

@@ -81,10 +81,12 @@ def _add_bench(commands: Commands) -> None:
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written; serve reuses them")
-    beside = bench.add_argument_group("vllm only: isolated requests and steps")
-    beside.add_argument("--sequences", nargs="+", type=int, metavar="M", help="of a decoding step; --tokens of prefill")
-    beside.add_argument("--rounds", type=int, metavar="N", help="of all engines (default: 9)")
-    beside.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
+    isolated = bench.add_argument_group("vllm only: isolated requests and steps")
+    isolated.add_argument(
+        "--sequences", nargs="+", type=int, metavar="M", help="sequences of a decoding step; --tokens are of prefill"
+    )
+    isolated.add_argument("--rounds", type=int, metavar="N", help="rounds over all engines (default: 9)")
+    isolated.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
     served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
@@ -125,8 +127,8 @@ def _require_own_options(options: argparse.Namespace) -> None:
     for benchmarks, names in owners.items():
         given = [name for name in names if getattr(options, name) not in (None, False)]
         if given and options.benchmark not in benchmarks:
-            told = ", ".join(f"--{name}" for name in given)
-            raise InputError(told, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
+            named = ", ".join(f"--{name}" for name in given)
+            raise InputError(named, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
 
 
 def _bench_vllm(options: argparse.Namespace) -> int:
@@ -148,8 +150,8 @@ def _bench_vllm(options: argparse.Namespace) -> int:
         backends=options.backends,
     )
     records = vllm.run(profile, options.out, options.scratch)
-    told = {"path": str(options.out), "records": len(records)}
-    print(json.dumps(told) if options.json else f"{len(records)} records: {options.out}")
+    summary = {"path": str(options.out), "records": len(records)}
+    print(json.dumps(summary) if options.json else f"{len(records)} records: {options.out}")
     return 0
 
 

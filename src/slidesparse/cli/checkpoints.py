@@ -100,7 +100,7 @@ def _prune(options: argparse.Namespace) -> int:
     pattern, method = options.pattern, options.method or "magnitude"
     if options.plan is not None:
         if layers:
-            raise InputError("--layer beside --plan", needed="one of them")
+            raise InputError("--layer and --plan", needed="one of them")
         plan = read_plan(options.plan)
         pattern, layers = as_options(plan.layers)
         method = options.method or plan.method

@@ -1,4 +1,4 @@
-"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its marks in tasks of lm-evaluation-harness."""
+"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its scores in tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplex
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a checkpoint is.
+    """The quality of a checkpoint.
 
     Attributes:
         model: The folder.
-        text: The text that it read, or None.
-        perplexity: On that text, or None.
+        text: The text on which perplexity was measured, or None.
+        perplexity: The perplexity on that text, or None.
         tasks: Task -> metric -> value, of lm-evaluation-harness.
     """
 
@@ -132,7 +132,7 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         return known.from_pretrained(str(path), config=config, dtype="auto", **local).to(device).eval()
-    except Exception as error:  # whatever transformers does with a broken checkpoint
+    except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
 
 

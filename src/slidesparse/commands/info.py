@@ -1,4 +1,4 @@
-"""``slidesparse info``: what is installed here, and which backends can run."""
+"""``slidesparse info``: the libraries and GPUs of this machine, and which backends can run."""
 
 from __future__ import annotations
 

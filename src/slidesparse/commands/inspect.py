@@ -1,4 +1,4 @@
-"""``slidesparse inspect``: what the weights of a checkpoint really satisfy."""
+"""``slidesparse inspect``: the patterns that the weights of a checkpoint really satisfy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Layer:
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
-        backends: What ``backend="auto"`` would run here, for how many tokens.
-        reason: Why.
+        backends: The backends that ``backend="auto"`` would use here, and for how many tokens.
+        reason: Why these backends.
         kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
         problem: Why the weight cannot be used as marked, or None.
     """
@@ -62,11 +62,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint, layer by layer.
+    """The layers of a checkpoint.
 
     Attributes:
         path: The checkpoint.
-        layers: Linears, but for those left dense.
+        layers: All linears except those left dense.
         dense: Linear left dense -> why.
     """
 
@@ -150,7 +150,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
-        CheckpointError: When the checkpoint is damaged or of an unknown architecture.
+        CheckpointError: The checkpoint is damaged or of an unknown architecture.
     """
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)

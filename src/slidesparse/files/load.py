@@ -36,9 +36,9 @@ def load(
 
     Args:
         path: A folder that ``slidesparse prune`` wrote.
-        device: Where to.
+        device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
-        fallback: What ``auto`` does where no accelerated backend can run.
+        fallback: How ``auto`` runs layers that no accelerated backend can run.
 
     Returns:
         The transformers model of the checkpoint's architecture, in evaluation mode.
@@ -79,9 +79,9 @@ def _read_and_pack(
 
 
 def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
-    """Load what is not in a SlideLinear: embeddings, norms, dense linears, the generation settings."""
+    """Load all tensors that are in no SlideLinear (embeddings, norms, dense linears), and the generation settings."""
     model: Any = meta.model
-    # Parts stored in several float types are brought to the model's one, as transformers does.
+    # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype
 
     def read(tensor: str) -> torch.Tensor:
@@ -109,5 +109,5 @@ def _generation_config(path: Path) -> Any:
         return GenerationConfig.from_dict(read_json(path))
     except SlideSparseError:
         raise
-    except Exception as error:  # whatever a library does with wrong settings
-        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="mend or remove it") from error
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error

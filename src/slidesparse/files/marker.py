@@ -1,6 +1,6 @@
-"""The ``slidesparse_config`` key of a checkpoint's config.json, and the ``quantization_config`` beside it.
+"""Read and write two keys of a checkpoint's config.json: ``slidesparse_config`` and ``quantization_config``.
 
-A checkpoint of ours is an ordinary compressed-tensors one with this key added at the top, which others ignore::
+A checkpoint of ours is an ordinary compressed-tensors one with our key added at the top, which other programs ignore::
 
     "slidesparse_config": {
       "version": 1,
@@ -10,8 +10,8 @@ A checkpoint of ours is an ordinary compressed-tensors one with this key added a
     }
 
 ``ignore`` lists every linear that was left alone. ``layers`` lists exceptions to ``pattern``, by exact name; a layer
-that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips what it does
-not understand computes something else than what was meant.
+that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them would
+compute something else than the writer meant.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint says about its sparsity.
+    """The sparsity of a checkpoint.
 
     Attributes:
         pattern: The common pattern.
@@ -136,7 +136,7 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
-        CheckpointError: A scheme that we do not treat, or a ``sparsity_config`` (vLLM refuses those).
+        CheckpointError: The scheme is one that we do not treat, or there is a ``sparsity_config`` (vLLM refuses those).
     """
     value = source_quantisation(config)
     if not value:

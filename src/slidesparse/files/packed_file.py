@@ -1,8 +1,8 @@
-"""``slidesparse pack``: the canonical packed form on disk, beside the weights it was made from.
+"""``slidesparse pack``: write the canonical packed form into the folder of the weights that it was made from.
 
 Packing at load takes seconds; where even that is too long, or many processes load one model, the packed form is written
 once into the checkpoint's folder as one safetensors file and mapped into memory by :func:`slidesparse.load`. For a
-layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
+layer ``X`` it holds these fields of :class:`slidesparse.packed.Segment`:
 
 - ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.

@@ -24,7 +24,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model foresees a text.
+    """How well a model predicts a text.
 
     Attributes:
         nats: Sum of the negative log-likelihoods.
@@ -61,7 +61,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """One reading: tokens ``start`` to ``end``, of which the last ``scored`` count."""
+    """A window of text: tokens ``start`` to ``end``, of which the last ``scored`` count."""
 
     start: int
     end: int
@@ -101,10 +101,10 @@ def measure_perplexity(
         stride: From 1 to ``window - 1``; smaller is slower and gives every token more context.
         n_bytes: Length of the text, for bits per byte.
         batch: Windows at a time.
-        advance: Told how many tokens were scored.
+        advance: Called with the number of tokens that were scored.
 
     Raises:
-        InputError: When the numbers do not fit, or the model answers with NaN.
+        InputError: The numbers do not fit, or the model answers with NaN.
     """
     if len(tokens) < 2:
         raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")

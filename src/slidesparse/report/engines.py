@@ -1,4 +1,4 @@
-"""The tables of whole engines: the paper's C (prefill) and D (decode) with their efficiencies, and where time goes."""
+"""Make the tables of whole engines: the paper's C (prefill) and D (decode) with efficiencies, and times by kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What records say together: speed-ups, the paper's efficiency, rooflines.
+"""Compute speed-ups, the paper's efficiency and rooflines from records.
 
 A ratio is formed inside one comparison only (records that share ``started``), or between sums of such.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slidesparse.records import ALL, COPY, DENSE_VARIANT, LAYERS, SQUARE, Case, Record
 
 NATIVE = "2:4"
-"""The pattern that the hardware runs without sliding: what efficiency is measured against."""
+"""The pattern that the hardware runs without sliding; efficiency is relative to it."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the card reached in these records.
+    """The highest rates that the GPU reached in some records.
 
     Attributes:
-        bandwidth: Of copies, bytes a microsecond, read and written together; None without a copy record.
+        bandwidth: Rate of copies in bytes a microsecond, read and written together; None without a copy record.
         peak: dtype -> operations a microsecond of the fastest dense product.
     """
 

@@ -1,4 +1,4 @@
-"""The plots of a report: speed-up against M with its ideal and roofline, and how near the kernels come to a copy."""
+"""Draw the plots of a report: speed-up against M with its ideal and roofline, and kernels' rates over a copy's."""
 
 from __future__ import annotations
 

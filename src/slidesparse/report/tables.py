@@ -1,4 +1,4 @@
-"""The tables of a report: the paper's A and B and their efficiencies, kernels, packing, and what has no time."""
+"""Make the tables of a report: the paper's A and B and their efficiencies, kernels, packing, and missing times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slidesparse.report.numbers import Comparison, Point, median_us, points, rat
 Cell = str | int | float | None
 OURS = "slidesparse"
 FEW = 8
-"""Algorithms of a library that a table names; of more it gives the number."""
+"""The most algorithms of a library that a table names; of more it gives the number."""
 AIM = 0.02
-"""How far from its library's best algorithm a backend may be."""
+"""The most time that a backend may take over its library's best algorithm, as a share."""
 ITEM_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp16": 2}
 
 
@@ -25,11 +25,11 @@ class Table:
     """A table for people (Markdown) and for programs (CSV, numbers unrounded).
 
     Attributes:
-        name: Of its CSV file.
+        name: Name of its CSV file.
         title: A heading.
-        columns: Heads.
-        rows: Cells; None is an empty one.
-        formats: Column -> how a float is shown; two decimals otherwise.
+        columns: Names of the columns.
+        rows: Rows of cells; None is an empty cell.
+        formats: Column -> format of its floats; two decimals otherwise.
     """
 
     name: str
@@ -165,7 +165,7 @@ def _kernel_row(one: Comparison, only: Record, lift: Record) -> tuple[Cell, ...]
     )
 
 
-FUSED_COLUMNS = ("behind", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
+FUSED_COLUMNS = ("after", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
 
 
 def fused_tables(found: Sequence[Comparison]) -> list[Table]:
