@@ -17,7 +17,7 @@ from slidesparse.errors import InputError
 from slidesparse.records import ALL, CONTROL, COPY, DENSE_VARIANT, LAYERS, QUANTIZE, SQUARE, Case, Record, Tried
 from slidesparse.report import plots, write_report
 from slidesparse.report.numbers import Limits, comparisons, limits, points
-from slidesparse.report.tables import Table
+from slidesparse.report.table import Table
 
 DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
 SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}

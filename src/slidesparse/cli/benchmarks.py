@@ -132,12 +132,12 @@ def _require_own_options(options: argparse.Namespace) -> None:
 
 
 def _bench_vllm(options: argparse.Namespace) -> int:
-    from slidesparse.bench import vllm
+    from slidesparse.bench import vllm, vllm_profile
 
     if options.budget_s is not None:
         raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
-    profile = vllm.adapt(
-        vllm.PROFILES[options.profile],
+    profile = vllm_profile.adapt(
+        vllm_profile.PROFILES[options.profile],
         options.dtype,
         options.models,
         patterns=options.patterns,

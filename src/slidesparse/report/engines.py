@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from slidesparse.records import DENSE_VARIANT, DTYPE_NAMES, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
-from slidesparse.report.tables import Cell, Table
+from slidesparse.report.table import Cell, Table
 
 NAMES = {"prefill": "C, prefill", "decode": "D, decode"}
 

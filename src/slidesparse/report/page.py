@@ -10,6 +10,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine, Record
 from slidesparse.report import engines, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
+from slidesparse.report.table import Table
 
 PAGE = "report.md"
 
@@ -53,7 +54,7 @@ ABOUT_PLOTS = """\
 Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
 fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
 
-Section = tuple[str, str, Callable[[Sequence[Comparison]], list[tables.Table]]]
+Section = tuple[str, str, Callable[[Sequence[Comparison]], list[Table]]]
 
 SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
@@ -137,7 +138,7 @@ def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:
     return [*drawn, path] if plots.draw_kernels(found, path) else drawn
 
 
-def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict[str, str]) -> list[str]:
+def _section(heading: str, about: str, made: Sequence[Table], files: dict[str, str]) -> list[str]:
     """Return the Markdown of a section, nothing when it has no tables; add its CSV files to ``files``."""
     if not made:
         return []

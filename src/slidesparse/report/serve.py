@@ -20,7 +20,7 @@ from slidesparse.report.serve_numbers import (
     tokens_a_joule,
     tokens_a_second,
 )
-from slidesparse.report.tables import Cell, Table
+from slidesparse.report.table import Cell, Table
 
 PAGE = "serve.md"
 
