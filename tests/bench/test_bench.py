@@ -141,7 +141,7 @@ def test_shapes_are_those_of_the_paper() -> None:
 
 
 def test_the_control_is_a_dense_weight_in_slid_form() -> None:
-    pattern, columns = problems.resolve("inf", 32)
+    pattern, columns = problems.pattern_and_columns("inf", 32)
     assert (pattern, columns) == (Pattern(2, 4), 64)
     assert columns * pattern.density == 32  # as many kept values as a dense weight has
     assert problems.ideal_speedup("inf") == problems.ideal_speedup("dense") == 1.0

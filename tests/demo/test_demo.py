@@ -28,6 +28,7 @@ from slidesparse.demo.run import (
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.gemm.reference import Reference
+from slidesparse.ops.resolve import resolve_linear
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import following_groups
 
@@ -199,10 +200,12 @@ class Quick(Reference):
     accelerated = True
 
 
-def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch):
+def test_a_wrong_product_is_found_out(encoder, batches, monkeypatch, request):
     pattern = Pattern.parse("6:8")
     pruned = prune_(copy.deepcopy(encoder), pattern, batches)
     monkeypatch.setitem(BACKENDS, "reference", OffByOne)
+    resolve_linear.cache_clear()  # it keeps runners of the backend that is replaced
+    request.addfinalizer(resolve_linear.cache_clear)
     row = compare(pruned, pattern, "int8", batches, embed(encoder, batches))
     assert not row.exact
     assert row.max_difference > 0

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.bench.comparison import ends
-from slidesparse.bench.problems import resolve
+from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Layout
@@ -39,7 +39,7 @@ def float_type(dtype: str) -> torch.dtype:
 
 def activations(case: Case, variant: str, device: torch.device) -> torch.Tensor:
     """Return standard normal activations [M, K] (2K for the control)."""
-    _, columns = resolve(variant, case.in_features)
+    _, columns = pattern_and_columns(variant, case.in_features)
     return _activations(case.tokens, columns, float_type(case.dtype), device)
 
 
@@ -50,7 +50,7 @@ def _activations(tokens: int, columns: int, dtype: torch.dtype, device: torch.de
 
 def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> torch.Tensor:
     """Return a float weight [out, K] (2K for the control) of deviation K**-0.5, pruned to the variant's pattern."""
-    pattern, columns = resolve(variant, columns)
+    pattern, columns = pattern_and_columns(variant, columns)
     weight = gaussian(out, columns, dtype=float_type(dtype), device=device, seed=1) * columns**-0.5
     return weight if variant == DENSE_VARIANT else torch.where(prune_mask(weight, pattern), weight, 0)
 
@@ -58,7 +58,7 @@ def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.de
 @lru_cache(maxsize=KEPT)
 def packed_weight(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> PackedWeight:
     """Return :func:`weight_of` quantised and packed."""
-    pattern, _ = resolve(variant, columns)
+    pattern, _ = pattern_and_columns(variant, columns)
     return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype))
 
 
@@ -70,7 +70,7 @@ def operand(backend: str, variant: str, dtype: str, out: int, columns: int, devi
 
 def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
     """Return the case as a problem of backends."""
-    pattern, columns = resolve(variant, case.in_features)
+    pattern, columns = pattern_and_columns(variant, case.in_features)
     return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device)
 
 

@@ -90,7 +90,7 @@ PROFILES = {
 }
 
 
-def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
+def pattern_and_columns(variant: str, columns: int) -> tuple[Pattern, int]:
     """Return the packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
 
     A slid dense weight is a weight of twice the columns that keeps two in every window of four.
