@@ -26,7 +26,7 @@ from slidesparse.bench.operands import packed_weight
 from slidesparse.bench.problems import MODELS
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
-from slidesparse.records import DENSE
+from slidesparse.records import DENSE_VARIANT
 
 MODEL = "Qwen2.5-7B"
 BLOCKS = 6
@@ -56,7 +56,7 @@ def calls(variant: str, dtype: str, tokens: int) -> list[Callable[[], torch.Tens
     for _ in range(BLOCKS):
         for out, columns in MODELS[MODEL]:
             packed = packed_weight(variant, dtype, out, columns, torch.device("cuda"))
-            layer = vllm_layer(packed) if variant == DENSE else SlideLinear(packed, backend="hopper")
+            layer = vllm_layer(packed) if variant == DENSE_VARIANT else SlideLinear(packed, backend="hopper")
             made.append(partial(layer, torch.randn(tokens, columns, dtype=torch.bfloat16, device="cuda")))
     return made
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file.write(json.dumps(head) + "\n")
         for dtype in options.dtypes:
             for tokens in options.tokens:
-                rows = [measure(variant, dtype, tokens) for variant in (DENSE, *options.patterns)]
+                rows = [measure(variant, dtype, tokens) for variant in (DENSE_VARIANT, *options.patterns)]
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 dense = rows[0]["us"]
                 cells = " ".join(f"{row['variant']} {row['us']:.1f} ({dense / row['us']:.2f})" for row in rows)

@@ -22,7 +22,7 @@ from typing import Any
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.pattern import Pattern
-from slidesparse.records import COPY, DENSE, ENGINE, Record, read_records
+from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, Record, read_records
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
 from slidesparse.report.serve_numbers import Group, groups, timeline_bins
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
@@ -59,18 +59,18 @@ def engines(name: str) -> Engines:
 
 def timed(one: Comparison, variant: str) -> Record | None:
     """An engine of ours as it comes, or stock."""
-    return one.best(variant if variant == DENSE else f"auto {variant}")
+    return one.best(variant if variant == DENSE_VARIANT else f"auto {variant}")
 
 
 def speedup(one: Comparison | None, pattern: str) -> float | None:
     """Over stock dense, by medians of the rounds."""
-    ours, dense = (None, None) if one is None else (timed(one, pattern), timed(one, DENSE))
+    ours, dense = (None, None) if one is None else (timed(one, pattern), timed(one, DENSE_VARIANT))
     return None if ours is None or dense is None else median_us(dense) / median_us(ours)
 
 
 def quiet_speedup(one: Comparison, pattern: str) -> float:
     """Over stock dense, by the time that one round in five undercuts."""
-    ours, dense = timed(one, pattern), timed(one, DENSE)
+    ours, dense = timed(one, pattern), timed(one, DENSE_VARIANT)
     assert ours is not None
     assert dense is not None
     assert ours.timing is not None
@@ -94,7 +94,7 @@ def shown(value: float | None) -> str:
 
 
 def milliseconds(one: Comparison) -> str:
-    dense = timed(one, DENSE)
+    dense = timed(one, DENSE_VARIANT)
     assert dense is not None
     value = median_us(dense) / 1e3
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
@@ -170,7 +170,7 @@ def graphs() -> str:
 def memory() -> str:
     """Gigabytes of weights of Qwen2.5-7B in INT8."""
     one = engines(SEVEN["int8"])["prefill", 16384]
-    sizes = [timed(one, variant) for variant in (DENSE, *PATTERNS)]
+    sizes = [timed(one, variant) for variant in (DENSE_VARIANT, *PATTERNS)]
     cells = [f"{record.n_bytes / 1e9:.1f}" for record in sizes if record is not None]
     return markdown(("", "dense", *PATTERNS), [["weights on the GPU, GB", *cells]])
 
@@ -293,7 +293,7 @@ def layers() -> str:
 def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
     if any(tokens not in one["tokens"] for one in found):
         return "-"
-    dense, ours = ([one["us"][key][one["tokens"].index(tokens)] for one in found] for key in (DENSE, name))
+    dense, ours = ([one["us"][key][one["tokens"].index(tokens)] for one in found] for key in (DENSE_VARIANT, name))
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
 
 
@@ -304,7 +304,7 @@ def decoding() -> str:
     patterns = ("2:4", "4:6", "6:8", "8:10")
     rows = []
     for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
-        dense = times[dtype, tokens, DENSE]
+        dense = times[dtype, tokens, DENSE_VARIANT]
         gains = [f"{dense / times[dtype, tokens, pattern]:.2f}" for pattern in patterns]
         rows.append([TYPES[dtype], str(tokens), f"{dense:.1f}", *gains])
     return markdown(("type", "sequences", "dense, us a block", *patterns), rows)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from slidesparse.cli import main
+from slidesparse import prune
+from slidesparse.cli import checkpoints, main
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem, choose
 from slidesparse.pattern import Pattern
@@ -97,3 +101,30 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
+
+
+def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m slidesparse`` with the modules of a folder before all others."""
+    folders = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-m", "slidesparse", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["prune", "--help"], ["bench", "--help"]])
+def test_help_needs_no_torch(tmp_path: Path, arguments: list[str]) -> None:
+    """Importing torch takes seconds, so a torch that cannot be imported is in its place."""
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')\n")
+    done = _run_module(*arguments, path=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_an_interrupted_import_ends_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n")
+    done = _run_module("info", path=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "slidesparse: interrupted\n")
+
+
+def test_the_command_line_knows_every_method() -> None:
+    assert sorted(prune.METHODS) == list(checkpoints.METHODS)

@@ -18,7 +18,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.calibration import load_tokenizer
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.skeleton import model_class, skeleton
+from slidesparse.files.meta_model import build_meta_model, model_class
 
 KERNEL = "kernels-community/flash-attn2"
 
@@ -63,7 +63,7 @@ def evil_tokenizer(tmp_path: Path) -> Path:
 
 def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
     for run in (
-        lambda: skeleton(Checkpoint(evil_config)),
+        lambda: build_meta_model(Checkpoint(evil_config)),
         lambda: prune_checkpoint(evil_config, evil_config.parent / "s", PruneOptions("6:8", "int8")),
         lambda: load_any(evil_config, "cpu"),
     ):
@@ -118,7 +118,7 @@ def test_no_attention_is_fetched_from_a_hub(tmp_path: Path, monkeypatch: pytest.
         model = load_any(tmp_path / "m", "cpu")
         torch.testing.assert_close(model(tokens()).logits, expected)
         assert model.config._attn_implementation == ("eager" if asked == "eager" else "sdpa")
-        skeleton(Checkpoint(tmp_path / "m"))
+        build_meta_model(Checkpoint(tmp_path / "m"))
     assert fetched == []
 
 

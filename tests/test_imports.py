@@ -34,6 +34,7 @@ LAYERS = [
     {"bench", "report"},
     {"demo"},
     {"cli"},
+    {"__main__"},
 ]
 """Lowest first. A part may import those of lower layers and its own files; a new part must be given its place here."""
 
@@ -176,9 +177,10 @@ def _run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_the_package_needs_torch_alone() -> None:
+def test_the_public_names_need_torch_alone() -> None:
     code = (
         "import json, sys, torch; before = set(sys.modules); import slidesparse; "
+        "[getattr(slidesparse, name) for name in slidesparse.__all__ if name != 'load']; "
         "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before})))"
     )
     brought = set(json.loads(_run(code)))
@@ -187,14 +189,12 @@ def test_importing_the_package_needs_torch_alone() -> None:
     assert not brought & heavy
 
 
-def test_theory_and_report_run_without_torch() -> None:
-    # Importing any module runs the public face, which needs torch; an empty package stands in its place.
+def test_theory_report_and_command_line_are_imported_without_torch() -> None:
     modules = ["slidesparse.pattern", "slidesparse.errors", "slidesparse.records", "slidesparse.served_records"]
-    modules += ["slidesparse.report", "slidesparse.report.serve"]
+    modules += ["slidesparse.report", "slidesparse.report.serve", "slidesparse.cli"]
     code = (
-        "import importlib, sys, types; sys.modules['torch'] = sys.modules['numpy'] = None; "
-        f"package = types.ModuleType('slidesparse'); package.__path__ = [{str(ROOT)!r}]; "
-        f"sys.modules['slidesparse'] = package; [print(importlib.import_module(name).__name__) for name in {modules}]"
+        "import importlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
+        f"[print(importlib.import_module(name).__name__) for name in {modules}]"
     )
     assert _run(code).split() == modules
 

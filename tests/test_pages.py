@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slidesparse import __version__
-from slidesparse.cli import _parser, main
+from slidesparse.cli import build_parser, main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/slidesparse"
@@ -180,7 +180,7 @@ def test_named_source_files_exist(path: Path) -> None:
 def test_commands_parse(path: Path) -> None:
     for block in code_blocks(path.read_text(), "bash"):
         for line in re.findall(r"^(?:.*&& )?(slidesparse .*)", block, re.MULTILINE):
-            assert _parser().parse_args(shlex.split(line, comments=True)[1:]).command
+            assert build_parser().parse_args(shlex.split(line, comments=True)[1:]).command
 
 
 def test_messages_that_troubleshooting_explains_exist() -> None:

@@ -22,7 +22,7 @@ import torch
 from run import METHODS, Log, commit, machine
 
 from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, read_sentences, spearman
-from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern
@@ -82,8 +82,10 @@ def main() -> None:
                 linears = find_targets(model, IGNORE).linears
                 patterns = dict.fromkeys(linears, Pattern.parse(text))
                 sets = sets_to_prune(model, linears, patterns, get_pruner("wanda"), run_once(model))
-                stack = find_stack(model, linears)
-                steps = prune_layers(model, stack, sets, patterns, get_pruner(method), record(model, stack, chosen))
+                layer_list = find_layer_list(model, linears)
+                steps = prune_layers(
+                    model, layer_list, sets, patterns, get_pruner(method), record_inputs(model, layer_list, chosen)
+                )
                 losses = [loss.loss for layer in steps for loss in layer]
                 weights = [linear.weight.detach() for linear in linears.values()]
                 embedded = embed(model, batches)

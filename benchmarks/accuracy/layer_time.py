@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from run import Log, commit, machine
 
-from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern
@@ -44,7 +44,7 @@ def main() -> None:
     model: Any = transformers.LlamaForCausalLM(config).to(device, dtype).eval()
     linears = find_targets(model).linears
     originals = {name: linear.weight.detach().clone() for name, linear in linears.items()}
-    stack = find_stack(model, linears)
+    layer_list = find_layer_list(model, linears)
     ids = torch.randint(0, 512, (samples, LENGTH), device=device)
     batches = [{"input_ids": chunk, "use_cache": False} for chunk in ids.split(PER_BATCH)]
     for method in ("wanda", "sparsegpt"):
@@ -56,7 +56,9 @@ def main() -> None:
             seconds = []
             started = time.perf_counter()
             # Layer 0 pays for what is done once (libraries, memory); layer 1 is like those that follow.
-            for losses in prune_layers(model, stack, sets, patterns, pruner, record(model, stack, batches)):
+            for losses in prune_layers(
+                model, layer_list, sets, patterns, pruner, record_inputs(model, layer_list, batches)
+            ):
                 float(losses[-1].loss)
                 if device.type == "cuda":
                     torch.cuda.synchronize()

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, judge
 
-from slidesparse.models.layerwise import SetLoss, find_stack, prune_layers, record
-from slidesparse.models.plan import Choice, PlanSet, Target, choose, modelled_cost
+from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns, modelled_cost
+from slidesparse.models.layerwise import SetLoss, find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -40,7 +40,7 @@ RIVALS = (("10:12", Fraction(2)), ("6:8", Fraction(2)), ("4:6", Fraction(8, 5)))
 """Uniform patterns that a plan of the same modelled speed must beat, and the gain of a 2:4 multiply."""
 
 CALIBRATION_WINDOWS = 128
-JUDGED_WINDOWS = 16
+HELD_OUT_WINDOWS = 16
 RECOVERY_RATE = 0.3  # of the rate of training
 
 
@@ -139,9 +139,9 @@ class Experiment:
     def prune(self, patterns: dict[str, Pattern], method: str) -> list[SetLoss]:
         self.restore()
         self.model.eval()
-        stack = find_stack(self.model, self.linears)
-        samples = record(self.model, stack, self.calibration)
-        steps = prune_layers(self.model, stack, self.sets, patterns, get_pruner(method), samples)
+        layer_list = find_layer_list(self.model, self.linears)
+        samples = record_inputs(self.model, layer_list, self.calibration)
+        steps = prune_layers(self.model, layer_list, self.sets, patterns, get_pruner(method), samples)
         return [loss for losses in steps for loss in losses]
 
     def zeros(self) -> float:
@@ -200,12 +200,14 @@ class Experiment:
         self.model.eval()
         patterns = [Pattern.parse(text) for text in CANDIDATES]
         started = time.perf_counter()
-        judged = calibration(self.data, JUDGED_WINDOWS if self.options.limit is None else 4, 500 + self.options.seed)
-        choices: dict[tuple[str, ...], list[Choice]] = {}
+        held_out = calibration(
+            self.data, HELD_OUT_WINDOWS if self.options.limit is None else 4, 500 + self.options.seed
+        )
+        choices: dict[tuple[str, ...], list[PatternChoice]] = {}
         pruner = get_pruner(self.options.plan_method)
-        for found in measure_sensitivities(self.model, self.sets, patterns, pruner, self.calibration, judged):
-            kept = choices.setdefault(found.names, [Choice(DENSE, 0.0)])
-            kept.append(Choice(Pattern.parse(found.pattern), found.damage))
+        for found in measure_sensitivities(self.model, self.sets, patterns, pruner, self.calibration, held_out):
+            kept = choices.setdefault(found.names, [PatternChoice(DENSE, 0.0)])
+            kept.append(PatternChoice(Pattern.parse(found.pattern), found.damage))
         shapes = {name: (linear.out_features, linear.in_features) for name, linear in self.linears.items()}
         sets = [PlanSet(names, tuple(shapes[n] for n in names), tuple(found)) for names, found in choices.items()]
         self.log.write(
@@ -218,7 +220,7 @@ class Experiment:
             uniform = Pattern.parse(rival)
             total = sum(out * columns for out, columns in shapes.values())
             speedup = float(total / sum(modelled_cost(uniform, *shape, gain) for shape in shapes.values()))
-            plan = choose(sets, Target(speedup=speedup), gain)
+            plan = choose_patterns(sets, Target(speedup=speedup), gain)
             self.prune(dict(plan.patterns), "sparsegpt")
             self.log.write(
                 f"plan {rival} {gain}",

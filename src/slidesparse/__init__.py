@@ -5,20 +5,21 @@
 '4/3'
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
-from slidesparse.linear import SlideLinear
-from slidesparse.models.sparsify import sparsify_
-from slidesparse.packed import PackedWeight
-from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
-from slidesparse.prune import prune_mask
-from slidesparse.slide import lift
-from slidesparse.support import tightest_pattern
 
 if TYPE_CHECKING:
     from slidesparse.files.load import load
+    from slidesparse.linear import SlideLinear
+    from slidesparse.models.sparsify import sparsify_
+    from slidesparse.packed import PackedWeight
+    from slidesparse.packing import pack
+    from slidesparse.pattern import Pattern
+    from slidesparse.prune import prune_mask
+    from slidesparse.slide import lift
+    from slidesparse.support import tightest_pattern
 
 __version__ = "0.2.0"
 
@@ -39,11 +40,28 @@ __all__ = [
     "tightest_pattern",
 ]
 
+_MODULES = {
+    "PackedWeight": "packed",
+    "Pattern": "pattern",
+    "SlideLinear": "linear",
+    "lift": "slide",
+    "load": "files.load",
+    "pack": "packing",
+    "prune_mask": "prune",
+    "sparsify_": "models.sparsify",
+    "tightest_pattern": "support",
+}
+"""Public name -> the module that defines it."""
+
 
 def __getattr__(name: str) -> Any:
-    # Reading files needs safetensors and transformers; computing with weights needs torch alone.
-    if name == "load":
-        from slidesparse.files.load import load
+    """Import a public name when it is first used: torch takes seconds to import, and ``slidesparse --help`` none."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'slidesparse' has no attribute {name!r}")
+    value = getattr(import_module(f"slidesparse.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return load
-    raise AttributeError(f"module 'slidesparse' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

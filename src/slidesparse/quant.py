@@ -26,6 +26,9 @@ FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 TERNARY_MIN_SCALE = 1e-5
 
 QuantName = Literal["int8", "fp8"]
+QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
+"""The names of the types that carry scales."""
+
 DtypeName = Literal["int8", "fp8", "bf16", "fp16", "fp32"]
 
 DTYPES: dict[str, torch.dtype] = {

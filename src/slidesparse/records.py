@@ -20,7 +20,7 @@ from typing import IO, TypeVar, cast
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 
-DENSE = "dense"
+DENSE_VARIANT = "dense"
 CONTROL = "inf"
 """The paper's infinity control: a dense weight in slid form, two non-zeros in every window, so K doubles."""
 
@@ -35,7 +35,7 @@ ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
 
-DTYPES = ("int8", "fp8", "bf16", "fp16")
+DTYPE_NAMES = ("int8", "fp8", "bf16", "fp16")
 """Types of weights that are measured, in the order of tables."""
 
 FORMAT = 1

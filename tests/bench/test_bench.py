@@ -39,7 +39,8 @@ from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.reference import Reference, product
 from slidesparse.pattern import Pattern
-from slidesparse.records import ALL, DENSE, DTYPES, LAYERS, Record, read_records
+from slidesparse.quant import QUANT_NAMES
+from slidesparse.records import ALL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, Record, read_records
 
 CPU = torch.device("cpu")
 
@@ -140,7 +141,7 @@ def test_shapes_are_those_of_the_paper() -> None:
 
 
 def test_the_control_is_a_dense_weight_in_slid_form() -> None:
-    pattern, columns = problems.resolve("inf", 32)
+    pattern, columns = problems.pattern_and_columns("inf", 32)
     assert (pattern, columns) == (Pattern(2, 4), 64)
     assert columns * pattern.density == 32  # as many kept values as a dense weight has
     assert problems.ideal_speedup("inf") == problems.ideal_speedup("dense") == 1.0
@@ -267,7 +268,7 @@ def test_poison_is_far_from_any_result(dtype: torch.dtype) -> None:
 
 def test_the_fastest_alternative_is_recorded_with_all_that_were_tried() -> None:
     ones = torch.ones(4, 4)
-    subjects = [subject(DENSE, ones, name) for name in ("slow", "fast", "middle")] + [subject("6:8", ones)]
+    subjects = [subject(DENSE_VARIANT, ones, name) for name in ("slow", "fast", "middle")] + [subject("6:8", ones)]
     records = compare(
         session(FakeStopwatch(iter([30.0, 10.0, 20.0, 5.0]))), case(), subjects, [Refusal("2:4", "x", "no")]
     )
@@ -287,7 +288,7 @@ def test_the_fastest_alternative_is_recorded_with_all_that_were_tried() -> None:
 
 @pytest.mark.parametrize("wrong", [torch.full((4, 4), 1.02), torch.full((4, 4), torch.nan), torch.zeros(4, 4)])
 def test_a_wrong_result_is_never_timed(wrong: torch.Tensor) -> None:
-    good, bad = compare(session(), case(), [subject(DENSE, torch.ones(4, 4)), subject("6:8", wrong)])
+    good, bad = compare(session(), case(), [subject(DENSE_VARIANT, torch.ones(4, 4)), subject("6:8", wrong)])
     assert good.timing is not None
     assert bad.timing is None
     assert (bad.why_not or "").startswith("WRONG RESULT")
@@ -331,7 +332,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "r.jsonl"
     profile = replace(TINY, dtypes=(dtype,), budget_s=1000.0)
@@ -349,7 +350,7 @@ def test_every_benchmark_runs_and_is_right(tmp_path: Path, dtype: str) -> None:
     assert measured["gemm"] == {"dense", "2:4", "6:8", "inf"}
     assert measured["linear"] == {"dense", "2:4", "6:8", "auto 2:4", "auto 6:8"}
     assert measured["pack"] == {f"{step} {p}" for step in ("pack", "prepare") for p in ("2:4", "6:8")}
-    quantised = dtype in problems.QUANTISED
+    quantised = dtype in QUANT_NAMES
     fused = {f"{prologue} lift 6:8" for prologue in ("rms_norm", "add_rms_norm", "silu_mul")}
     assert measured["kernels"] == ({"copy", "quantize", "lift 2:4", "lift 6:8", *fused} if quantised else set())
     exact = [r for r in records if r.case.benchmark in ("kernels", "pack") and not r.variant.startswith("prepare")]
@@ -463,7 +464,7 @@ def test_a_dead_gpu_ends_the_run_with_one_line_and_keeps_the_records(
     def measure(of: Session, which: Any) -> list[Record]:
         if done:
             raise RuntimeError("CUDA error: an illegal instruction was encountered\nCompile with ...")
-        done.extend(compare(of, which, [subject(DENSE, torch.ones(4, 4))]))
+        done.extend(compare(of, which, [subject(DENSE_VARIANT, torch.ones(4, 4))]))
         return list(done)
 
     monkeypatch.setitem(runner.MEASURE, "gemm", measure)

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from slidesparse.bench import environment, vllm
-from slidesparse.bench.vllm import EngineProfile, adapt, by_class, run
+from slidesparse.bench import environment, vllm, vllm_profile
+from slidesparse.bench.vllm import by_class, run
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions
+from slidesparse.bench.vllm_profile import EngineProfile, adapt
 from slidesparse.cli import main
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
@@ -177,7 +178,7 @@ def test_an_engine_alone_that_does_not_start_is_recorded(pretend: None, tmp_path
 def test_the_command_line_reaches_the_engines(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(vllm.PROFILES, "quick", PROFILE)
+    monkeypatch.setitem(vllm_profile.PROFILES, "quick", PROFILE)
     command = ["bench", "vllm", "--graphs", "2048", "--tokens", "65536", "--alone"]
     assert main([*command, "--out", str(tmp_path / "records.jsonl")]) == 0
     assert len(Pretender.started) == 4
@@ -234,7 +235,7 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> No
 
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = vllm.PROFILES["quick"]
+    profile = vllm_profile.PROFILES["quick"]
     for wrong in (
         {"dtypes": ["fp16"]},
         {"models": ["GPT"]},

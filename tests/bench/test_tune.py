@@ -1,4 +1,4 @@
-"""Tuning on a CPU: plans, layer times out of records, what is stored, and how it fails."""
+"""Tuning on a CPU: plans, layer times out of records, job is stored, and how it fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.speed import LayerSpeed, load_speeds, tuned_path
-from slidesparse.records import DENSE, Case, Record
+from slidesparse.records import Case, Record
 
 GPU = "Test GPU"
 
@@ -33,7 +33,7 @@ def _linear(tokens: int, **options: Any) -> Case:
 def _ours(of: Case, dense: float, sparse: float | None, **options: Any) -> list[Record]:
     why = None if sparse else "it refused"
     return [
-        record(of, DENSE, dense, backend="dense", **options),
+        record(of, DENSE_VARIANT, dense, backend="dense", **options),
         record(of, "6:8", sparse, backend="cusparselt", why_not=why, **options),
     ]
 
@@ -57,10 +57,10 @@ def test_layer_times_are_those_that_auto_may_take() -> None:
     records = [
         *_ours(at_256, 10.0, 4.0),
         *_ours(at_64, 3.0, None),
-        record(at_64, DENSE, 1.0, backend="vllm"),  # another library's layer
+        record(at_64, DENSE_VARIANT, 1.0, backend="vllm"),  # another library's layer
         record(at_64, "auto 6:8", 1.0, backend="auto"),
         record(at_64, "cusparselt-bf16 6:8", 1.0, backend="cusparselt-bf16"),
-        record(replace(at_64, benchmark="gemm"), DENSE, 1.0, backend="dense"),
+        record(replace(at_64, benchmark="gemm"), DENSE_VARIANT, 1.0, backend="dense"),
     ]
     assert speed.layer_speeds(records) == [
         LayerSpeed("int8", 48, 32, (64, 256), {"dense": (3.0, 10.0), "cusparselt 6:8": (None, 4.0)})
@@ -77,7 +77,7 @@ def test_the_latest_comparison_counts() -> None:
 
 def test_records_without_layers_are_refused() -> None:
     with pytest.raises(InputError, match="records without a layer's time"):
-        speed.layer_speeds([record(case(), DENSE, 1.0, backend="dense")])
+        speed.layer_speeds([record(case(), DENSE_VARIANT, 1.0, backend="dense")])
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "accelerated", True)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
-    what = tune.plan(["Tiny"], ["6:8"], ["int8"], [64, 32])
-    assert [[len(lap) for lap in laps] for laps in what.laps()] == [[3, 3]]  # at two M's; two layers have one size
-    watched = replace(session(FakeStopwatch()), patterns=lambda _: what.patterns)
-    (layers,) = tune.measure_layers(what, watched)
+    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
+    assert [[len(lap) for lap in laps] for laps in job.laps()] == [[3, 3]]  # at two M's; two layers have one size
+    watched = replace(session(FakeStopwatch()), patterns=lambda _: job.patterns)
+    (layers,) = tune.measure_layers(job, watched)
     assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
         (48, 32, (32, 64)),
         (32, 32, (32, 64)),
@@ -111,28 +111,28 @@ def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest
 
     monkeypatch.setattr(Reference, "why_not", why_not)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
-    what = tune.plan(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
-    (layers,) = tune.measure_layers(what, replace(session(FakeStopwatch()), patterns=lambda _: what.patterns))
+    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
+    (layers,) = tune.measure_layers(job, replace(session(FakeStopwatch()), patterns=lambda _: job.patterns))
     assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
 
 
 def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(tune, "tune_shapes", lambda *_, **__: pytest.fail("it searched"))
-    assert tune.search_algorithms(tune.plan(None, None, None, [64], ["hopper"])) == []
+    assert tune.search_algorithms(tune.make_job(None, None, None, [64], ["hopper"])) == []
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_names_each_packed_shape_once() -> None:
-    what = tune.plan(["BitNet-2B"], ["2:4", "6:8"], None, [64])
-    assert what.dtypes == ("int8", "fp8")
-    assert (2560, 2560) in what.packed_shapes()
-    assert (2560, 3840) in what.packed_shapes()
-    assert len(what.packed_shapes()) == len(set(what.packed_shapes())) == 8
+    job = tune.make_job(["BitNet-2B"], ["2:4", "6:8"], None, [64])
+    assert job.dtypes == ("int8", "fp8")
+    assert (2560, 2560) in job.packed_shapes()
+    assert (2560, 3840) in job.packed_shapes()
+    assert len(job.packed_shapes()) == len(set(job.packed_shapes())) == 8
     # Half of 320 groups slide, to 12 columns each.
-    assert (2560, 1920) in tune.plan(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
+    assert (2560, 1920) in tune.make_job(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_plan_names_each_packed_shape_once() -> None:
 )
 def test_wrong_plans_are_refused(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(InputError, match=words) as error:
-        tune.plan(*arguments)
+        tune.make_job(*arguments)
     assert "\n" not in str(error.value)
 
 
@@ -199,15 +199,15 @@ def test_the_command_searches_then_measures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
-    monkeypatch.setattr(tune, "search_algorithms", lambda what: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda what, where: [[layer]])
+    monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
+    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [[layer]])
     monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
     table = load_speeds(tuned_path(GPU))
     assert table is not None
     assert table.layers == (layer,)
-    monkeypatch.setattr(tune, "measure_layers", lambda what, where: pytest.fail("it measured"))
+    monkeypatch.setattr(tune, "measure_layers", lambda job, where: pytest.fail("it measured"))
     assert main(["tune", "--algorithms-only"]) == 0
 
 

@@ -17,13 +17,20 @@ from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import PlanOptions, _Sensitivities, plan_checkpoint, read_plan
+from slidesparse.commands.plan import PlanOptions, _SensitivityFile, plan_checkpoint, read_plan
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.models import sensitivity
-from slidesparse.models.plan import Choice, PlanSet, Target, choose, least_zeros, modelled_cost
+from slidesparse.models.choose_patterns import (
+    PatternChoice,
+    PlanSet,
+    Target,
+    choose_patterns,
+    least_zeros,
+    modelled_cost,
+)
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -39,7 +46,10 @@ def sets(count: int, seed: int = 0) -> list[PlanSet]:
     made = []
     for i in range(count):
         damages = torch.rand(len(TEXTS), generator=generator).sort().values.tolist()
-        choices = [Choice(DENSE, 0.0), *(Choice(Pattern.parse(t), d) for t, d in zip(TEXTS, damages, strict=True))]
+        choices = [
+            PatternChoice(DENSE, 0.0),
+            *(PatternChoice(Pattern.parse(t), d) for t, d in zip(TEXTS, damages, strict=True)),
+        ]
         made.append(PlanSet((f"l{i}.a", f"l{i}.b"), ((64, 120 * (1 + i % 3)), (32, 120 * (1 + i % 3))), tuple(choices)))
     return made
 
@@ -55,10 +65,10 @@ def sets(count: int, seed: int = 0) -> list[PlanSet]:
 @pytest.mark.parametrize("gain", [Fraction(2), Fraction(8, 5)], ids=str)
 def test_no_other_choice_is_better(target: Target, gain: Fraction) -> None:
     candidates = sets(5)
-    plan = choose(candidates, target, gain)
+    plan = choose_patterns(candidates, target, gain)
     dense = sum(target.cost(DENSE, *shape, gain) for one in candidates for shape in one.shapes)
 
-    def reaches(chosen: tuple[Choice, ...]) -> bool:
+    def reaches(chosen: tuple[PatternChoice, ...]) -> bool:
         pairs = zip(candidates, chosen, strict=True)
         cost = sum(target.cost(choice.pattern, *shape, gain) for one, choice in pairs for shape in one.shapes)
         return cost <= target.budget(dense) * (1 + 1e-9)
@@ -82,13 +92,13 @@ def test_one_ruinous_choice_does_not_blur_the_others(largest: float) -> None:
         PlanSet(
             s.names,
             s.shapes,
-            tuple(Choice(c.pattern, largest * (i == 4) or c.damage * 1e-4) for i, c in enumerate(s.choices)),
+            tuple(PatternChoice(c.pattern, largest * (i == 4) or c.damage * 1e-4) for i, c in enumerate(s.choices)),
         )
         for s in mild
     ]
     without = [PlanSet(s.names, s.shapes, s.choices[:-1]) for s in spoilt]
-    expected = choose(without, Target(speedup=1.25))
-    assert choose(spoilt, Target(speedup=1.25)).damage == pytest.approx(expected.damage, rel=1e-5)
+    expected = choose_patterns(without, Target(speedup=1.25))
+    assert choose_patterns(spoilt, Target(speedup=1.25)).damage == pytest.approx(expected.damage, rel=1e-5)
     assert expected.damage < 5e-4
 
 
@@ -101,25 +111,25 @@ def test_an_answer_that_is_not_proven_is_none(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(scipy.optimize, "milp", out_of_time)
     with pytest.raises(UnsupportedError, match=r"did not find the best plan; got Time limit reached"):
-        choose(sets(3), Target(speedup=1.2))
+        choose_patterns(sets(3), Target(speedup=1.2))
 
 
 def test_fused_linears_share_a_pattern() -> None:
-    plan = choose(sets(4), Target(speedup=1.25))
+    plan = choose_patterns(sets(4), Target(speedup=1.25))
     assert all(plan.patterns[f"l{i}.a"] == plan.patterns[f"l{i}.b"] for i in range(4))
 
 
 def test_nothing_to_reach_stays_dense() -> None:
-    plan = choose(sets(3), Target(speedup=1.0))
+    plan = choose_patterns(sets(3), Target(speedup=1.0))
     assert set(plan.patterns.values()) == {DENSE}
     assert (plan.damage, plan.speedup, plan.sparsity) == (0, 1, 0)
 
 
 def test_out_of_reach() -> None:
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 2.000x, 50.0% zeros"):
-        choose(sets(3), Target(speedup=2.1))
+        choose_patterns(sets(3), Target(speedup=2.1))
     with pytest.raises(InputError, match=r"got at best 1.600x"):
-        choose(sets(3), Target(speedup=1.7), Fraction(8, 5))
+        choose_patterns(sets(3), Target(speedup=1.7), Fraction(8, 5))
 
 
 @pytest.mark.parametrize(
@@ -161,10 +171,10 @@ def test_promised_zeros_are_there(text: str, columns: int) -> None:
 
 def test_a_share_of_zeros_counts_cut_groups() -> None:
     """A third of 320 columns cannot be reached by 4:6, whose last group holds two columns."""
-    cut = PlanSet(("l",), ((64, 320),), (Choice(DENSE, 0.0), Choice(Pattern.parse("4:6"), 1.0)))
-    assert choose([cut], Target(sparsity=0.33)).sparsity == 106 / 320
+    cut = PlanSet(("l",), ((64, 320),), (PatternChoice(DENSE, 0.0), PatternChoice(Pattern.parse("4:6"), 1.0)))
+    assert choose_patterns([cut], Target(sparsity=0.33)).sparsity == 106 / 320
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best .* 33.1% zeros"):
-        choose([cut], Target(sparsity=0.333))
+        choose_patterns([cut], Target(sparsity=0.333))
 
 
 # -- the measurement -----------------------------------------------------------------------------------------------
@@ -181,17 +191,17 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
     linears = find_targets(model).linears
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     groups = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
-    ids, judged = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
+    ids, held_out = torch.randint(3, 70, (4, 16)), torch.randint(3, 70, (2, 16))
     patterns = [DENSE, Pattern.parse("6:8"), Pattern.parse("2:4")]
     found = list(
         measure_sensitivities(
-            model, groups, patterns, get_pruner("wanda"), [{"input_ids": ids}], [{"input_ids": judged}]
+            model, groups, patterns, get_pruner("wanda"), [{"input_ids": ids}], [{"input_ids": held_out}]
         )
     )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert len(found) == 2 * len(groups)
     with torch.no_grad():
-        log_p = model(judged).logits.double().log_softmax(-1)
+        log_p = model(held_out).logits.double().log_softmax(-1)
         for one in (found[0], found[5], found[-1]):
             other: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
             read: list[torch.Tensor] = []
@@ -206,7 +216,7 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
                 get_pruner("wanda").prune(Linears(weights, Pattern.parse(one.pattern), x.T @ x)).items()
             ):
                 other.get_submodule(name).weight.data.copy_(weight)
-            log_q = other(judged).logits.double().log_softmax(-1)
+            log_q = other(held_out).logits.double().log_softmax(-1)
             expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
 
@@ -263,7 +273,7 @@ def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.sensitivities.jsonl"
     path.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(CheckpointError, match=r"is damaged; .*remove it") as error:
-        _Sensitivities(path, {"model": "m"})
+        _SensitivityFile(path, {"model": "m"})
     assert "\n" not in str(error.value)
 
 
@@ -294,7 +304,7 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 1
     assert "plan.json exists" in capsys.readouterr().err
     assert main([*prune[:2], str(folder / "t"), *prune[3:], "--layer", "a=6:8"]) == 1
-    assert "--layer beside --plan" in capsys.readouterr().err
+    assert "--layer and --plan" in capsys.readouterr().err
 
 
 def test_json_is_not_mixed_with_what_the_solver_prints(

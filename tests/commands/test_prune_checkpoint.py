@@ -24,7 +24,7 @@ import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
-from slidesparse.files.marker import KEY
+from slidesparse.files.marker import MARKER_KEY
 from slidesparse.files.staging import staged
 from slidesparse.linear import SlideLinear
 from slidesparse.pattern import Pattern
@@ -126,7 +126,7 @@ def test_exceptions_and_ignore_and_dense_layers(tmp_path: Path) -> None:
     layers = {"re:.*down_proj": "8:10", "model.layers.0.self_attn.o_proj": "dense"}
     options = PruneOptions("6:8", "int8", layers=layers, ignore=("re:.*layers.1.self_attn.*",))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
-    marker = json.loads((tmp_path / "s/config.json").read_text())[KEY]
+    marker = json.loads((tmp_path / "s/config.json").read_text())[MARKER_KEY]
     assert marker["layers"] == {
         "model.layers.0.self_attn.o_proj": "dense",
         "model.layers.0.mlp.down_proj": "8:10",
@@ -173,7 +173,7 @@ def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> Non
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "w8a8", PruneOptions("dense", dtype))
     config = json.loads((tmp_path / "w8a8/config.json").read_text())
-    del config[KEY]
+    del config[MARKER_KEY]
     (tmp_path / "w8a8/config.json").write_text(json.dumps(config))
     prune_checkpoint(tmp_path / "w8a8", tmp_path / "s", PruneOptions("4:6"))
     source, out = Checkpoint(tmp_path / "w8a8"), Checkpoint(tmp_path / "s")
@@ -243,7 +243,7 @@ def quantised_source(path: Path, name: str = "llama", dtype: str = "int8", **opt
     make_checkpoint(path / "float", name, **options)
     prune_checkpoint(path / "float", path / "w8a8", PruneOptions("dense", dtype))
     config = json.loads((path / "w8a8/config.json").read_text())
-    del config[KEY]
+    del config[MARKER_KEY]
     (path / "w8a8/config.json").write_text(json.dumps(config))
     return path / "w8a8"
 
@@ -252,7 +252,7 @@ def test_layers_of_a_quantised_source_that_are_left_alone_stay_quantised(tmp_pat
     source = quantised_source(tmp_path)
     name = "model.layers.0.self_attn.q_proj"
     prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", ignore=(name,)))
-    assert json.loads((tmp_path / "s/config.json").read_text())[KEY]["layers"] == {name: "dense"}
+    assert json.loads((tmp_path / "s/config.json").read_text())[MARKER_KEY]["layers"] == {name: "dense"}
     assert torch.equal(Checkpoint(source).tensor(f"{name}.weight"), Checkpoint(tmp_path / "s").tensor(f"{name}.weight"))
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 
@@ -543,11 +543,11 @@ def test_load_misses_a_tensor(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
-def test_homeless_tensors_are_copied_and_named(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert summary.homeless == ["model.layers.0.self_attn.q_proj.bias"]
+    assert summary.unexpected == ["model.layers.0.self_attn.q_proj.bias"]
     with pytest.warns(UserWarning, match="no place in LlamaForCausalLM"):
         slidesparse.load(tmp_path / "s")
 
@@ -584,7 +584,7 @@ def test_a_marker_that_names_unknown_layers(tmp_path: Path, key: str) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     config = json.loads((tmp_path / "s/config.json").read_text())
-    config[KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
+    config[MARKER_KEY][key] = ["nonsense"] if key == "ignore" else {"nonsense": "4:6"}
     (tmp_path / "s/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="nonsense"):
         slidesparse.load(tmp_path / "s")
@@ -647,7 +647,7 @@ def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> 
     name = "model.layers.0.self_attn.kv_b_proj"
     assert summary.dense[name] == "latent attention reads its weight without calling it"
     written = Checkpoint(tmp_path / "s").config
-    assert name in written[KEY]["ignore"]
+    assert name in written[MARKER_KEY]["ignore"]
     assert name in written["quantization_config"]["ignore"]
     stored = load_file(tmp_path / "s/model.safetensors")
     assert torch.equal(stored[f"{name}.weight"], load_file(tmp_path / "m/model.safetensors")[f"{name}.weight"])

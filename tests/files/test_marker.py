@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import KEY, Marker, quantisation_dtype, quantization_config
+from slidesparse.files.marker import MARKER_KEY, Marker, quantisation_dtype, quantization_config
 from slidesparse.pattern import Pattern
 
 GOOD = {"version": 1, "pattern": "4:6@50%", "ignore": ["lm_head"], "layers": {"a.b": "8:10", "c": "dense"}}
 
 
 def test_round_trip() -> None:
-    marker = Marker.from_config({KEY: GOOD})
+    marker = Marker.from_config({MARKER_KEY: GOOD})
     assert marker is not None
     assert marker.pattern_of("a.b") == Pattern(8, 10)
     assert marker.pattern_of("anything") == Pattern.parse("4:6@50%")
@@ -40,12 +40,12 @@ def test_no_marker() -> None:
 )
 def test_bad_marker_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        Marker.from_config({KEY: {**GOOD, **change}})
+        Marker.from_config({MARKER_KEY: {**GOOD, **change}})
 
 
 def test_missing_key_is_refused() -> None:
     with pytest.raises(CheckpointError, match="lacks layers"):
-        Marker.from_config({KEY: {k: v for k, v in GOOD.items() if k != "layers"}})
+        Marker.from_config({MARKER_KEY: {k: v for k, v in GOOD.items() if k != "layers"}})
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

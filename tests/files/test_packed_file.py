@@ -18,7 +18,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files import packed_file
 from slidesparse.files.checkpoint import Checkpoint, TensorWriter
-from slidesparse.files.packed_file import FILE_NAME, VERSION, PackedFile, _parts, write_packed
+from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 
@@ -156,20 +156,20 @@ def test_a_copied_folder_loads(tmp_path: Path) -> None:
 def test_the_file_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
     folder = _packed_checkpoint(tmp_path)
     file = folder / FILE_NAME
-    save_file(load_file(file), file, {"slidesparse_packed_version": VERSION, "fingerprint": "0" * 64})
+    save_file(load_file(file), file, {"slidesparse_packed_version": PACKED_VERSION, "fingerprint": "0" * 64})
     with pytest.raises(CheckpointError, match=r"another version of slidesparse; .*slidesparse pack") as error:
         slidesparse.load(folder)
     assert "\n" not in str(error.value)
 
 
 def test_golden_bytes() -> None:
-    """The layout, byte for byte: changing it needs a new VERSION."""
+    """The layout, byte for byte: changing it needs a new PACKED_VERSION."""
     weight = torch.tensor(
         [[5, 0, 7, 1, 0, 2, 0, 3, 1, 2, 3, 4, 5, 6, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0, -2, 0, 0, -3, 4]],
         dtype=torch.int8,
     )
     parts = _parts("x", pack_segments(weight, "6:8"))
-    assert VERSION == "1"
+    assert PACKED_VERSION == "1"
     assert (
         parts["x.values"].view(torch.uint8).numpy().tobytes().hex() == "050007010203"
         "010203040506"

@@ -38,7 +38,7 @@ def test_the_product_alone(dtype: str) -> None:
         assert torch.equal(y, expected)
     else:
         assert _error(y, expected) < 5e-3  # one rounding to bf16 costs 2e-3
-    tried = cublaslt.search(cublaslt.problem_of(M, N, K, dtype, False)).tried
+    tried = cublaslt.search(cublaslt.dense_problem(M, N, K, dtype, False)).tried
     times = [one.median_us for one in tried if one.median_us is not None]
     assert times == sorted(times)
     assert len(times) > 1

@@ -13,7 +13,7 @@ from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.plan import Target
+from slidesparse.models.choose_patterns import Target
 from slidesparse.support import check_pattern
 
 pytestmark = pytest.mark.gpu

@@ -217,7 +217,7 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     from vllm.config import VllmConfig
     from vllm.config.utils import replace
 
-    from slidesparse.integrations.vllm.graph_pass import KEY
+    from slidesparse.integrations.vllm.private import POST_PASS
 
     target = VllmConfig(model_config=configured(checkpoints("6:8")), additional_config=REFERENCE)
     options = {"slidesparse": {"backend": "reference", "fuse": draft_fuses, "host_us": 0}}
@@ -225,10 +225,10 @@ def test_two_models_of_a_process_are_joined_by_their_own_options(checkpoints: An
     draft = replace(target, model_config=other, quant_config=None, additional_config=options)
     assert draft.compilation_config is target.compilation_config  # as vLLM has it for draft models
     models = [loaded_by(target)]
-    rewrite = target.compilation_config.inductor_compile_config[KEY]
+    rewrite = target.compilation_config.inductor_compile_config[POST_PASS]
     alone = rewrite.uuid()
     models.append(loaded_by(draft, prefix="draft_model"))
-    assert target.compilation_config.inductor_compile_config[KEY] is rewrite
+    assert target.compilation_config.inductor_compile_config[POST_PASS] is rewrite
     assert rewrite.uuid() != alone
     assert [(state.options.fuse, state.options.host_us) for state in rewrite.models] == [(True, 75), (draft_fuses, 0)]
     gain, x = torch.rand(256).bfloat16(), torch.randn(5, 256).bfloat16()

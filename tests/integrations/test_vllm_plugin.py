@@ -17,7 +17,7 @@ from vllm_models import REFERENCE, configured, loaded
 import slidesparse as ss
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import KEY, quantization_config
+from slidesparse.files.marker import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.status import Outcome
@@ -49,7 +49,7 @@ def oracle(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.
 
 def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkpoints: Any, tmp_path: Path) -> None:
     marked = checkpoints("6:8")
-    plain = edited(marked, tmp_path / "plain", **{KEY: None})
+    plain = edited(marked, tmp_path / "plain", **{MARKER_KEY: None})
     assert configured(marked).quantization == "slidesparse"
     assert configured(marked, quantization="slidesparse").quantization == "slidesparse"
     assert configured(marked, quantization="compressed-tensors").quantization == "compressed-tensors"
@@ -68,7 +68,7 @@ def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkp
 def test_a_marker_that_cannot_be_read_stops_before_anything_is_loaded(
     checkpoints: Any, tmp_path: Path, marker: dict[str, Any], told: str
 ) -> None:
-    broken = edited(checkpoints("6:8"), tmp_path / "broken", **{KEY: marker})
+    broken = edited(checkpoints("6:8"), tmp_path / "broken", **{MARKER_KEY: marker})
     with pytest.raises(CheckpointError, match=told):
         configured(broken)
 
@@ -192,7 +192,7 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
 
 
 def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path) -> None:
-    plain = edited(checkpoints("4:6"), tmp_path / "plain", **{KEY: None})
+    plain = edited(checkpoints("4:6"), tmp_path / "plain", **{MARKER_KEY: None})
     layer = loaded(configured(plain, quantization="slidesparse"), REFERENCE).model.layers[0]
     assert layer.self_attn.o_proj.slide.pattern == Pattern(4, 6)
 
@@ -212,7 +212,7 @@ def test_who_asks_for_dense_is_not_warned(checkpoints: Any, tmp_path: Path, capl
     path = checkpoints("6:8")
     loaded(configured(path, enforce_eager=True), {"slidesparse": {"backend": "dense"}})
     marker = {"version": 1, "pattern": "dense", "ignore": ["lm_head"], "layers": {}}
-    loaded(configured(edited(path, tmp_path / "dense", **{KEY: marker}), enforce_eager=True), {})
+    loaded(configured(edited(path, tmp_path / "dense", **{MARKER_KEY: marker}), enforce_eager=True), {})
     assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 2
     assert warnings_of_ours(caplog) == []
 
@@ -223,12 +223,12 @@ def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
     layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
     assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
-    assert any("down_proj: dense, 6:8, joined with what stands before it; hopper" in line for line in caplog.messages)
+    assert any("down_proj: dense, 6:8, joined with the operation before it; hopper" in line for line in caplog.messages)
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
     marker = {"version": 1, "pattern": "2:4", "ignore": ["lm_head"], "layers": {}}
-    lying = edited(checkpoints("6:8"), tmp_path / "lying", **{KEY: marker})
+    lying = edited(checkpoints("6:8"), tmp_path / "lying", **{MARKER_KEY: marker})
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.\w+\.\w+ violates 2:4 at row"):
         loaded(configured(lying), REFERENCE)
 
@@ -303,7 +303,7 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
     vllm_config.additional_config = REFERENCE
     marker = {"version": 1, "pattern": "6:8", "ignore": [], "layers": {}} if marked else None
     config = registered()()
-    config.maybe_update_config("", hf_config=type("Config", (), {KEY: marker}))
+    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: marker}))
     weight = torch.rand(64, 32) + 1
     weight *= ss.prune_mask(weight, "6:8")
     name = "model.layers.0.self_attn.kv_b_proj"
@@ -334,7 +334,7 @@ def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(
     vllm_config.additional_config = REFERENCE
     config = registered().from_config(quantization_config(torch.int8, []))
     marker = {"version": 1, "pattern": pattern, "ignore": [], "layers": {}}
-    config.maybe_update_config("", hf_config=type("Config", (), {KEY: marker}))
+    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: marker}))
     layer = linear.RowParallelLinear(
         columns, 24, bias=False, quant_config=config, prefix="o_proj", params_dtype=torch.bfloat16, reduce_results=False
     )

@@ -14,10 +14,10 @@ from matplotlib.image import imread
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
-from slidesparse.records import ALL, CONTROL, COPY, DENSE, LAYERS, QUANTIZE, SQUARE, Case, Record, Tried
+from slidesparse.records import ALL, CONTROL, COPY, DENSE_VARIANT, LAYERS, QUANTIZE, SQUARE, Case, Record, Tried
 from slidesparse.report import plots, write_report
 from slidesparse.report.numbers import Limits, comparisons, limits, points
-from slidesparse.report.tables import Table
+from slidesparse.report.table import Table
 
 DENSE_US = dict(zip(LAYERS, (10.0, 20.0, 40.0, 30.0), strict=True))
 SPARSE_US = {"2:4": (5.0, 10.0, 25.0, 10.0), "6:8": (10.0, 15.0, 35.0, 20.0)}
@@ -29,8 +29,8 @@ def model_records(tokens: int = 64, benchmark: str = "gemm", slower: float = 1.0
     found = []
     for index, layer in enumerate(LAYERS):
         of = case(layer, tokens, benchmark=benchmark)
-        found.append(record(of, DENSE, DENSE_US[layer] * slower, backend="vllm", ideal=1.0, n_bytes=1000))
-        found.append(record(of, DENSE, DENSE_US[layer] * slower + 1, ideal=1.0, n_bytes=1000))
+        found.append(record(of, DENSE_VARIANT, DENSE_US[layer] * slower, backend="vllm", ideal=1.0, n_bytes=1000))
+        found.append(record(of, DENSE_VARIANT, DENSE_US[layer] * slower + 1, ideal=1.0, n_bytes=1000))
         for variant, times in SPARSE_US.items():
             us = times[index] * slower
             found.append(record(of, variant, us, backend="cusparselt", ideal=IDEAL[variant], n_bytes=900))
@@ -40,7 +40,7 @@ def model_records(tokens: int = 64, benchmark: str = "gemm", slower: float = 1.0
 
 def square_records(dtype: str = "fp8") -> list[Record]:
     of = Case("gemm", SQUARE, "", dtype, 512, 512, 512, scaled=False)
-    times = {DENSE: 12.0, "2:4": 8.0, "6:8": 10.0, CONTROL: 16.0}
+    times = {DENSE_VARIANT: 12.0, "2:4": 8.0, "6:8": 10.0, CONTROL: 16.0}
     return [record(of, name, us, ideal=IDEAL.get(name, 1.0), n_bytes=500) for name, us in times.items()]
 
 
@@ -128,7 +128,7 @@ def test_kernels_are_measured_against_our_own_quantisation_and_a_copy(tmp_path: 
 
 def test_fused_kernels_are_measured_against_their_bytes(tmp_path: Path) -> None:
     (row,) = report(kernel_records(), tmp_path)["kernels_fused_int8"]
-    assert (row["behind"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
+    assert (row["after"], row["pattern"], row["K"], row["M"]) == ("silu_mul", "6:8", "2560", "4096")
     assert (float(row["bytes at copy rate us"]), float(row["us"]), float(row["over its bytes"])) == (15.0, 18.0, 1.2)
     without_copy = [r for r in kernel_records() if r.variant != COPY]
     assert "kernels_fused_int8" not in report(without_copy, tmp_path / "other")
@@ -159,7 +159,7 @@ def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> No
 def test_a_long_search_is_counted_and_not_listed(tmp_path: Path) -> None:
     searched = tuple(Tried(f"heuristic {i}", 5.0) for i in range(64))
     records = [
-        replace(r, tried=searched, backend="cublaslt") if (r.variant, r.backend) == (DENSE, "vllm") else r
+        replace(r, tried=searched, backend="cublaslt") if (r.variant, r.backend) == (DENSE_VARIANT, "vllm") else r
         for r in model_records()
     ]
     (row,) = report(records, tmp_path)["baselines"]
@@ -195,7 +195,7 @@ def test_a_layer_that_is_missing_leaves_its_point_out() -> None:
 
 
 def test_variants_stand_in_the_order_of_their_ideal() -> None:
-    times = {"auto 6:8": 9.0, CONTROL: 16.0, "6:8": 10.0, "2:4": 8.0, DENSE: 12.0}
+    times = {"auto 6:8": 9.0, CONTROL: 16.0, "6:8": 10.0, "2:4": 8.0, DENSE_VARIANT: 12.0}
     of = square_records()[0].case
     (point,) = points(comparisons([record(of, v, us, ideal=IDEAL.get(v, 1.0)) for v, us in times.items()]), "gemm")
     assert point.variants == ["2:4", "6:8", CONTROL, "auto 6:8"]
@@ -266,7 +266,7 @@ def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
     for layer, chosen in (("qkv", 10.1), ("o", 11.0)):
         of = case(layer)
         records += [
-            record(of, DENSE, 9.0),
+            record(of, DENSE_VARIANT, 9.0),
             record(of, "6:8", 12.12, backend="cusparselt", ideal=4 / 3),
             record(of, "cusparselt alone 6:8", chosen, backend="cusparselt", ideal=4 / 3),
             record(of, "cusparselt alone 6:8", 10.0, backend="library", ideal=4 / 3),

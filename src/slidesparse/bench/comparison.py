@@ -1,4 +1,4 @@
-"""One comparison: check every variant of a problem, time them side by side, make their records."""
+"""Compare the variants of one problem: check each, time them in turns, and make their records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRONG = "WRONG RESULT"
 
 
 class WrongResult(SlideSparseError):
-    """A kernel computed something else; its time means nothing."""
+    """A kernel computed a wrong result, so its time means nothing."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Subject:
     """A variant that can run.
 
     Attributes:
-        variant: See :class:`slidesparse.records.Record`, as are the next two.
-        backend: Subjects of one variant and backend are alternatives: the fastest becomes the record.
-        algorithm: What it is called among them.
-        run: Called with ``operands``.
-        operands: What is copied to keep the cache cold: tensors, tuples of them, modules.
+        variant: See :class:`slidesparse.records.Record`.
+        backend: The backend. Subjects of one variant and backend are alternatives: the fastest becomes the record.
+        algorithm: The subject's name among the alternatives.
+        run: The call to time; its arguments are ``operands``.
+        operands: Tensors, tuples of them, and modules, which are copied to keep the cache cold.
         n_bytes: Fewest bytes that a call moves.
-        check: The relative error of a result.
+        check: Returns the relative error of a result.
         ideal_speedup: See :class:`slidesparse.records.Record`.
         capture: Try a CUDA graph; False for calls that wait for the device.
-        searched: What the backend tried by itself, the chosen algorithm first; asked when it has run.
+        searched: Returns the algorithms that the backend tried by itself, the chosen one first; called after a run.
     """
 
     variant: str
@@ -77,16 +77,16 @@ class Refusal:
 
 @dataclass
 class Session:
-    """What all comparisons of a run share.
+    """The settings that all comparisons of a run share.
 
     Attributes:
-        stopwatch: What times.
-        machine: What records say about where.
+        stopwatch: Times passes.
+        machine: The machine that goes into the records.
         clocks: Reads clocks and power.
         samples_s: Seconds that the timing of a comparison aims at.
-        patterns: Patterns at a case's shape.
+        patterns: Returns the patterns at a case's shape.
         backends: Names of the backends to measure.
-        device: Where.
+        device: The device to measure.
     """
 
     stopwatch: Stopwatch
@@ -99,13 +99,13 @@ class Session:
 
 
 def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
+    """Return ``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
     wide, exact = result.to(torch.float64), reference.to(torch.float64)
     return float(torch.linalg.vector_norm(wide - exact) / torch.linalg.vector_norm(exact))
 
 
 def ends(tensor: torch.Tensor) -> torch.Tensor:
-    """The first and last :data:`CHECKED_ROWS` rows."""
+    """Return the first and last :data:`CHECKED_ROWS` rows."""
     if tensor.shape[0] <= 2 * CHECKED_ROWS:
         return tensor
     return torch.cat([tensor[:CHECKED_ROWS], tensor[-CHECKED_ROWS:]])
@@ -113,7 +113,7 @@ def ends(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Attempt:
-    """A subject on its way: prepared, then timed, or given up with a reason."""
+    """A subject and its progress: prepared, then timed, or given up with a reason."""
 
     subject: Subject
     error: float | None = None
@@ -129,13 +129,13 @@ class _Attempt:
 def compare(
     session: Session, case: Case, subjects: Sequence[Subject], refusals: Sequence[Refusal] = (), *, host: bool = False
 ) -> list[Record]:
-    """Check, time and record.
+    """Check and time the variants of a problem, and return their records.
 
     Args:
-        session: The run's.
+        session: The run's settings.
         case: The problem.
-        subjects: What can run; the first of them is timed twice.
-        refusals: What cannot.
+        subjects: The variants that can run; the first of them is timed twice.
+        refusals: The variants that cannot.
         host: Measure host time per call too.
 
     Returns:
@@ -163,10 +163,10 @@ def compare(
 
 
 def compare_laps(session: Session, laps: Sequence[Sequence[tuple[Case, Subject]]]) -> list[Record]:
-    """Check, time and record the layers of a model: each variant runs all of them for a while, then the next one.
+    """Check and time the layers of a model: each variant runs all of them for a while, then the next one.
 
     Args:
-        session: The run's.
+        session: The run's settings.
         laps: For each variant its subject for each layer that it can run, of one number of tokens; the first one has
             them all, and is timed twice.
 
@@ -215,8 +215,8 @@ def _prepare(stopwatch: Stopwatch, subject: Subject, rivals: int) -> _Attempt:
         attempt.why_not = "out of memory"
     except SlideSparseError as error:
         attempt.why_not = str(error)
-    except RuntimeError as error:  # how torch and vLLM refuse a shape
-        stopwatch.wait()  # raises when it was more than a refusal: nothing after it would be right
+    except RuntimeError as error:  # torch and vLLM refuse a shape so
+        stopwatch.wait()  # raises when the device failed: no result after that would be right
         attempt.why_not = str(error).partition("\n")[0]
     return attempt
 
@@ -248,5 +248,5 @@ def _record(common: Callable[..., Record], group: Sequence[_Attempt], noise: flo
 
 
 def now() -> str:
-    """UTC, ISO 8601."""
+    """Return the time in UTC, as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")

@@ -1,9 +1,9 @@
-"""Dense products: what a user would run without sparsity, every way that is at hand.
+"""Dense products that a user would run without sparsity, in every way that is available.
 
-All of them are timed in every comparison; the record of a library names its fastest and lists the others. Scales are
-applied inside the kernel where it can, else by one compiled kernel behind it. ``_scaled_mm``, ``_int_mm`` and matmul
-are torch's doors to cuBLASLt, with the first algorithm of its heuristics (and to torch's CUTLASS kernel, for row-wise
-FP8); ``cublaslt`` is the library with the fastest of all that its heuristics name.
+All of them are timed in every comparison; the record of a library names its fastest and lists the others. The kernel
+applies scales where it can, else one compiled kernel after it does. ``_scaled_mm``, ``_int_mm`` and matmul are torch's
+calls of cuBLASLt, with the first algorithm of its heuristics (and of torch's CUTLASS kernel, for row-wise FP8);
+``cublaslt`` is the library with the fastest of all algorithms that its heuristics name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class DenseKernel:
     """A dense product.
 
     Attributes:
-        backend: Whose.
-        algorithm: Which of its ways.
+        backend: The library that it comes from.
+        algorithm: Its name among the library's products.
         run: Multiplies.
         bare_only: It cannot apply scales, so it counts only where none are asked for.
-        searched: (M, N, K) -> what a search of its own tried there, the fastest first; asked when it has run.
+        searched: (M, N, K) -> the algorithms that a search of its own tried, the fastest first; called after a run.
     """
 
     backend: str
@@ -46,7 +46,7 @@ class DenseKernel:
 
 
 def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[DenseKernel]:
-    """The dense products of a type that are at hand here.
+    """Return the dense products of a type that can run here.
 
     Args:
         dtype: Type of both operands.
@@ -77,7 +77,7 @@ def kernels(dtype: torch.dtype, out_dtype: torch.dtype, scaled: bool) -> list[De
 
 
 def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
-    """Its best algorithm; INT8 leaves it as int32 and gets its scales from the compiled kernel."""
+    """Return the product by cuBLASLt's best algorithm; INT8 leaves it as int32, and the compiled kernel scales it."""
     in_kernel = scaled and dtype == "fp8"
 
     def run(x: torch.Tensor, w: torch.Tensor, sx: torch.Tensor | None, sw: torch.Tensor | None) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _cublaslt(dtype: str, out_dtype: torch.dtype, scaled: bool) -> DenseKernel:
         return y
 
     def searched(tokens: int, out: int, columns: int) -> Sequence[Tried]:
-        return cublaslt.search(cublaslt.problem_of(tokens, out, columns, dtype, in_kernel)).tried
+        return cublaslt.search(cublaslt.dense_problem(tokens, out, columns, dtype, in_kernel)).tried
 
     return DenseKernel("cublaslt", "the best of its heuristics", run, searched=searched)
 
@@ -159,7 +159,7 @@ def _vllm(ops: Any, out_dtype: torch.dtype) -> Multiply:
 
 @lru_cache(maxsize=1)
 def vllm_ops() -> Any:
-    """The custom operators of vLLM, or None where vLLM cannot be imported."""
+    """Import the custom operators of vLLM; None where vLLM cannot be imported."""
     try:
         return importlib.import_module("vllm._custom_ops")
     except (ImportError, OSError, RuntimeError):  # a vLLM built for another torch fails in many ways
@@ -167,7 +167,7 @@ def vllm_ops() -> Any:
 
 
 def vllm_quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token quantisation as vLLM does it: x [M, K] -> values [M, K], scale [M, 1]."""
+    """Quantise per token as vLLM does it: x [M, K] -> values [M, K], scale [M, 1]."""
     if dtype == torch.int8:
         values, scale, _ = vllm_ops().scaled_int8_quant(x)
     else:

@@ -1,4 +1,4 @@
-"""Where a record is made: GPU, driver, versions, commit, clocks. Everything is read, nothing is set."""
+"""Read the conditions of a record: GPU, driver, versions, commit, clocks. Nothing is set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slidesparse.commands import info
 from slidesparse.errors import UnsupportedError
 from slidesparse.records import Clocks, Machine
 
-NOTHING = Clocks(None, None, None)
+NO_CLOCKS = Clocks(None, None, None)
 
 
 def require_cuda(command: str = "bench") -> None:
-    """What measures GPUs needs one.
+    """Refuse to measure without a GPU.
 
     Args:
-        command: Who asks.
+        command: The command that needs the GPU.
 
     Raises:
         UnsupportedError: When there is none that torch can use, with its reason.
@@ -35,7 +35,7 @@ def require_cuda(command: str = "bench") -> None:
 
 
 def machine() -> Machine:
-    """This machine, its current CUDA device and its libraries."""
+    """Return this machine: its current CUDA device and its libraries."""
     properties = torch.cuda.get_device_properties()
     libraries = info.collect()["libraries"]
     return Machine(
@@ -55,24 +55,24 @@ def machine() -> Machine:
 
 
 def clocks() -> Clocks:
-    """What the current device reports at this moment."""
+    """Read the current device's SM clock, power draw and temperature."""
     fields = (_query("clocks.sm,power.draw,temperature.gpu") or ",,").split(",")
-    return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NOTHING
+    return Clocks(*(_number(field) for field in fields)) if len(fields) == 3 else NO_CLOCKS
 
 
 def uuids(count: int) -> list[str]:
-    """The first so many CUDA devices, as NVIDIA's tools name them."""
+    """Return the names that NVIDIA's tools have for the first ``count`` CUDA devices."""
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
 
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """The commit of this source tree, ``+`` behind it when files differ; None outside a git checkout.
+    """Return the commit of this source tree, with ``+`` when files differ; None outside a git checkout.
 
-    Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` says which commit it is of.
+    Where only a copy of the tree is measured, ``SLIDESPARSE_COMMIT`` names the commit that was copied.
     """
-    if told := os.environ.get("SLIDESPARSE_COMMIT"):
-        return told
+    if named := os.environ.get("SLIDESPARSE_COMMIT"):
+        return named
     git = ["git", "-C", str(Path(__file__).parent)]
     if _output([*git, "ls-files", "--error-unmatch", __file__]) is None:
         return None  # no checkout, or an installation inside somebody else's

@@ -1,4 +1,4 @@
-"""``bench gemm``: one product, every pattern on every backend against every dense product at hand."""
+"""``bench gemm``: one product, every pattern on every backend against every available dense product."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from slidesparse.gemm import Backend, Operand, Problem, get_backend
 from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import ALONE, DENSE, LIBRARY, Case, Record, Tried
+from slidesparse.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
 
 FINALISTS = 3
-"""Algorithms of a library that its backend's choice is held against."""
+"""Algorithms of a library with which its backend's choice is compared."""
 
 
 @runtime_checkable
 class Searched(Protocol):
-    """A backend that searches among algorithms of its own may say which, for the record; asked after it has run."""
+    """A backend that searches among its own algorithms and can list them, for the record, after it has run."""
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> Sequence[tuple[str, float | None, str | None]]:
-        """(name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
+        """Return (name, microseconds, why not) of every algorithm tried for a problem, the chosen one first."""
         ...
 
 
 @runtime_checkable
 class Ranked(Protocol):
-    """A backend that can run each of its algorithms alone, so that its choice can be held against them."""
+    """A backend that can run each of its algorithms alone, so that its choice can be compared with them."""
 
     def finalists(
         self, problem: Problem, tokens: int, count: int
     ) -> Sequence[tuple[str, Callable[[torch.Tensor, Operand, int], torch.Tensor]]]:
-        """(name, the product alone) of the fastest algorithms of a search at this shape."""
+        """Return (name, the product alone) of the fastest algorithms of a search at this shape."""
         ...
 
 
 @runtime_checkable
 class Bare(Protocol):
-    """A backend may offer its product alone, for cases without scales; else it runs with none."""
+    """A backend that can run its product alone, for cases without scales; others are called without scales."""
 
     def bare(self, x: torch.Tensor, operand: Operand, out_features: int) -> torch.Tensor:
-        """X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
+        """Multiply X [M, K'] -> at least [M, out], in the type in which the product leaves the GEMM."""
         ...
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case, dense first."""
+    """Return the records of one case, dense first."""
     subjects, refusals = dense_subjects(session, case), []
     for name in session.backends:
         for label, variant in variants_of(session, case, get_backend(name)):
@@ -68,7 +68,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def _alone(session: Session, case: Case, name: str) -> list[Subject]:
-    """A backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
+    """Return a backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
     backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device)
     if not (backend.accelerated and isinstance(backend, Bare) and isinstance(backend, Ranked)):
         return []
@@ -96,23 +96,23 @@ def _alone(session: Session, case: Case, name: str) -> list[Subject]:
 
 
 def variants_of(session: Session, case: Case, backend: Backend) -> list[tuple[str, str]]:
-    """(label, variant) of what a backend is measured with.
+    """Return (label, variant) of everything that a backend is measured with.
 
-    ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a one is
-    measured at one pattern and under its own name, so that no table takes it for the fastest; without scales nothing
-    is rounded that dense does not round too, and it counts like the others.
+    ``auto`` never takes a backend that is not accelerated, because it is no faster or rounds twice. Such a backend is
+    measured at one pattern and under its own name, so that no table takes it for the fastest; without scales it rounds
+    nothing that dense does not round too, and it counts like the others.
     """
     if not backend.layout.lifted:
-        return [(DENSE, DENSE)]
+        return [(DENSE_VARIANT, DENSE_VARIANT)]
     if backend.accelerated or not case.scaled:
         return [(variant, variant) for variant in session.patterns(case)]
     return [(f"{backend.name} {HEADLINE}", HEADLINE)]
 
 
 def dense_subjects(session: Session, case: Case) -> list[Subject]:
-    """Every dense product of the case's type."""
-    x = activations(case, DENSE, session.device)
-    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
+    """Return every dense product of the case's type."""
+    x = activations(case, DENSE_VARIANT, session.device)
+    packed = packed_weight(DENSE_VARIANT, case.dtype, case.out_features, case.in_features, session.device)
     out_dtype = float_type(case.dtype)
     values, scale = lifted(x, packed, Layout(lifted=False))
     scale_w = packed.scale
@@ -120,7 +120,7 @@ def dense_subjects(session: Session, case: Case) -> list[Subject]:
         scale, scale_w = torch.ones_like(scale), torch.ones_like(scale_w)
     return [
         Subject(
-            variant=DENSE,
+            variant=DENSE_VARIANT,
             backend=kernel.backend,
             algorithm=kernel.algorithm,
             run=kernel.run,
@@ -159,7 +159,7 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
 
 
 def searched(name: str, problem: Problem, tokens: int) -> Sequence[Tried]:
-    """What a backend's own search tried, if it tells."""
+    """Return the algorithms that a backend's own search tried, if it tells."""
     backend = get_backend(name)
     return (
         [Tried(*found) for found in backend.algorithms_tried(problem, tokens)] if isinstance(backend, Searched) else []
@@ -188,7 +188,7 @@ def _bare(
 
 
 def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callable[[torch.Tensor], float]:
-    """A check of products: the relative error of their first and last rows."""
+    """Return a check of products: the relative error of their first and last rows."""
     reference: list[torch.Tensor] = []
 
     def check(y: torch.Tensor) -> float:
@@ -200,6 +200,6 @@ def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callab
 
 
 def product_bytes(case: Case, packed: PackedWeight, x: torch.Tensor, out_dtype: torch.dtype) -> int:
-    """Activations as they are read, the packed weight, its scales and those of the tokens, the output."""
+    """Return the bytes of a product: activations as read, packed weight, scales of rows and tokens, output."""
     scales = 4 * (case.tokens + case.out_features) if packed.dtype in QUANTISED and case.scaled else 0
     return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * out_dtype.itemsize

@@ -1,6 +1,7 @@
-"""``bench kernels``: quantise and lift, alone and behind what can be fused with it, against quantise only and a copy.
+"""``bench kernels``: quantise and lift, alone and after each fused prologue, against quantise only and a copy.
 
-The paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation, nothing lifted.
+This is the paper's table of fused-kernel latencies, with a true quantise-only baseline: the same quantisation without
+lifting.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import parse_dtype, quantize_rows
-from slidesparse.records import CONTROL, COPY, DENSE, QUANTIZE, Case, Record
+from slidesparse.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, Case, Record
 from slidesparse.slide import gather
 
 MULTIPLE = 32
@@ -32,8 +33,8 @@ EPS = 1e-6
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case: copy, quantise, and quantise + lift for every pattern."""
-    x, dtype = activations(case, DENSE, session.device), parse_dtype(case.dtype)
+    """Return the records of one case: copy, quantise, and quantise + lift for every pattern."""
+    x, dtype = activations(case, DENSE_VARIANT, session.device), parse_dtype(case.dtype)
     columns = torch.arange(case.in_features, device=session.device)
     moved = x.nbytes + x.numel() + 4 * case.tokens
     subjects = [
@@ -63,7 +64,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def _fused_subjects(session: Session, case: Case, x: torch.Tensor) -> list[Subject]:
-    """Quantise and lift behind each of what it can be fused with, at one pattern."""
+    """Return quantise-and-lift after each prologue that it can be fused with, at one pattern."""
     packed, dtype = any_weight(Pattern.parse(HEADLINE), case.in_features, session.device), parse_dtype(case.dtype)
     lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE).numbers
     more = partial(gaussian, dtype=x.dtype, device=session.device)
@@ -114,7 +115,7 @@ def _fused_error(
 
 
 def any_weight(pattern: Pattern, columns: int, device: torch.device) -> PackedWeight:
-    """A weight of this pattern and width; all uniform ones have one column order, partial ones scatter their groups."""
+    """Return a weight of this pattern and width; uniform ones have one column order, partial ones spread groups."""
     total = pattern.groups(columns)
     spread = torch.arange(pattern.following(total), device=device) * total // max(1, pattern.following(total))
     zeros = torch.zeros(1, columns, dtype=torch.int8, device=device)

@@ -1,4 +1,4 @@
-"""``bench linear``: a whole SlideLinear against a whole dense quantised linear, which is what users feel.
+"""``bench linear``: a whole SlideLinear against a whole dense quantised linear, the difference that users notice.
 
 Both take bf16 (fp16) activations and give bf16 (fp16) outputs: quantise, multiply, apply scales. Host time per call is
 measured too.
@@ -22,17 +22,17 @@ from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
-from slidesparse.records import CONTROL, DENSE, Case, Record
+from slidesparse.records import CONTROL, DENSE_VARIANT, Case, Record
 
 AUTO = "auto"
-"""With its dense fallback a promise of its own, never slower than dense: measured under its own name."""
+"""The backend choice ``auto``. With its dense fallback it should never be slower than dense, so it is measured too."""
 
 AUTO_PATTERNS = ("2:4", HEADLINE)
-"""Those at which it is: one that often wins, and one that seldom does."""
+"""Patterns at which ``auto`` is measured: one at which sparse often wins, and one at which it seldom does."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case, dense first."""
+    """Return the records of one case, dense first."""
     subjects, refusals = _dense_subjects(session, case), []
     wanted = [
         (label, variant, name)
@@ -50,7 +50,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 
 def layer_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject:
-    """A whole SlideLinear on a backend (or ``auto``).
+    """Return a whole SlideLinear on a backend (or ``auto``), ready to be timed.
 
     Raises:
         UnsupportedError: The backend cannot run it.
@@ -78,13 +78,13 @@ def _call(layer: SlideLinear, x: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_subjects(session: Session, case: Case) -> list[Subject]:
-    packed = packed_weight(DENSE, case.dtype, case.out_features, case.in_features, session.device)
-    x = activations(case, DENSE, session.device)
+    packed = packed_weight(DENSE_VARIANT, case.dtype, case.out_features, case.in_features, session.device)
+    x = activations(case, DENSE_VARIANT, session.device)
     columns = torch.arange(case.in_features, device=session.device)
     quantisers = ["ours"] + (["vllm"] if vllm_ops() is not None else [])
     return [
         Subject(
-            variant=DENSE,
+            variant=DENSE_VARIANT,
             backend=kernel.backend,
             algorithm=f"{quantiser} quantisation + {kernel.algorithm}"
             if packed.dtype in QUANTISED
@@ -120,6 +120,6 @@ def _dense_linear(
 
 
 def _bytes(case: Case, packed: PackedWeight, x: torch.Tensor) -> int:
-    """Float activations once, the packed weight and its scales, the output; what passes between kernels is extra."""
+    """Return the bytes of float activations, packed weight, scales and output, without what passes between kernels."""
     scales = 4 * case.out_features if packed.dtype in QUANTISED else 0
     return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * x.itemsize

@@ -1,4 +1,4 @@
-"""Weights and activations of a benchmark, and what their product should be.
+"""Make the weights and activations of a benchmark, and the products that are expected of them.
 
 Making the packed forms of a weight takes longer than timing them, so the last few are kept: the cases of one weight
 follow one another.
@@ -12,7 +12,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.bench.comparison import ends
-from slidesparse.bench.problems import resolve
+from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Layout
@@ -20,26 +20,26 @@ from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
-from slidesparse.records import DENSE, Case
+from slidesparse.records import DENSE_VARIANT, Case
 
 KEPT = 32
 """Packed weights and operands kept: those of one linear in every pattern, for three backends."""
 
 
 def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Normally distributed numbers, the same on every call."""
+    """Draw normally distributed numbers, the same on every call."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
 
 def float_type(dtype: str) -> torch.dtype:
-    """The type of activations and outputs: fp16 for fp16, bf16 for all others, as models run."""
+    """Return the type of activations and outputs: fp16 for fp16, bf16 for all others, as models run."""
     return DTYPES["fp16" if dtype == "fp16" else "bf16"]
 
 
 def activations(case: Case, variant: str, device: torch.device) -> torch.Tensor:
-    """[M, K] (2K for the control), standard normal."""
-    _, columns = resolve(variant, case.in_features)
+    """Return standard normal activations [M, K] (2K for the control)."""
+    _, columns = pattern_and_columns(variant, case.in_features)
     return _activations(case.tokens, columns, float_type(case.dtype), device)
 
 
@@ -49,35 +49,35 @@ def _activations(tokens: int, columns: int, dtype: torch.dtype, device: torch.de
 
 
 def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> torch.Tensor:
-    """A float weight [out, K] (2K for the control) of standard deviation K**-0.5, pruned to the variant's pattern."""
-    pattern, columns = resolve(variant, columns)
+    """Return a float weight [out, K] (2K for the control) of deviation K**-0.5, pruned to the variant's pattern."""
+    pattern, columns = pattern_and_columns(variant, columns)
     weight = gaussian(out, columns, dtype=float_type(dtype), device=device, seed=1) * columns**-0.5
-    return weight if variant == DENSE else torch.where(prune_mask(weight, pattern), weight, 0)
+    return weight if variant == DENSE_VARIANT else torch.where(prune_mask(weight, pattern), weight, 0)
 
 
 @lru_cache(maxsize=KEPT)
 def packed_weight(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> PackedWeight:
-    """:func:`weight_of` quantised and packed."""
-    pattern, _ = resolve(variant, columns)
+    """Return :func:`weight_of` quantised and packed."""
+    pattern, _ = pattern_and_columns(variant, columns)
     return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype))
 
 
 @lru_cache(maxsize=KEPT)
 def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
-    """A backend's form of :func:`packed_weight`."""
+    """Return a backend's form of :func:`packed_weight`."""
     return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device))
 
 
 def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
-    """The case as backends know it."""
-    pattern, columns = resolve(variant, case.in_features)
+    """Return the case as a problem of backends."""
+    pattern, columns = pattern_and_columns(variant, case.in_features)
     return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device)
 
 
 def lifted(
     x: torch.Tensor, packed: PackedWeight, layout: Layout, backend: str = "reference"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Activations [M, K] as a backend of this layout wants them, with their scale [M, 1] if they are quantised."""
+    """Return activations [M, K] in a backend's layout, with their scale [M, 1] if they are quantised."""
     columns, column_map = layout.order(packed), layout.column_map(packed)
     order = {} if columns is None else {"pairs": columns.pairs, "order": columns.numbers}
     if packed.dtype not in QUANTISED:
@@ -87,7 +87,7 @@ def lifted(
 
 
 def expected(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> torch.Tensor:
-    """The first and last rows of the product, float32, from the unpacked weight: no lifting, no fast kernel."""
+    """Return the product's first and last rows, float32, from the unpacked weight: no lifting, no fast kernel."""
     rows, scale = ends(x), None
     if packed.dtype in QUANTISED:
         rows, scale = quantize_rows(rows, packed.dtype)

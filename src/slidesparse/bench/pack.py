@@ -1,4 +1,4 @@
-"""``bench pack``: what loading a weight costs: check and pack it, then a backend's own reordering."""
+"""``bench pack``: the time to load a weight: check and pack it, then reorder it for a backend."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slidesparse.records import CONTROL, Case, Record
 from slidesparse.support import as_bits
 
 CHECK_TOKENS = 64
-"""Activations with which a prepared operand is checked."""
+"""Rows of activations with which a prepared operand is checked."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:
-    """The records of one case: ``pack PATTERN`` and, for each backend, ``prepare PATTERN``."""
+    """Return the records of one case: ``pack PATTERN`` and, for each backend, ``prepare PATTERN``."""
     subjects, refusals = [], []
     for variant in session.patterns(case):
         if variant == CONTROL:

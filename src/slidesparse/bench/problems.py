@@ -1,4 +1,4 @@
-"""What is measured: shapes, patterns, token counts, and the two profiles."""
+"""The problems of the benchmarks: shapes, patterns, token counts, and the two profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import product
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.records import CONTROL, DENSE, DTYPES, LAYERS, SQUARE, Case
+from slidesparse.quant import QUANT_NAMES
+from slidesparse.records import CONTROL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, SQUARE, Case
 
 BENCHMARKS = ("pack", "kernels", "linear", "gemm")
 """In the order in which ``all`` runs them: the cheap ones first."""
@@ -23,9 +24,8 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 """(out, in) of each of :data:`LAYERS`."""
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "10:12", "12:14", "14:16", CONTROL)
-QUANTISED = ("int8", "fp8")
 HEADLINE = "6:8"
-"""The paper's main pattern; what is measured at one pattern only is measured at this one."""
+"""The paper's main pattern; benchmarks of one pattern only take this one."""
 
 KERNEL_COLUMNS = 2560
 """K of the paper's table of kernel latencies."""
@@ -33,20 +33,20 @@ KERNEL_COLUMNS = 2560
 
 @dataclass(frozen=True)
 class Profile:
-    """What a run covers.
+    """The problems that a run covers.
 
     Attributes:
         models: Names out of :data:`MODELS`.
-        dtypes: Names out of :data:`slidesparse.records.DTYPES`.
+        dtypes: Names out of :data:`slidesparse.records.DTYPE_NAMES`.
         model_patterns: Patterns at model shapes.
         square_patterns: Patterns at square shapes.
-        pack_models: Those of ``models`` whose weights are packed; all where none is among them.
+        pack_models: Those of ``models`` whose weights are packed; all of ``models`` where none of these is among them.
         tokens: M at model shapes.
         squares: M = N = K.
         kernel_columns: K of the kernel benchmark.
         budget_s: Seconds that a run may take unless the user says otherwise.
         samples_s: Seconds of GPU time that one comparison aims at.
-        backends: Ours to be measured; empty for all but the reference, which defines results, not speed.
+        backends: Our backends to be measured; empty for all but the reference, which defines results, not speed.
     """
 
     models: tuple[str, ...]
@@ -77,7 +77,7 @@ PROFILES = {
     ),
     "full": Profile(
         models=tuple(MODELS),
-        dtypes=DTYPES,
+        dtypes=DTYPE_NAMES,
         model_patterns=PATTERNS,
         square_patterns=PATTERNS,
         pack_models=tuple(MODELS),
@@ -90,8 +90,8 @@ PROFILES = {
 }
 
 
-def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
-    """The packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
+def pattern_and_columns(variant: str, columns: int) -> tuple[Pattern, int]:
+    """Return the packed pattern and the columns of a sparse variant of a weight with ``columns`` columns.
 
     A slid dense weight is a weight of twice the columns that keeps two in every window of four.
     """
@@ -99,14 +99,14 @@ def resolve(variant: str, columns: int) -> tuple[Pattern, int]:
 
 
 def ideal_speedup(variant: str) -> float | None:
-    """Over dense where 2:4 runs at twice the dense rate; 1 for dense itself and for the control."""
-    if variant in (DENSE, CONTROL):
+    """Return the speed-up over dense where 2:4 runs at twice the dense rate; 1 for dense and for the control."""
+    if variant in (DENSE_VARIANT, CONTROL):
         return 1.0
     return float(Pattern.parse(variant).ideal_speedup)
 
 
 def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names that a user picked, each once, or the profile's own.
+    """Return the names that a user picked, each once, or the profile's own.
 
     Raises:
         InputError: An unknown name.
@@ -119,9 +119,9 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
 
 
 def cases(benchmark: str, profile: Profile) -> list[Case]:
-    """The problems of one benchmark, most telling first, so that a spent budget drops the least.
+    """Return the cases of one benchmark, the most important first, so that a spent budget drops the least.
 
-    All M of one weight stand together, because making its packed forms takes longer than timing them.
+    All M of one weight follow one another, because making its packed forms takes longer than timing them.
 
     Raises:
         InputError: An unknown benchmark.
@@ -132,7 +132,7 @@ def cases(benchmark: str, profile: Profile) -> list[Case]:
         packed = replace(profile, models=few or profile.models)
         return [Case(benchmark, *named, dtype, 0, *shape) for dtype, named, shape in _linears(packed)]
     if benchmark == "kernels":
-        quantised = [dtype for dtype in profile.dtypes if dtype in QUANTISED]
+        quantised = [dtype for dtype in profile.dtypes if dtype in QUANT_NAMES]
         shapes = product(quantised, profile.kernel_columns, largest_first)
         return [Case(benchmark, "", "", dtype, tokens, 0, columns) for dtype, columns, tokens in shapes]
     if benchmark == "linear":
@@ -151,7 +151,7 @@ def _with_tokens(benchmark: str, profile: Profile, tokens: Sequence[int]) -> lis
 
 
 def _linears(profile: Profile) -> Iterator[tuple[str, tuple[str, str], tuple[int, int]]]:
-    """(dtype, (model, layer), (out, in)) of every linear."""
+    """Yield (dtype, (model, layer), (out, in)) of every linear."""
     for dtype, model in product(profile.dtypes, profile.models):
         for layer, shape in zip(LAYERS, MODELS[model], strict=True):
             yield dtype, (model, layer), shape

@@ -18,7 +18,7 @@ from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.records import ALL, DTYPES, SQUARE, Case, Record, open_records
+from slidesparse.records import ALL, DTYPE_NAMES, SQUARE, Case, Record, open_records
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,
@@ -28,26 +28,26 @@ MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
 }
 
 SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40}
-"""Of the budget when several run; what one leaves over goes to the next."""
+"""Each benchmark's share of the budget when several run; time that one leaves over goes to the next."""
 
 LEFT_OUT = "left out: the budget was spent"
 
 FIRST_GUESS_S = 3.0
 LOOK_BACK = 6
-"""The next case is expected to take as long as the longest of so many before it."""
+"""The next case is expected to take as long as the longest of this many cases before it."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
-        path: Where the records are.
-        seconds: How long it took.
-        records: How many records have a time.
-        refused: Distinct reasons of those that have none, with how many there are.
-        left_out: Problems that the budget did not reach.
-        wrong: Results that were wrong; they were not timed.
+        path: The records file.
+        seconds: How long the run took.
+        records: The number of records that have a time.
+        refused: Reason -> the number of records that have no time for it.
+        left_out: Problems for which the budget did not suffice.
+        wrong: Variants whose results were wrong; they were not timed.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Summary:
     wrong: tuple[str, ...]
 
     def describe(self) -> str:
-        """For a terminal, without a final newline."""
+        """Return the summary as text, without a final newline."""
         lines = [f"{self.records} records in {self.seconds:.0f} s: {self.path}"]
         lines += [f"no time for {count}: {reason}" for reason, count in self.refused.items()]
         lines += [f"left out, the budget was spent: {case}" for case in self.left_out]
@@ -75,7 +75,7 @@ class Budget:
     recent: list[float] = field(default_factory=lambda: [FIRST_GUESS_S])
 
     def fits(self) -> bool:
-        """True when the next case should end before the deadline."""
+        """Return whether the next case should end before the deadline."""
         return self.clock() + max(self.recent[-LOOK_BACK:]) <= self.deadline
 
     def spent(self, seconds: float) -> None:
@@ -93,7 +93,7 @@ def adapt(
     tokens: Sequence[int] | None = None,
     backends: Sequence[str] | None = None,
 ) -> Profile:
-    """A profile with a user's choices; patterns and tokens are those of model shapes.
+    """Return a profile with a user's choices; patterns and tokens are those of model shapes.
 
     Raises:
         InputError: An unknown name, a pattern that is none or slides nothing, a number of tokens below 1, or a budget
@@ -108,7 +108,7 @@ def adapt(
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
-        dtypes=problems.select(dtypes, DTYPES, profile.dtypes, "dtype"),
+        dtypes=problems.select(dtypes, DTYPE_NAMES, profile.dtypes, "dtype"),
         models=problems.select(models, problems.MODELS, profile.models, "model"),
         model_patterns=chosen or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
@@ -118,7 +118,7 @@ def adapt(
 
 
 def cuda_session(profile: Profile) -> Session:
-    """A session on the current CUDA device.
+    """Return a session on the current CUDA device.
 
     Args:
         profile: Its patterns, its backends, and the time that a comparison takes.
@@ -180,7 +180,7 @@ def run(
 def _measure_all(
     names: Sequence[str], profile: Profile, session: Session, start: float, clock: Callable[[], float]
 ) -> Iterator[list[Record]]:
-    """The records of each case in turn; for one that does not fit, a record that says so."""
+    """Yield the records of each case in turn; a case that does not fit gets a record that says so."""
     whole, share = sum(SHARES[name] for name in names), 0.0
     for name in sorted(names, key=problems.BENCHMARKS.index):
         share += SHARES[name]
@@ -210,8 +210,8 @@ def _measure(name: str, session: Session, case: Case) -> list[Record]:
 
 
 def _left_out(session: Session, case: Case, why: str) -> Record:
-    nothing = environment.NOTHING
-    return Record(case, session.machine, now(), nothing, nothing, ALL, "", why_not=why)
+    unread = environment.NO_CLOCKS
+    return Record(case, session.machine, now(), unread, unread, ALL, "", why_not=why)
 
 
 def _summary(records: Sequence[Record], path: Path, seconds: float) -> Summary:

@@ -35,7 +35,7 @@ from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write
 from slidesparse.errors import UnsupportedError
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, Machine, open_records
+from slidesparse.records import DENSE_VARIANT, Machine, open_records
 from slidesparse.served_records import (
     ARRIVALS,
     STOCK,
@@ -118,7 +118,7 @@ class _Run:
 
     def saturation(self, key: EngineKey) -> float | None:
         """Requests a second that stock took of the mixed load."""
-        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE, backend="", graphs=None)
+        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
         taken = [r.seconds for r in self.found if r.key == stock and r.workload == MIXED and r.why_not is None]
         return MIXED.requests / statistics.median(taken[-1]) if taken else None
 

@@ -14,7 +14,7 @@ from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import Pattern
-from slidesparse.records import DENSE
+from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
 
 DTYPES = ("int8", "fp8", "bf16")
@@ -57,7 +57,7 @@ class ServeProfile:
         def key(engine: str, pattern: str, backend: str, graphs: int | None) -> EngineKey:
             return EngineKey(model, dtype, layers, self.gpus, engine, pattern, backend, graphs)
 
-        keys = [key(STOCK, DENSE, "", None)]
+        keys = [key(STOCK, DENSE_VARIANT, "", None)]
         if dtype != "bf16":  # in which nothing is joined
             densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
             keys.append(key(CONTROL, densest, "dense", self.graphs))
@@ -65,9 +65,9 @@ class ServeProfile:
             for pattern in self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
-        keys.append(key(AGAIN, DENSE, "", None))
+        keys.append(key(AGAIN, DENSE_VARIANT, "", None))
         if self.graphs is not None:
-            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE, "", self.graphs))
+            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE_VARIANT, "", self.graphs))
         return [found for found in keys if self.engines is None or found.engine in self.engines]
 
 

@@ -12,52 +12,52 @@ from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
 from slidesparse.gemm.speed import LayerSpeed, times_key
 from slidesparse.pattern import Pattern
-from slidesparse.records import DENSE, Case, Machine, Record
+from slidesparse.records import DENSE_VARIANT, Case, Machine, Record
 
 Sizes = tuple[str, int, int]
 
 
 def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) -> list[Record]:
-    """The times of some layers of a model, as the model would run them: one variant at a time, layer after layer.
+    """Time some layers of a model as the model would run them: one variant at a time, layer after layer.
 
     Our dense layers, and every backend at the session's patterns. Dense and packed layers so have the clocks that each
     of them gets under the GPU's power limit (:func:`slidesparse.bench.timing.time_laps`).
 
     Args:
-        session: The run's.
+        session: The run's settings.
         cases: The linears of a model, of one type and one number of tokens.
-        backends: Names.
+        backends: Names of the backends.
     """
     patterns = session.patterns(cases[0])
-    wanted = [(DENSE, DENSE), *((pattern, name) for pattern in patterns for name in backends)]
+    wanted = [(DENSE_VARIANT, DENSE_VARIANT), *((pattern, name) for pattern in patterns for name in backends)]
     laps = [_lap(session, cases, pattern, name) for pattern, name in wanted]
     return compare_laps(session, [lap for lap in laps if lap])
 
 
 def _lap(session: Session, cases: Sequence[Case], pattern: str, backend: str) -> list[tuple[Case, Subject]]:
-    """The layers that a backend can run; all of them where they are dense.
+    """Return the layers that a backend can run; all of them where they are dense.
 
     Raises:
         UnsupportedError: One of them cannot run dense.
     """
     subjects = []
     for case in cases:
-        # Without a time, which is all that a table says of it.
-        with nullcontext() if pattern == DENSE else suppress(UnsupportedError):
+        # A layer that cannot run gets no time in the table.
+        with nullcontext() if pattern == DENSE_VARIANT else suppress(UnsupportedError):
             subjects.append((case, layer_subject(session, case, pattern, pattern, backend)))
     return subjects
 
 
 def accelerated() -> tuple[str, ...]:
-    """The backends that ``auto`` may take beside the dense one."""
+    """Return the backends that ``auto`` may take besides the dense one."""
     return tuple(name for name in BACKENDS if get_backend(name).accelerated)
 
 
 def libraries() -> dict[str, str]:
-    """The backends that ``auto`` may take here, with their libraries."""
+    """Return the backends that ``auto`` may take here, with their libraries."""
     found = {}
     for name in BACKENDS:
-        if name == DENSE or name in accelerated():
+        if name == DENSE_VARIANT or name in accelerated():
             try:
                 found[name] = get_backend(name).library()
             except UnsupportedError:
@@ -66,18 +66,18 @@ def libraries() -> dict[str, str]:
 
 
 def libraries_of(machine: Machine) -> dict[str, str]:
-    """What :func:`libraries` said where records were made, as far as they tell."""
+    """Return what :func:`libraries` gave where records were made, as far as the records tell."""
     dense = release("torch", machine.torch)
     if machine.vllm is not None:
         dense = f"{release('vLLM', machine.vllm)}, {dense}"
-    found = {DENSE: dense}
+    found = {DENSE_VARIANT: dense}
     if machine.cusparselt is not None:
         found["cusparselt"] = release("cuSPARSELt", machine.cusparselt)
     return found
 
 
 def layer_speeds(records: Iterable[Record]) -> list[LayerSpeed]:
-    """What records of ``bench linear`` say of our own layers, the latest comparison of each problem counting.
+    """Return the times of our own layers in records of ``bench linear``, of each problem the latest.
 
     Raises:
         InputError: There are none.
@@ -107,11 +107,11 @@ def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]]) -> LayerSpeed:
 
 
 def _key(record: Record) -> str | None:
-    """What a record's time is filed under; None when it is none of our layers that ``auto`` may take."""
+    """Return the table's key for a record's time; None when it is none of our layers that ``auto`` may take."""
     if record.backend not in BACKENDS:
         return None
-    if record.backend == DENSE:
-        return DENSE if record.variant == DENSE else None
+    if record.backend == DENSE_VARIANT:
+        return DENSE_VARIANT if record.variant == DENSE_VARIANT else None
     if not get_backend(record.backend).accelerated or not _is_pattern(record.variant):
         return None
     return times_key(record.backend, record.variant)
@@ -129,7 +129,7 @@ def _median_us(record: Record) -> float | None:
 
 
 def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
-    """Rows for people: layer, type, and for each pattern and backend its times over dense."""
+    """Return rows of text: layer, type, and for each pattern and backend its times over dense."""
     return [
         (
             f"{layer.out}x{layer.columns}",
@@ -137,10 +137,10 @@ def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
             name,
             "  ".join(
                 f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
-                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE, times), strict=True)
+                for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE_VARIANT, times), strict=True)
             ),
         )
         for layer in layers
         for name, times in layer.us.items()
-        if name != DENSE
+        if name != DENSE_VARIANT
     ]

@@ -8,11 +8,11 @@
 4. The first variant takes part twice. The difference of its two medians is the noise: smaller differences mean nothing.
 5. Median, 20th and 80th percentile. Clocks and power are read and never set.
 
-Variants that take turns pass by pass share a clock, which under a power limit the hungriest of them sets. What a model
-gains is another question, since it runs one variant all the time: for that there are *laps* (:func:`time_laps`), a pass
-of each of a model's layers, repeated for a while before the next variant has its turn.
+Variants that take turns pass by pass share one clock rate, which under a power limit is set by the variant that draws
+most power. A model runs one variant all the time, so its gain is measured with *laps* (:func:`time_laps`): a pass of
+each of a model's layers, repeated for a while before the next variant has its turn.
 
-Data are Gaussian: zeros and constants draw less power, so the clocks rise and every number flatters.
+Data are Gaussian: zeros and constants draw less power, so the clocks rise and all times come out too short.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from slidesparse.gemm.autotune import cold_copies, l2_bytes
 from slidesparse.records import Timing
 
 MAX_COPIES = 512
-"""Bounds the capture of tiny problems; those of less than 3 L2 caches / 512 stay warm, for all variants alike."""
+"""Most copies of the operands. Problems of less than 3 L2 caches / 512 stay warm, for all variants alike."""
 
 MIN_ROUNDS, MAX_ROUNDS = 9, 200
 HOST_CALLS = 30
 
 STRETCH_S, STRETCHES = 0.3, 3
-"""How long a variant runs laps before the next one does, and how often that comes round."""
+"""Seconds that a variant runs laps before the next one does, and the number of such stretches of each variant."""
 
 Reading = Callable[[], float]
 """Waits for a pass that was queued; gives microseconds per call."""
@@ -52,25 +52,25 @@ class Pass(Protocol):
 
     @property
     def copies(self) -> int:
-        """How many calls it makes."""
+        """Number of calls that the pass makes."""
         ...
 
     def launch(self) -> Reading:
-        """Queue one pass; does not wait."""
+        """Queue one pass, without waiting for it."""
         ...
 
 
 class Stopwatch(Protocol):
-    """What times: a GPU's events, or a clock of a test's own."""
+    """Times passes: with a GPU's events, or in a test with a clock of its own."""
 
     l2_bytes: int
 
     def free_bytes(self) -> int:
-        """Memory that operand copies may take."""
+        """Return the bytes of memory that operand copies may take."""
         ...
 
     def begin(self) -> None:
-        """A comparison begins; passes of earlier ones are gone."""
+        """Start a comparison; passes of earlier ones are no longer used."""
         ...
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class Stopwatch(Protocol):
         ...
 
     def host_us(self, call: Callable[[], Any]) -> float:
-        """Host time of one eager call."""
+        """Return the host time of one eager call, in microseconds."""
         ...
 
 
@@ -92,12 +92,12 @@ def copies_needed(n_bytes: int, l2_bytes: int, memory_bytes: int) -> int:
 
 
 def copies_of(operands: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
-    """``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
+    """Return ``operands`` and ``count - 1`` deep copies of them (tensors, tuples, modules)."""
     return [operands] + [copy.deepcopy(operands) for _ in range(count - 1)]
 
 
 def rounds_for(pass_us: Sequence[float], target_s: float) -> int:
-    """Rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
+    """Return the rounds that take about ``target_s`` seconds when a round takes the sum of ``pass_us``."""
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(target_s * 1e6 / max(1e-3, sum(pass_us)))))
 
 
@@ -173,26 +173,26 @@ def time_laps(
 
 
 def _stretch(lap: Sequence[Pass], times: int, when_queued: Callable[[], None] = lambda: None) -> list[list[float]]:
-    """Queue a lap so many times; the times of its passes, lap by lap."""
+    """Queue a lap ``times`` times; return the times of its passes, lap by lap."""
     pending = [[one.launch() for one in lap] for _ in range(times)]
     when_queued()
     return [[read() for read in readings] for readings in pending]
 
 
 def summarize(samples: Sequence[float], made_by: Pass, host_us: float | None = None) -> Timing:
-    """Median and percentiles of at least two samples in microseconds."""
+    """Return median and percentiles of at least two samples in microseconds."""
     p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
     return Timing(statistics.median(samples), p20, p80, len(samples), made_by.copies, made_by.method, host_us)
 
 
 def noise_of(first: Sequence[float], again: Sequence[float]) -> float:
-    """Relative difference of the medians of the same variant timed twice."""
+    """Return the relative difference of the medians of the same variant timed twice."""
     one, two = statistics.median(first), statistics.median(again)
     return abs(one - two) / max(one, two)
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result: itself, or those of a tuple."""
+    """Return the tensors of a result: itself, or those of a tuple."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [t for item in result for t in tensors_in(item)] if isinstance(result, tuple | list) else []
@@ -236,7 +236,7 @@ class CudaStopwatch:
         self._pool: Any = None
 
     def free_bytes(self) -> int:
-        """Half of what is free: outputs and workspaces need room too."""
+        """Return half of the free bytes: outputs and workspaces need memory too."""
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return (torch.cuda.mem_get_info()[0] + cached) // 2
 
@@ -279,7 +279,7 @@ class CudaStopwatch:
         return _CudaPass("events", calls, eager)
 
     def host_us(self, call: Callable[[], Any]) -> float:
-        """Mean over calls that are queued without waiting."""
+        """Return the mean over calls that are queued without waiting, in microseconds."""
         call()
         self.wait()
         start = time.perf_counter()

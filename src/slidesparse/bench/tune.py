@@ -1,4 +1,4 @@
-"""``slidesparse tune``: what a GPU must be asked once: its fastest algorithms, and which backend is fastest when."""
+"""``slidesparse tune``: measure once for each GPU its fastest algorithms, and which backend is fastest when."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.quant import parse_dtype
-from slidesparse.records import DTYPES, LAYERS, Case, read_records
+from slidesparse.quant import QUANT_NAMES, parse_dtype
+from slidesparse.records import DTYPE_NAMES, LAYERS, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
-QUANTISED = ("int8", "fp8")
 SEARCHED = "cusparselt"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to tune.
+class TuneJob:
+    """The shapes, types and backends to tune.
 
     Attributes:
         models: Names out of ``bench.problems.MODELS``.
         patterns: Patterns, uniform or partial.
-        dtypes: Names out of ``records.DTYPES``.
+        dtypes: Names out of ``records.DTYPE_NAMES``.
         tokens: M's, ascending.
-        backends: Names; those of cuSPARSELt are what the search for algorithms is for.
+        backends: Names; the search for algorithms is made only if cuSPARSELt is among them.
     """
 
     models: tuple[str, ...]
@@ -45,7 +44,7 @@ class Plan:
     backends: tuple[str, ...]
 
     def laps(self) -> list[list[list[Case]]]:
-        """For every model and type, for every M: the linears, those of one size once."""
+        """Return, for every model and type and for every M, the linears; those of one size once."""
         sizes = {
             model: {size: layer for layer, size in zip(LAYERS, MODELS[model], strict=True)} for model in self.models
         }
@@ -59,7 +58,7 @@ class Plan:
         ]
 
     def packed_shapes(self) -> list[tuple[int, int]]:
-        """(out, K') of the 2:4 segments of all weights, each once."""
+        """Return (out, K') of the 2:4 segments of all weights, each once."""
         sizes = {size for model in self.models for size in MODELS[model]}
         patterns = [Pattern.parse(text) for text in self.patterns]
         return sorted(
@@ -67,14 +66,14 @@ class Plan:
         )
 
 
-def plan(
+def make_job(
     models: Sequence[str] | None,
     patterns: Sequence[str] | None,
     dtypes: Sequence[str] | None,
     tokens: Sequence[int],
     backends: Sequence[str] | None = None,
-) -> Plan:
-    """A plan of a user's choices; None stands for all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
+) -> TuneJob:
+    """Return a job with a user's choices; None takes all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
 
     Raises:
         InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
@@ -85,46 +84,46 @@ def plan(
             raise InputError("a pattern to tune", got=text, needed="one that slides something")
     if not tokens or min(tokens) < 1:
         raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
-    return Plan(
+    return TuneJob(
         select(models, MODELS, tuple(MODELS), "model"),
         chosen,
-        select(dtypes, DTYPES, QUANTISED, "dtype"),
+        select(dtypes, DTYPE_NAMES, QUANT_NAMES, "dtype"),
         tuple(sorted(set(tokens))),
         select(backends, speed.accelerated(), speed.accelerated(), "backend"),
     )
 
 
-def search_algorithms(what: Plan) -> list[AlgorithmRecord]:
+def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
     """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
 
     Raises:
         UnsupportedError: There is no CUDA device, or the library is missing, or memory does not suffice.
     """
     environment.require_cuda("tune")
-    if not any(name.startswith(SEARCHED) for name in what.backends):
+    if not any(name.startswith(SEARCHED) for name in job.backends):
         return []
-    shapes = what.packed_shapes()
+    shapes = job.packed_shapes()
     records: list[AlgorithmRecord] = []
-    with progress_bar("algorithms", len(shapes) * len(what.tokens) * len(what.dtypes), unit="searches") as advance:
-        for dtype in what.dtypes:
-            records += tune_shapes(shapes, what.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
+    with progress_bar("algorithms", len(shapes) * len(job.tokens) * len(job.dtypes), unit="searches") as advance:
+        for dtype in job.dtypes:
+            records += tune_shapes(shapes, job.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
     return records
 
 
-def measure_layers(what: Plan, session: Session) -> Iterator[list[LayerSpeed]]:
+def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]:
     """Measure whole layers on every backend that ``auto`` may take; gives those of a model in one type at a time."""
-    laps = what.laps()
+    laps = job.laps()
     with torch.no_grad(), progress_bar("layers", sum(map(len, laps)), unit="comparisons") as advance:
         for by_tokens in laps:
             records = []
             for cases in by_tokens:
-                records += speed.measure(session, cases, what.backends)
+                records += speed.measure(session, cases, job.backends)
                 advance(1)
             yield speed.layer_speeds(records)
 
 
 def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
-    """The layer times of records that ``slidesparse bench linear`` made on this GPU.
+    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU.
 
     Raises:
         InputError: They are of another GPU or of other libraries, or hold no such times.
@@ -133,9 +132,9 @@ def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
     environment.require_cuda("tune")
     records = read_records(paths)
     here = torch.cuda.get_device_name()
-    strangers = {record.machine.gpu for record in records} - {here}
-    if strangers:
-        raise InputError("records of another GPU", got=", ".join(sorted(strangers)), needed=here)
+    other_gpus = {record.machine.gpu for record in records} - {here}
+    if other_gpus:
+        raise InputError("records of another GPU", got=", ".join(sorted(other_gpus)), needed=here)
     now = speed.libraries()
     for machine in {record.machine for record in records}:
         then = speed.libraries_of(machine)

@@ -12,8 +12,8 @@ one request or step in five undercuts (bench/vllm_engine.py).
 * kernels: the time of all kernels of one prefill, and of one decoding step, by what they do, from the profiler; for
   vLLM's own choice of CUDA graphs.
 
-With ``auto`` beside a backend's name, each pruned checkpoint gets an engine for each. Engines that wait beside the one
-that is measured have their share of the machine; with ``alone`` one runs after the other, dense first and last.
+With ``auto`` and a backend's name, each pruned checkpoint gets an engine for each. Engines that wait while one is
+measured use a share of the machine; with ``alone`` one runs after the other, dense first and last.
 """
 
 from __future__ import annotations
@@ -32,19 +32,16 @@ import torch
 
 from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
-from slidesparse.bench.linear import AUTO
-from slidesparse.bench.problems import ideal_speedup, select
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
+from slidesparse.bench.problems import ideal_speedup
+from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
+from slidesparse.bench.vllm_profile import EngineProfile, Variant
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
+from slidesparse.records import DENSE_VARIANT, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
 
 STOCK, OURS = "vllm", "slidesparse"
-
-NO_CLOCKS = Clocks(None, None, None)
 
 CLASSES = (
     ("attention", re.compile("flash::|FlashAttn|flash_fwd|attention|fmha")),
@@ -52,136 +49,23 @@ CLASSES = (
     ("elementwise", re.compile("triton|quant|held_kernel|walking_kernel|norm|silu", re.IGNORECASE)),
     ("rest", re.compile("")),
 )
-"""What a kernel does, by its name; the first that fits. Attention's are CUTLASS kernels too, cuBLASLt's are called
-nvjet, and Inductor names its own after all that stands beside them, products included. Norms, activations, quantisation
-and rotary embeddings are one class, since each side fuses them in its own way."""
-
-
-@dataclass(frozen=True)
-class EngineProfile:
-    """What a run covers.
-
-    Attributes:
-        models: Names out of :data:`slidesparse.bench.vllm_checkpoint.ARCHITECTURES`.
-        dtypes: ``int8``, ``fp8`` or ``bf16``.
-        patterns: Of the pruned checkpoints.
-        prefill: M, tokens.
-        decode: M, sequences.
-        rounds: How often each measurement is taken, after one that warms up.
-        layers: Decoder layers; None for all.
-        backends: ``auto`` or backends' names, each for all sparse layers of engines of its own.
-        graphs: Tokens of the largest batch that all engines, the dense one too, keep CUDA graphs for; None for vLLM's
-            own choice, 512.
-        alone: Start and measure one engine after the other, as a server has the machine for itself. What the clocks do
-            meanwhile then shows as a difference between engines, so ``noise`` is that of dense first and last.
-    """
-
-    models: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    patterns: tuple[str, ...]
-    prefill: tuple[int, ...]
-    decode: tuple[int, ...]
-    rounds: int = 9
-    layers: int | None = None
-    backends: tuple[str, ...] = (AUTO,)
-    graphs: int | None = None
-    alone: bool = False
-
-    def variants(self) -> list[Variant]:
-        """The engines: dense, then every pattern on every backend."""
-        return [Variant(DENSE, ""), *(Variant(p, backend) for p in self.patterns for backend in self.backends)]
-
-    def kind(self, what: str) -> str:
-        """``prefill`` or ``decode`` as records call it, which do not mix what was measured in different ways."""
-        graphs = "" if self.graphs is None else f", graphs to {self.graphs} tokens"
-        return what + graphs + (", one engine at a time" if self.alone else "")
-
-    def sizes(self) -> list[tuple[str, int]]:
-        """What is timed, and how large."""
-        return [("prefill", m) for m in self.prefill] + [("decode", m) for m in self.decode]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What an engine serves, and on which backend; stock vLLM where that is empty."""
-
-    pattern: str
-    backend: str
-
-    @property
-    def label(self) -> str:
-        """What records call it: a pattern, ``auto`` before it where it is one's own rule that chose."""
-        return f"{AUTO} {self.pattern}" if self.backend == AUTO else self.pattern
+"""Class of a kernel -> names that belong to it; the first match counts. Attention's are CUTLASS kernels too, cuBLASLt's
+are called nvjet, and Inductor names its kernels after their neighbours in the graph, products included. Norms,
+activations, quantisation and rotary embeddings are one class, since each engine fuses them in its own way."""
 
 
 Engines: TypeAlias = dict[Variant, Engine]
-"""Dense first."""
+"""The running engines, dense first."""
 
 Held: TypeAlias = Callable[[Variant], AbstractContextManager[Engine]]
 """Starts the engine of a variant, and stops it in the end."""
 
-PROFILES = {
-    "quick": EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "4:6", "6:8"), (1024, 4096, 16384), (64, 256)),
-    "full": EngineProfile(
-        tuple(ARCHITECTURES),
-        ("int8", "fp8"),
-        ("2:4", "4:6", "6:8", "8:10", "4:6@50%"),
-        tuple(2**i for i in range(9, 17)),
-        (64, 128, 256, 512),
-    ),
-}
-
-
-def adapt(
-    profile: EngineProfile,
-    dtypes: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
-    *,
-    patterns: Sequence[str] | None = None,
-    tokens: Sequence[int] | None = None,
-    sequences: Sequence[int] | None = None,
-    rounds: int | None = None,
-    layers: int | None = None,
-    backends: Sequence[str] | None = None,
-    graphs: int | None = None,
-    alone: bool = False,
-) -> EngineProfile:
-    """A profile with a user's choices.
-
-    Raises:
-        InputError: An unknown name, or too small a number.
-    """
-    for what, least, numbers in (
-        ("tokens", 1, tokens),
-        ("sequences", 1, sequences),
-        ("rounds", 2, None if rounds is None else [rounds]),  # percentiles need two
-        ("layers", 1, None if layers is None else [layers]),
-        ("graphs", 1, None if graphs is None else [graphs]),
-    ):
-        if any(number < least for number in numbers or ()):
-            raise InputError(what, got=min(numbers or ()), needed=f"at least {least}")
-    if graphs is not None and graphs > BATCHED_TOKENS:
-        raise InputError("graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
-    return replace(
-        profile,
-        dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
-        models=select(models, ARCHITECTURES, profile.models, "model"),
-        patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
-        prefill=tuple(tokens or profile.prefill),
-        decode=tuple(sequences or profile.decode),
-        rounds=rounds or profile.rounds,
-        layers=layers or profile.layers,
-        backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
-        graphs=graphs or profile.graphs,
-        alone=alone or profile.alone,
-    )
-
 
 def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list[Record]:
-    """Measure, and write a record a line as soon as it exists.
+    """Measure, and write each record as soon as it exists.
 
     Args:
-        profile: What.
+        profile: The engines and sizes.
         path: A new file.
         scratch: Where checkpoints are written and removed again: a dense one and one a pattern; the system's
             temporary folder when None.
@@ -239,7 +123,7 @@ def _one_after_the_other(profile: EngineProfile, case: Case, held: Held) -> Iter
     turns: list[dict[tuple[str, int], _Rounds]] = []
     kernels: list[Record] = []
     variants = profile.variants()
-    for variant in (*variants, variants[0]):  # dense again behind all others
+    for variant in (*variants, variants[0]):  # dense again after all others
         with held(variant) as engine:
             engines = {variant: engine}
             yield from _failures(engines, case)
@@ -264,7 +148,7 @@ def _weights(engine: Engine) -> int:
 
 
 def _kernels(profile: EngineProfile, case: Case, engines: Engines) -> Iterator[Record]:
-    """Of vLLM's own choice of graphs."""
+    """Yield the times of kernels; only for vLLM's own choice of CUDA graphs."""
     if profile.graphs is not None:
         return
     yield from _kernel_records(engines, "prefill", replace(case, benchmark=KERNELS, tokens=BATCHED_TOKENS))
@@ -273,19 +157,19 @@ def _kernels(profile: EngineProfile, case: Case, engines: Engines) -> Iterator[R
 
 
 def _failures(engines: Engines, case: Case) -> Iterator[Record]:
-    """Wait for all engines; those of ours that do not start are dropped and recorded.
+    """Wait for all engines; drop and record those of ours that do not start.
 
     Raises:
-        UnsupportedError: The dense one does not start, without which no time means anything.
+        UnsupportedError: The dense engine does not start, and times without it mean nothing.
     """
     for variant, engine in list(engines.items()):
         try:
             engine.ready()
         except UnsupportedError as error:
-            if variant.pattern == DENSE:
+            if variant.pattern == DENSE_VARIANT:
                 raise
             del engines[variant]
-            yield _record(case, variant, now(), (NO_CLOCKS, NO_CLOCKS), why_not=str(error))
+            yield _record(case, variant, now(), (environment.NO_CLOCKS, environment.NO_CLOCKS), why_not=str(error))
 
 
 def _record(case: Case, variant: Variant, started: str, clocks: tuple[Clocks, Clocks], **found: Any) -> Record:
@@ -313,8 +197,8 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if dtype == "bf16" and variant.backend else {}
     if profile.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": profile.graphs}
-    # A key and a value of two bytes for every token that is held at a time, and room to round to blocks. Prompts that
-    # end with their first token make room for the next ones, so of those two batches are enough.
+    # A key and a value of two bytes for every token that is held at a time, and some more to round to blocks. Prompts
+    # that end with their first token free their blocks for the next ones, so two batches of those are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
     additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}
@@ -325,7 +209,7 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of every round by variant; dense, the first one, again behind all others."""
+    """Seconds of every round by variant; dense, the first one, is timed again after all others."""
 
     started: str
     clocks: tuple[Clocks, Clocks]
@@ -388,7 +272,7 @@ def _kernel_records(engines: Engines, kind: str, case: Case) -> Iterator[Record]
 
 
 def by_class(kernels: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """Microseconds by what kernels do, from the time and the launches of each.
+    """Return microseconds by what kernels do, from the time and the launches of each.
 
     >>> by_class({"flash::Kernel": (1.0, 1), "sparse_gemm": (5.0, 4), "held_kernel": (2.0, 4), "copy": (0.5, 1)})
     {'attention': 1.0, 'gemm': 5.0, 'elementwise': 2.0, 'rest': 0.5}

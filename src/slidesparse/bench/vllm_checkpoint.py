@@ -1,7 +1,7 @@
-"""Random-weight checkpoints of real shapes, dense and pruned, for engines that are only timed.
+"""Write checkpoints of real shapes and random weights, dense and pruned, for engines that are only timed.
 
-Gaussian weights of standard deviation ``in ** -0.5``, so that activations keep their size and the GPU its usual power
-draw: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
+Weights are Gaussian with standard deviation ``in ** -0.5``, so that activations keep their size and the GPU draws its
+usual power: dummy weights near zero raise the clocks. The pruned checkpoints are prunings of the dense one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError
-from slidesparse.files.marker import KEY, Marker, quantization_config
+from slidesparse.files.marker import MARKER_KEY, Marker, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_weight
@@ -26,10 +26,10 @@ HEAD = 128
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder is besides the shapes of its linears.
+    """The parameters of a decoder, besides the shapes of its linears.
 
     Attributes:
-        model_type: Whose code runs it: ``qwen2`` (biases on q, k and v) or ``llama``.
+        model_type: The model's code in vLLM: ``qwen2`` (biases on q, k and v) or ``llama``.
         layers: Decoder layers.
         heads: Query heads.
         vocabulary: Rows of the embeddings.
@@ -53,7 +53,7 @@ ARCHITECTURES = {
 
 
 def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """config.json of a model, with fewer layers if asked for.
+    """Return config.json of a model, with fewer layers if asked for.
 
     Raises:
         InputError: An unknown model.
@@ -93,8 +93,8 @@ def write_checkpoint(
         folder: To make.
         config: From :func:`model_config`.
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
-        pattern: ``DENSE``: nothing is pruned, and nothing marked.
-        device: Where the weights are drawn.
+        pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
+        device: Device on which the weights are drawn.
     """
     folder.mkdir(parents=True)
     writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0))
@@ -113,7 +113,7 @@ def write_checkpoint(
     if dtype != torch.bfloat16:
         extra["quantization_config"] = quantization_config(dtype, ["lm_head"])
     if pattern != DENSE:
-        extra[KEY] = Marker(pattern, ("lm_head",)).to_config()
+        extra[MARKER_KEY] = Marker(pattern, ("lm_head",)).to_config()
     (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
 
 
@@ -149,7 +149,7 @@ class _Writer:
         return 1 + 0.1 * self.gaussian(columns, 1).flatten()
 
     def linears(self, prefix: str, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
-        """Linears of one input, which are pruned together so that they share the groups of a partial pattern."""
+        """Return linears of one input, pruned together so that they share the groups of a partial pattern."""
         weight = self.gaussian(sum(rows.values()), columns)
         if self.pattern != DENSE:
             weight = weight * prune_mask(weight, self.pattern)

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own, which does what it is told and says how long it took.
+"""Run a vLLM engine in a process of its own, which times the work that this process asks for.
 
-Engines of several variants are held at the same time, so that their measurements alternate on one GPU in one run: while
-one works the others wait. They also start at the same time, which takes most of a benchmark's minutes.
+Engines of several variants run at the same time, so that their measurements alternate on one GPU: while one works the
+others wait. They also start at the same time, since starting takes most of a benchmark's minutes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROMPT = 1024
 """Tokens of a prompt in prefill."""
 
 MOST_REQUESTS, TURN_TOKENS = 10, 20480
-"""Of a prefill in one turn: the same number for all engines, or the faster one would have the better choice of times,
-and few, so that a slow phase of the host meets all of them."""
+"""The most requests and tokens of a prefill in one turn. All engines have the same number, or the faster one would have
+more times to choose from, and it is small, so that a slow phase of the host meets all engines."""
 
 DECODE_PROMPT, DECODE_STEPS = 16, 64
 """Tokens of a prompt in decoding, and steps that are timed."""
 
 MARGIN_STEPS = 8
-"""Steps before those, in which prompts are taken in, and behind them, in which the scheduler runs out of work."""
+"""Steps before the timed ones, in which prompts are read, and after them, in which the scheduler runs out of work."""
 
 DECODE_TOKENS = 128
-"""What a sequence of decoding takes of the key-value cache, at most."""
+"""The most tokens of the key-value cache that a decoding sequence takes."""
 
 BATCHED_TOKENS = 16384
 SEQUENCES = 512
@@ -47,7 +47,7 @@ FIRST_TOKEN, VOCABULARY = 10, 100_000
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time; sampling is a sliver, and the same for all
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a compiler at run time; sampling is short, and the same for all
 }
 
 
@@ -57,12 +57,12 @@ FarEnd: TypeAlias = Callable[[Connection, Any], None]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine.
+    """The options of one engine.
 
     Attributes:
         folder: Its checkpoint.
         plugin: Load slidesparse's plugin; without it the engine is stock vLLM.
-        additional: What ``--additional-config`` says.
+        additional: The value of ``--additional-config``.
         arguments: More arguments of ``vllm.LLM``.
         kv_cache_gb: Memory of its key-value cache, in 1e9 bytes.
         share: Share of the GPU's memory that vLLM must find free when it starts.
@@ -77,11 +77,11 @@ class EngineOptions:
 
 
 class Engine:
-    """The near end of an engine: each call runs there, one at a time.
+    """An engine in another process, as this process sees it: calls run there, one at a time.
 
     Args:
-        options: What to start. The call returns at once; :meth:`ready` waits.
-        far_end: What runs there: :func:`answer_calls` with a driver.
+        options: The engine to start. The constructor returns at once; :meth:`ready` waits.
+        far_end: The function that runs in the other process: :func:`answer_calls` with a driver.
     """
 
     def __init__(self, options: EngineOptions, far_end: FarEnd | None = None) -> None:
@@ -92,19 +92,19 @@ class Engine:
         far.close()
 
     def ready(self, timeout_s: float = 600.0) -> None:
-        """Wait until it can be used.
+        """Wait until the engine can be used.
 
         Raises:
-            UnsupportedError: It did not start.
+            UnsupportedError: The engine did not start.
         """
         self.answer(timeout_s)
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Start a method of :class:`Driver` there; :meth:`answer` waits for it."""
+        """Start a method of :class:`Driver` in the other process; :meth:`answer` waits for it."""
         self._near.send((name, arguments))
 
     def answer(self, timeout_s: float = 600.0) -> Any:
-        """What the method gave that was asked for last.
+        """Wait for the method that was asked for last, and return its value.
 
         Raises:
             UnsupportedError: It failed, or took too long.
@@ -120,12 +120,12 @@ class Engine:
         return value
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Both."""
+        """Ask for a method of :class:`Driver`, and return its value."""
         self.ask(name, *arguments)
         return self.answer()
 
     def stop(self) -> None:
-        """End it, gently first."""
+        """Ask the engine's process to end, and kill it after 20 s."""
         with suppress(OSError):
             self._near.send(None)
         self._process.join(20)
@@ -133,7 +133,7 @@ class Engine:
             self._process.kill()
 
 
-@with_room  # stock vLLM too: what stands above an engine here is nobody's merit
+@with_room  # for stock vLLM too: the frames of this benchmark above an engine must not decide which is faster
 def _serve(connection: Connection, options: EngineOptions) -> None:
     os.environ.update(ENVIRONMENT)
     if options.arguments.get("tensor_parallel_size", 1) == 1:
@@ -144,9 +144,9 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
 
 
 def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
-    """Make a driver, and call its methods as the near end asks, until that says None.
+    """Make a driver, and call its methods as the other process asks, until it sends None.
 
-    The first answer, without a value, says that the driver is there, or why it is not.
+    The first answer, without a value, says that the driver was made, or why it was not.
     """
     driver: Any = None
     message: tuple[str, tuple[Any, ...]] | None = ("start", ())
@@ -157,7 +157,7 @@ def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
             else:
                 value = getattr(driver, message[0])(*message[1])
             connection.send((value, None))
-        except Exception as error:  # whatever it is, the near end must hear of it
+        except Exception as error:  # any error must reach the other process
             traceback.print_exc()
             connection.send((None, first_line(error)))
             if driver is None:
@@ -166,7 +166,7 @@ def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
 
 
 class Driver:
-    """The far end: the engine and what can be asked of it."""
+    """The engine, in its own process, and the calls that it answers."""
 
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM
@@ -187,7 +187,7 @@ class Driver:
         self._cores = sorted(os.sched_getaffinity(0))
 
     def prefill(self, tokens: int, turn: int) -> float:
-        """Seconds to take in so many tokens, as prompts of :data:`PROMPT`, and to give one each.
+        """Return the seconds of a prefill of ``tokens`` tokens: prompts of :data:`PROMPT`, one output token each.
 
         :func:`undisturbed` of ten requests, of fewer from 4096 tokens on, of one from 16384 on.
         """
@@ -202,7 +202,7 @@ class Driver:
         return undisturbed(taken)
 
     def decode(self, sequences: int, turn: int) -> float:
-        """Seconds of one decoding step of so many sequences, :func:`undisturbed` of :data:`DECODE_STEPS`."""
+        """Return the seconds of one decoding step of ``sequences``: :func:`undisturbed` of :data:`DECODE_STEPS`."""
         self._take_core(turn)
         with self._decoding(sequences, seed=turn) as step:
             times = [time.perf_counter()]
@@ -212,17 +212,17 @@ class Driver:
         return undisturbed([after - before for before, after in pairwise(times)])
 
     def tokens(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Greedy continuations of some prompts."""
+        """Return greedy continuations of some prompts."""
         outputs = self._generate(prompts, count)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def first_logprobs(self, prompts: Sequence[Sequence[int]], count: int) -> list[dict[int, float]]:
-        """Token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
+        """Return token -> logarithm of its probability, for the ``count`` likeliest first tokens of some prompts."""
         outputs = self._generate(prompts, 1, logprobs=count)
         return [{t: entry.logprob for t, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
 
     def kernels(self, kind: str, size: int) -> dict[str, tuple[float, int]]:
-        """Microseconds and launches of every kernel in one prefill, or in one decoding step, the mean of many."""
+        """Return microseconds and launches of every kernel in one prefill, or in one decoding step, a mean."""
         if kind == "prefill":
             prompt = min(PROMPT, size)
             prompts = _random_prompts(size // prompt, prompt, 1)
@@ -231,7 +231,7 @@ class Driver:
             return _profiled(step, DECODE_STEPS)
 
     def weights_gb(self) -> float:
-        """Bytes of parameters and buffers of the model, in 1e9; the first worker's."""
+        """Return the bytes of parameters and buffers of the model, in 1e9; the first worker's."""
         first, *_ = self.llm.apply_model(_bytes)
         return float(first) / 1e9
 
@@ -244,7 +244,7 @@ class Driver:
 
     @contextmanager
     def _decoding(self, sequences: int, seed: int) -> Iterator[Callable[[], Any]]:
-        """An engine step in which all sequences decode; it may be called :data:`DECODE_STEPS` times."""
+        """Give an engine step in which all sequences decode; it may be called :data:`DECODE_STEPS` times."""
         engine = self.llm.llm_engine
         sampling = _greedy(DECODE_STEPS + 2 * MARGIN_STEPS)
         self.llm.enqueue(_inputs(_random_prompts(sequences, DECODE_PROMPT, seed)), sampling, use_tqdm=False)
@@ -260,7 +260,7 @@ class Driver:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The time that one in five undercuts; of fewer than five, the fastest.
+    """Return the time that one request or step in five undercuts; of fewer than five, the fastest.
 
     A host has phases, of tenths of a second, in which everything takes up to twice as long, in stock vLLM too and with
     one engine alone on the machine (results/h200/vllm/stack-depth.txt); a median follows them.
@@ -284,14 +284,14 @@ def _inputs(prompts: Sequence[Sequence[int]]) -> list[Any]:
 
 
 def _greedy(output: int, **settings: Any) -> Any:
-    """Sampling parameters for so many tokens."""
+    """Return sampling parameters for ``output`` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0, detokenize=False, **settings)
 
 
 def _profiled(call: Callable[[], Any], times: int) -> dict[str, tuple[float, int]]:
-    """Microseconds and launches a call of every kernel in so many calls."""
+    """Return microseconds and launches a call of every kernel, over ``times`` calls."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -1,1 +1,1 @@
-"""What the commands of the command line do, apart from parsing and printing."""
+"""The commands of the command line, apart from parsing and printing."""

@@ -1,4 +1,4 @@
-"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its marks in tasks of lm-evaluation-harness."""
+"""``slidesparse eval``: a checkpoint's perplexity on a local text, and its scores in tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError, fi
 from slidesparse.files.calibration import encode, load_tokenizer, positions, read_text
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import KEY
-from slidesparse.files.skeleton import model_class
+from slidesparse.files.marker import MARKER_KEY
+from slidesparse.files.meta_model import model_class
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a checkpoint is.
+    """The quality of a checkpoint.
 
     Attributes:
         model: The folder.
-        text: The text that it read, or None.
-        perplexity: On that text, or None.
+        text: The text on which perplexity was measured, or None.
+        perplexity: The perplexity on that text, or None.
         tasks: Task -> metric -> value, of lm-evaluation-harness.
     """
 
@@ -37,7 +37,7 @@ class Evaluation:
     tasks: dict[str, dict[str, float]]
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and what follows from them."""
+        """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
         measured = self.perplexity
         derived: dict[str, Any] = {}
         if measured is not None:
@@ -50,7 +50,7 @@ class Evaluation:
         return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
 
     def describe(self) -> str:
-        """For people."""
+        """Return the evaluation as text."""
         lines = []
         if (p := self.perplexity) is not None:
             lines.append(
@@ -124,15 +124,15 @@ def evaluate(
 
 
 def load_any(path: str | Path, device: str | torch.device) -> Any:
-    """A model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
+    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
     checkpoint = Checkpoint(path)
-    if checkpoint.config.get(KEY) is not None:
+    if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         return known.from_pretrained(str(path), config=config, dtype="auto", **local).to(device).eval()
-    except Exception as error:  # whatever transformers does with a broken checkpoint
+    except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
 
 
@@ -150,7 +150,7 @@ def _harness() -> Any:
 def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Metrics by task; those that are no numbers (names, "N/A" errors) are left out."""
+    """Return the metrics of each task, without those that are no numbers (names, "N/A" errors)."""
     wrapped = harness.models.huggingface.HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
     )

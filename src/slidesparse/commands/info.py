@@ -1,4 +1,4 @@
-"""``slidesparse info``: what is installed here, and which backends can run."""
+"""``slidesparse info``: the libraries and GPUs of this machine, and which backends can run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIBRARIES = (
 
 
 def collect() -> dict[str, Any]:
-    """Versions, GPUs and, for each backend, why it cannot run a typical INT8 6:8 layer here (None when it can)."""
+    """Return versions, GPUs and, for each backend, why it cannot run a typical INT8 6:8 layer here (None: it can)."""
     why = why_no_cuda()
     device = torch.device("cuda" if why is None else "cpu")
     problem = Problem(Pattern(6, 8), torch.int8, out_features=4096, in_features=4096, device=device)
@@ -54,7 +54,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def describe(info: dict[str, Any]) -> str:
-    """:func:`collect`'s result for people."""
+    """Return the result of :func:`collect` as text."""
     lines = [f"python      {info['python']}"]
     lines += [f"{name:<24}{version or 'not installed'}" for name, version in info["libraries"].items()]
     lines += [f"GPU         {gpu['name']}, sm {gpu['capability']}, {gpu['memory_gb']} GB" for gpu in info["gpus"]]

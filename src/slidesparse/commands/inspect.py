@@ -1,4 +1,4 @@
-"""``slidesparse inspect``: what the weights of a checkpoint really satisfy."""
+"""``slidesparse inspect``: the patterns that the weights of a checkpoint really satisfy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slidesparse.base.progress import progress_bar, table
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
@@ -38,8 +38,8 @@ class Layer:
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
         ideal_speedup: Under the same pattern, on hardware whose 2:4 rate is twice the dense rate.
-        backends: What ``backend="auto"`` would run here, for how many tokens.
-        reason: Why.
+        backends: The backends that ``backend="auto"`` would use here, and for how many tokens.
+        reason: Why these backends.
         kept_bytes: Backend -> bytes of the form of the weight that would be kept for it.
         problem: Why the weight cannot be used as marked, or None.
     """
@@ -62,11 +62,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint, layer by layer.
+    """The layers of a checkpoint.
 
     Attributes:
         path: The checkpoint.
-        layers: Linears, but for those left dense.
+        layers: All linears except those left dense.
         dense: Linear left dense -> why.
     """
 
@@ -80,11 +80,11 @@ class Inspection:
         return all(layer.problem is None for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields, and whether all layers satisfy their marks."""
         return {**asdict(self), "ok": self.ok}
 
     def table(self) -> str:
-        """For people: layers that differ only by number share a line; problems follow."""
+        """Return the inspection as text: layers that differ only by number share a line; problems follow."""
         kinds: dict[tuple[str, ...], list[Layer]] = {}
         for layer in self.layers:
             kinds.setdefault(_kind(layer), []).append(layer)
@@ -111,7 +111,7 @@ class Inspection:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """What would run, each choice once, with the memory that it takes."""
+    """Return a line for each choice of backends, with the memory that its layers take."""
     groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in layers:
         groups.setdefault((layer.backends, layer.reason), []).append(layer)
@@ -127,7 +127,7 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
-    """What layers that share a line have in common."""
+    """Return the properties that layers which share a line have in common."""
     return (
         re.sub(r"\d+", "*", layer.name),
         str(layer.shape),
@@ -150,16 +150,16 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
-        CheckpointError: When the checkpoint is damaged or of an unknown architecture.
+        CheckpointError: The checkpoint is damaged or of an unknown architecture.
     """
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
-    bones = skeleton(checkpoint)
+    meta = build_meta_model(checkpoint)
     if marker is None:
-        targets = find_targets(bones.model)
+        targets = find_targets(meta.model)
     else:
-        targets = Targets(bones.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
-    prefixes = {name: bones.prefix(name) for name in targets.linears}
+        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+    prefixes = {name: meta.prefix(name) for name in targets.linears}
     layers = []
     with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
         for name, prefix in prefixes.items():
@@ -204,7 +204,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
 
 
 def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
-    """The choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
+    """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device)
     groups = pattern.groups(weight.shape[1])
@@ -215,7 +215,7 @@ def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str
 
 @lru_cache(maxsize=1024)
 def _form_bytes(backend: str, problem: Problem, slid_groups: int) -> int:
-    """Bytes of a backend's operand: sizes alone decide, so a weight of zeros tells."""
+    """Return the bytes of a backend's operand. They depend on sizes alone, so a weight of zeros is prepared."""
     zeros = torch.zeros(problem.out_features, problem.in_features, dtype=problem.dtype, device=problem.device)
     packed = pack(zeros, problem.pattern, groups=torch.arange(slid_groups, device=problem.device))
     return sum(tensor.nbytes for tensor in get_backend(backend).prepare(packed))

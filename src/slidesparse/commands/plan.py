@@ -1,7 +1,7 @@
-"""``slidesparse plan``: measure what each pattern costs each part of a checkpoint, and choose.
+"""``slidesparse plan``: measure how much damage each pattern does in each set of linears, and choose.
 
-Measuring is the long part and does not depend on the target, so it goes to a file of its own, line by line: a run that
-is killed goes on there, and another target costs no measuring.
+Measuring takes long and does not depend on the target, so the measurements go to a file of their own, line by line: a
+run that is killed goes on there, and another target needs no new measurements.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.marker import KEY, quantisation_dtype
+from slidesparse.files.marker import MARKER_KEY, quantisation_dtype
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.models.plan import Choice, Plan, PlanSet, Target, choose
+from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns
 from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -34,21 +34,21 @@ from slidesparse.prune import get_pruner
 
 CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
 
-JUDGED = 4
-"""Windows on which predictions are compared; the method does not see them."""
+HELD_OUT = 4
+"""Windows of text on which predictions are compared; the pruning method does not see them."""
 
-VERSION = 1
+PLAN_VERSION = 1
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan is for.
+    """The options of a plan.
 
     Attributes:
-        target: What to reach.
-        calibration: Text that the method sees, and ``JUDGED`` windows more on which damage is measured.
+        target: The speed-up, share of zeros or size to reach.
+        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured.
         method: Pruning method that will be used.
-        patterns: What linears may get, beside staying dense.
+        patterns: Patterns that linears may get, besides staying dense.
         mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
@@ -73,62 +73,62 @@ def plan_checkpoint(
 ) -> Plan:
     """Choose a pattern for every linear of a checkpoint, and write the choice for ``prune --plan``.
 
-    The whole model is held on the device, unlike in ``prune``: damage is measured at its end.
+    Unlike ``prune`` this holds the whole model on the device, since damage is measured at the model's output.
 
     Args:
         source: A local Hugging Face checkpoint in a float type.
-        out: JSON file to make. What was measured goes beside it, into :func:`sensitivity_file`.
-        options: What for.
-        device: Where to run.
+        out: JSON file to make. The measurements go into another file in its folder, :func:`sensitivity_file`.
+        options: Target, text, method and patterns.
+        device: Device on which the model runs.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
-        CheckpointError: The source cannot be used, or what was measured belongs to another one.
+        CheckpointError: The source cannot be used, or the measurements are of another one.
     """
     out, device = Path(out), torch.device(device)
     if out.exists():
         raise InputError(
-            f"{out} exists", remedy="remove it, then what was measured serves again; or choose another name"
+            f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
         )
     if not out.absolute().parent.is_dir():
         raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
     checkpoint = Checkpoint(source)
-    if checkpoint.config.get(KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
+    if checkpoint.config.get(MARKER_KEY) is not None or quantisation_dtype(checkpoint.config) is not None:
         raise CheckpointError(f"{source} is pruned or quantised already", needed="the dense model in a float type")
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     model = load_any(source, device)
-    windows = calibration_windows(checkpoint.path, model.config, _with_judged(options.calibration)).to(device)
+    windows = calibration_windows(checkpoint.path, model.config, _with_held_out(options.calibration)).to(device)
     linears = find_targets(model, options.ignore).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     if options.backend is not None:
         _require_backend(options.backend, patterns, shapes, device)
-    # As a calibrated method sees them, whichever method it is: fused layers share a pattern in any case.
+    # The sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case.
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     sets = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
     about = _about(checkpoint, options, windows)
-    file = _Sensitivities(sensitivity_file(out), about)
+    file = _SensitivityFile(sensitivity_file(out), about)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     total = len(sets) * len(patterns)
     with progress_bar("plan", total, unit="measurements", show=progress) as advance:
         for found in measure_sensitivities(
-            model, sets, patterns, pruner, batches[JUDGED:], batches[:JUDGED], file.damages
+            model, sets, patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], file.damages
         ):
             file.add(found)
             advance(1, f"{found.pattern} {found.damage:.1e}")
     options_of = {
-        tuple(names): (Choice(DENSE, 0.0), *(Choice(p, file.damages[names[0], str(p)]) for p in patterns))
+        tuple(names): (PatternChoice(DENSE, 0.0), *(PatternChoice(p, file.damages[names[0], str(p)]) for p in patterns))
         for names in sets
     }
     candidates = [PlanSet(names, tuple(shapes[n] for n in names), found) for names, found in options_of.items()]
-    plan = choose(candidates, options.target, options.mma_gain)
-    write_json(out, {"version": VERSION, **about, **_described(plan, options)})
+    plan = choose_patterns(candidates, options.target, options.mma_gain)
+    write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
 
 
 def sensitivity_file(out: Path) -> Path:
-    """Where the measurements behind a plan are: ``plan.json`` -> ``plan.sensitivities.jsonl``."""
+    """Return the path of a plan's measurements: ``plan.json`` -> ``plan.sensitivities.jsonl``."""
     return out.with_suffix(".sensitivities.jsonl")
 
 
@@ -149,26 +149,29 @@ def read_plan(path: str | Path) -> StoredPlan:
     """Read a file that ``plan`` wrote.
 
     Raises:
-        InputError: When it is no such file.
+        InputError: It is no such file.
     """
     try:
         plan = read_json(Path(path))
     except CheckpointError as error:
         raise InputError("plan", got=str(error)) from error
     method, layers = plan.get("method"), plan.get("layers")
-    if plan.get("version") != VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
-        raise InputError(f"{path} is no plan", needed=f"a file of version {VERSION} that slidesparse plan wrote")
+    if plan.get("version") != PLAN_VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
+        raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
     return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """A plan as ``prune`` takes it: common pattern and exceptions; linears that the plan does not name stay dense."""
+    """Return a plan as options of ``prune``: the common pattern, and exceptions to it.
+
+    Linears that the plan does not name stay dense.
+    """
     ((common, _),) = Counter(layers.values()).most_common(1)
     return common, {**layers, "re:.*": "dense"}
 
 
 def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
-    """For people."""
+    """Return a plan as text, with the command that uses it."""
     counts = Counter(map(str, plan.patterns.values()))
     text = f" --calibration {options.calibration.file}" if get_pruner(options.method).needs_calibration else ""
     return "\n".join(
@@ -181,12 +184,12 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     )
 
 
-def _with_judged(calibration: Calibration) -> Calibration:
-    return Calibration(calibration.file, calibration.samples + JUDGED, calibration.length, calibration.seed)
+def _with_held_out(calibration: Calibration) -> Calibration:
+    return Calibration(calibration.file, calibration.samples + HELD_OUT, calibration.length, calibration.seed)
 
 
 def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
-    """What measurements depend on."""
+    """Return everything that the measurements depend on, for JSON."""
     return {
         "model": str(checkpoint.path),
         "weights": fingerprint(checkpoint, checkpoint.config),
@@ -226,10 +229,10 @@ def _require_backend(
                 )
 
 
-class _Sensitivities:
-    """Measurements in a file that grows line by line; the first line says of which model, text and method.
+class _SensitivityFile:
+    """Measurements in a file that grows line by line; the first line names the model, the text and the method.
 
-    The weights count and not where they are: a file goes on with a model that was moved or copied.
+    The weights are compared and not their path, so a file stays valid for a model that was moved or copied.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
@@ -261,10 +264,10 @@ class _Sensitivities:
 
 
 def parse_gain(text: str) -> Fraction:
-    """A gain of a 2:4 multiply over a dense one, above 0 and at most 2.
+    """Return the gain of a 2:4 multiply over a dense one, above 0 and at most 2.
 
     Raises:
-        InputError: For anything else.
+        InputError: It is anything else.
     """
     try:
         gain = Fraction(text)

@@ -20,7 +20,6 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.calibrated import CalibratedWeights, calibrate
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.checkpoint import (
     INDEX_FILE,
@@ -32,15 +31,24 @@ from slidesparse.files.checkpoint import (
     write_json,
 )
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.marker import KEY, VERSION, Marker, quantisation_dtype, quantization_config, source_quantisation
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
+from slidesparse.files.marker import (
+    MARKER_KEY,
+    MARKER_VERSION,
+    Marker,
+    quantisation_dtype,
+    quantization_config,
+    source_quantisation,
+)
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import staged
-from slidesparse.models.layerwise import find_stack
+from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
 from slidesparse.models.targets import describe_dense, find_targets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import (
+    FLOATS,
     QUANTISED,
     Quantised,
     dequantize,
@@ -56,7 +64,7 @@ from slidesparse.support import check_weight
 Recipe = Literal["absmax", "ternary"]
 
 CALIBRATED = "calibrated"
-"""Folder of layers that calibration has pruned and that are not in a shard yet."""
+"""Folder of the layers that calibration has pruned and that are in no shard yet."""
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
 """Files that hold weights, which a pruned checkpoint must not carry along."""
@@ -64,7 +72,7 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """What to do with a checkpoint.
+    """The options of pruning a checkpoint.
 
     Attributes:
         pattern: The common pattern.
@@ -90,15 +98,15 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class PruneSummary:
-    """What was done.
+    """The outcome of pruning a checkpoint.
 
     Attributes:
         destination: The new checkpoint.
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
-        homeless: Tensors copied although the model has no place for them.
-        resumed: Shards taken over from an interrupted run.
+        unexpected: Unexpected keys: tensors that were copied although the model does not use them.
+        resumed: Shards that an interrupted run had finished.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
             empty without calibration.
         source_bytes: Tensors of the source.
@@ -109,18 +117,18 @@ class PruneSummary:
     patterns: dict[str, str]
     dense: dict[str, str]
     not_copied: list[str]
-    homeless: list[str]
+    unexpected: list[str]
     resumed: list[str]
     losses: dict[str, float]
     source_bytes: int
     destination_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return asdict(self)
 
     def describe(self) -> str:
-        """For people."""
+        """Return the summary as text."""
         counts = Counter(self.patterns.values())
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
         if self.losses:
@@ -129,7 +137,7 @@ class PruneSummary:
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
         lines += describe_dense(self.dense)
         lines += (
-            [f"copied, though the model has no place for them: {', '.join(self.homeless)}"] if self.homeless else []
+            [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
         )
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -163,7 +171,7 @@ def prune_checkpoint(
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
-    plan = {"version": VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
+    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
     with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
@@ -187,7 +195,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
         not_copied=[str(file) for file in not_copied],
-        homeless=list(job.bones.homeless),
+        unexpected=list(job.meta.unexpected),
         resumed=sorted(finished),
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
@@ -196,32 +204,32 @@ def prune_checkpoint(
 
 
 class _Job:
-    """A checkpoint and the options, resolved into what happens to every tensor."""
+    """A checkpoint and the options, from which follows how every tensor is treated."""
 
     def __init__(self, checkpoint: Checkpoint, options: PruneOptions) -> None:
         self.checkpoint, self.recipe = checkpoint, options.recipe
         self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
-        self.bones = skeleton(checkpoint)
-        self.bones.require_complete()
-        _refuse_experts(self.bones.model)
+        self.meta = build_meta_model(checkpoint)
+        self.meta.require_complete()
+        _refuse_experts(self.meta.model)
         already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
-        self.targets = find_targets(self.bones.model, options.ignore, options.lm_head, already_ignored)
+        self.targets = find_targets(self.meta.model, options.ignore, options.lm_head, already_ignored)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
-        self.calibrated: CalibratedWeights | None = None
-        run = run_once(self.bones.model)
-        self.sets = sets_to_prune(self.bones.model, self.targets.linears, self.patterns, self.pruner, run)
+        self.calibrated: PrunedLayers | None = None
+        run = run_once(self.meta.model)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
-        self.prefixes = {name: self.bones.prefix(name) for name in self.targets.linears}
+        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
 
     def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is not None:
-            self.calibrated = calibrate(
+            self.calibrated = prune_layers_from_disk(
                 self.checkpoint,
                 self.sets,
                 self.patterns,
@@ -233,7 +241,7 @@ class _Job:
             )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
-        """What can be wrong with calibration is found before anything is written."""
+        """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         calibration = options.calibration
         if not self.pruner.needs_calibration:
             if calibration is None:
@@ -249,11 +257,11 @@ class _Job:
             raise InputError(
                 "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
             )
-        find_stack(self.bones.model, self.patterns)
-        return calibration_windows(self.checkpoint.path, getattr(self.bones.model, "config", None), calibration)
+        find_layer_list(self.meta.model, self.patterns)
+        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:
-        allowed = {self.source_dtype} if self.source_dtype else {torch.bfloat16, torch.float16, torch.float32}
+        allowed = {self.source_dtype} if self.source_dtype else set(FLOATS)
         for tensor, name in self.layer_of.items():
             stored, linear = self.checkpoint.stored(tensor), self.targets.linears[name]
             if stored.shape != (linear.out_features, linear.in_features):
@@ -281,7 +289,7 @@ class _Job:
             raise CheckpointError(f"scale of {name} is negative, NaN or Inf")
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
-        """What becomes of the tensors of a shard."""
+        """Return the type and shape of every tensor of the output shard that a source shard becomes."""
         out: dict[str, Stored] = {}
         for tensor, stored in shard.items():
             if tensor not in self.layer_of:
@@ -315,7 +323,7 @@ class _Job:
             advance(writer.tensors[name].n_bytes)
 
     def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A pruned weight as it is stored, and its scale unless the source has it."""
+        """Return a pruned weight as it is stored, with its scale unless the source has one."""
         if self.source_dtype and self.patterns[name] == DENSE:
             return {tensor: self.checkpoint.tensor(tensor)}
         if self.source_dtype:
@@ -342,7 +350,7 @@ class _Job:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
     def _in_8_bits(self, name: str) -> bool:
-        tensor = self.bones.tensors.get(f"{name}.weight")
+        tensor = self.meta.tensors.get(f"{name}.weight")
         return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
@@ -351,8 +359,8 @@ class _Job:
         return quantize_weight(weight, self.dtype, name=tensor)
 
     def config(self) -> dict[str, Any]:
-        """The output's config.json."""
-        # What a quantised source has in 8 bits stays in 8 bits, also where it is not pruned.
+        """Return the output's config.json."""
+        # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in self.targets.dense if name not in quantised]
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
@@ -365,11 +373,11 @@ class _Job:
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
-        return {**config, KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
+        return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
 
 
 def _refuse_experts(model: nn.Module) -> None:
-    """Stop at mixtures of experts: stored as one 3-D tensor, they would stay dense and unquantised without a word."""
+    """Refuse mixtures of experts: stored as one 3-D tensor, they would silently stay dense and unquantised."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
             raise CheckpointError(
@@ -380,11 +388,11 @@ def _refuse_experts(model: nn.Module) -> None:
 
 
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
-    """The quantised type of the source (None: float) and the type of the output."""
+    """Return the quantised type of the source (None: float) and the type of the output."""
     config = checkpoint.config
-    if config.get(KEY) is not None:
+    if config.get(MARKER_KEY) is not None:
         raise CheckpointError(
-            f"{checkpoint.path} is pruned already", got=f"a {KEY}", remedy="start from the dense model"
+            f"{checkpoint.path} is pruned already", got=f"a {MARKER_KEY}", remedy="start from the dense model"
         )
     if options.recipe not in ("absmax", "ternary"):
         raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
@@ -414,12 +422,12 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
 
 
 def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """Files to copy, and files that hold weights in another form; both relative to ``path``."""
+    """Return the files to copy, and those that hold weights in another form; both relative to ``path``."""
     rewritten = {"config.json", INDEX_FILE, *shards}
     found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
     files = sorted(file.relative_to(path) for file in found)
     others = [f for f in files if f.as_posix() not in rewritten and not any(part.startswith(".") for part in f.parts)]
-    # In folders below (a sentence encoder's 2_Dense) weights belong to parts that are not treated.
+    # Weights in subfolders (a sentence encoder's 2_Dense) belong to parts of the model that are not treated.
     weights = [
         f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
     ]

@@ -1,4 +1,4 @@
-"""The demonstration's picture: what a pattern costs in fidelity for its ideal speed-up, and what it stores."""
+"""Draw the demonstration's picture: fidelity against ideal speed-up, and memory, for each pattern."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:
         axes.plot(*zip(*points.values(), strict=True), marker, color=colour, markersize=size, label=label)
     for pattern in dict.fromkeys(row.pattern for row in rows):
         here = [row for row in rows if row.pattern == pattern]
-        below = "@" in pattern  # a share lies under its uniform neighbours: its label stands where they have none
+        below = "@" in pattern  # a partial pattern lies under its uniform neighbours, so its label goes below
         axes.annotate(
             pattern,
             (here[0].ideal_speedup, (min if below else max)(row.fidelity for row in here)),

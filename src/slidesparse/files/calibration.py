@@ -1,4 +1,4 @@
-"""Calibration text: from a file to windows of tokens, the same ones for the same seed."""
+"""Cut a text file into windows of tokens for calibration, the same windows for the same seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_LENGTH = 2048
 
 @dataclass(frozen=True)
 class Calibration:
-    """Which text a method sees.
+    """The text that a calibrated method sees.
 
     Attributes:
         file: UTF-8 text; or ``.jsonl`` with one object a line whose ``text`` is a document; or a folder that
             ``datasets`` wrote with ``save_to_disk``, whose column ``text`` is taken (split ``train`` if it has splits).
         samples: Windows of text.
         length: Tokens of a window; None: 2048, or as many as the model has positions when these are fewer.
-        seed: Which windows are taken.
+        seed: Seed of the random choice of windows.
     """
 
     file: str
@@ -41,11 +41,11 @@ class Calibration:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file, or of a data set on disk: see :class:`Calibration`.
+    """Read the text of a file, or of a data set on disk: see :class:`Calibration`.
 
     Raises:
-        InputError: When it cannot be read, is not text, or is empty.
-        UnsupportedError: When it is a data set and ``datasets`` is not installed.
+        InputError: It cannot be read, is not text, or is empty.
+        UnsupportedError: It is a data set and ``datasets`` is not installed.
     """
     path = Path(path)
     text = "\n\n".join(_data_set(path)) if path.is_dir() else _file_text(path)
@@ -97,10 +97,10 @@ def _documents(path: Path, lines: str) -> list[str]:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a local checkpoint.
+    """Load the tokenizer of a local checkpoint.
 
     Raises:
-        CheckpointError: When it has none that transformers can load.
+        CheckpointError: It has none that transformers can load.
     """
     try:
         from transformers import AutoTokenizer
@@ -108,39 +108,39 @@ def load_tokenizer(folder: Path) -> Any:
         raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a library does with a broken file
+    except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
             got=first_line(error),
-            needed="tokenizer.json and tokenizer_config.json beside the weights; custom code is not run",
+            needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
         ) from error
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
-    """Token numbers of a text: int64 [n]."""
+    """Return the token numbers of a text: int64 [n]."""
     # verbose=False: the text is longer than the model reads at once, and is cut into windows afterwards.
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
-    """How many tokens a model can read at once, ``at_most`` when it says nothing or more."""
+    """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
     return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
 
 
 def sample_windows(
     tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text"
 ) -> torch.Tensor:
-    """Windows that do not overlap, in random order: int64 [samples, length].
+    """Return windows that do not overlap, in random order: int64 [samples, length].
 
     Args:
         tokens: int64 [n].
-        samples: How many.
-        length: Tokens of each.
-        seed: Which ones.
-        source: What the error calls the text.
+        samples: The number of windows.
+        length: Tokens of each window.
+        seed: Seed of the random choice.
+        source: Name of the text in the error.
 
     Raises:
-        InputError: When the text is too short.
+        InputError: The text is too short.
     """
     available = len(tokens) // length
     if available < samples:
@@ -155,12 +155,12 @@ def sample_windows(
 
 
 def digest(windows: torch.Tensor) -> str:
-    """Tells windows apart that another text, tokenizer, length or seed made: hexadecimal."""
+    """Return a hexadecimal digest of the windows, which changes with text, tokenizer, length and seed."""
     return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
 
 
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
-    """The windows that a calibration asks for, cut with a checkpoint's own tokenizer: int64 [samples, length].
+    """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
 
     Raises:
         InputError: The text cannot be used, or the windows are longer than the model reads.

@@ -70,7 +70,7 @@ class Checkpoint:
         files: Tensor name -> file name.
 
     Raises:
-        CheckpointError: When the folder, config.json, the index or a shard is missing, damaged or inconsistent.
+        CheckpointError: The folder, config.json, the index or a shard is missing, damaged or inconsistent.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,7 +89,7 @@ class Checkpoint:
             promised = read_json(index_path).get("weight_map") or {}
             if not isinstance(promised, dict) or not promised:
                 raise CheckpointError(f"{index_path} has no weight_map")
-            for name in promised.values():  # shards are written under these names too: they must not lead elsewhere
+            for name in promised.values():  # shards are written under these names: no other folder
                 if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
                     raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
@@ -111,7 +111,7 @@ class Checkpoint:
                 raise CheckpointError(f"the index names {tensor} in {name}, which does not hold it")
 
     def stored(self, name: str) -> Stored:
-        """Type and shape of a tensor."""
+        """Return the type and shape of a tensor."""
         return self.shards[self._file(name)][name]
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -138,7 +138,7 @@ class TensorReader:
         metadata: The header's strings.
 
     Raises:
-        CheckpointError: When the file is missing or damaged.
+        CheckpointError: The file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,8 +177,8 @@ class _opened:
 class TensorWriter:
     """Writes one safetensors file, tensor by tensor, in any order.
 
-    The file appears under its name only when it is complete and on disk; until then it is ``NAME.<random>.tmp``, a new
-    file that no link leads away from. A link under the file's own name is replaced, not followed.
+    The file gets its name only when it is complete and on disk; until then it is ``NAME.<random>.tmp``, a new file and
+    never a link to another. A link under the file's own name is replaced, not followed.
 
     Args:
         path: The file.
@@ -249,7 +249,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: When the file is missing or holds anything else.
+        CheckpointError: The file is missing or holds anything else.
     """
     try:
         value = load_json(path, non_finite=True)  # configs of Mamba models hold Infinity

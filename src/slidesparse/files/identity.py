@@ -1,8 +1,8 @@
 """Tell whether a checkpoint's weights are the ones that something was made from, wherever the folder is now.
 
-Names and times of a folder say nothing: a copy, a download or a container layer has other times and the same weights.
-Reading all the weights would say everything, at the disk's speed: 15 GB are 5 to 60 seconds, which is what a packed
-form is there to avoid. So every tensor is sampled.
+Names and times of a folder do not identify weights: a copy, a download or a container layer has other times and the
+same weights. Reading all weights would identify them, but 15 GB take a disk 5 to 60 seconds, time that the packed form
+is meant to save. So every tensor is sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCKS = 4
 
 
 def fingerprint(checkpoint: Checkpoint, config: Any) -> str:
-    """Return what identifies the weights of a checkpoint, without where the files are and when they were written.
+    """Return a text that identifies the weights of a checkpoint, wherever and whenever the files were written.
 
     The digest covers, of every weight file, its name, its size, its header (names, types, shapes and places of the
     tensors) and samples of each tensor: all of it up to 64 KiB (norms, biases, most scales), else four blocks of
@@ -33,7 +33,7 @@ def fingerprint(checkpoint: Checkpoint, config: Any) -> str:
     are, such as a few weights edited by hand, or a bit that a disk lost.
 
     Args:
-        checkpoint: Whose weights.
+        checkpoint: The checkpoint.
         config: The part of config.json that counts, ready for JSON; the order of keys does not matter.
 
     Returns:

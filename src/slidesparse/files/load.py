@@ -13,17 +13,16 @@ from slidesparse.base.device import usable_device
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
+from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
-from slidesparse.files.skeleton import Skeleton, skeleton
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
+from slidesparse.quant import FLOATS
 
 GENERATION_FILE = "generation_config.json"
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load(
@@ -37,9 +36,9 @@ def load(
 
     Args:
         path: A folder that ``slidesparse prune`` wrote.
-        device: Where to.
+        device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
-        fallback: What ``auto`` does where no accelerated backend can run.
+        fallback: How ``auto`` runs layers that no accelerated backend can run.
 
     Returns:
         The transformers model of the checkpoint's architecture, in evaluation mode.
@@ -54,11 +53,11 @@ def load(
     marker = Marker.require(checkpoint.config, path)
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
-    bones = skeleton(checkpoint, real_buffers=True)
-    bones.require_complete()
+    meta = build_meta_model(checkpoint, real_buffers=True)
+    meta.require_complete()
     filled = set()
-    for name, linear in bones.linears(marker).items():
-        prefix = bones.prefix(name)
+    for name, linear in meta.linears(marker).items():
+        prefix = meta.prefix(name)
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
         if packed_file is not None:
             shape = (linear.out_features, linear.in_features)
@@ -66,10 +65,10 @@ def load(
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
-        bones.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
-    _load_rest(bones, checkpoint, filled, device)
-    return bones.model.to(device).eval()
+    _load_rest(meta, checkpoint, filled, device)
+    return meta.model.to(device).eval()
 
 
 def _read_and_pack(
@@ -79,24 +78,24 @@ def _read_and_pack(
     return pack(weight, pattern, scale=scale, name=f"{prefix}.weight")
 
 
-def _load_rest(bones: Skeleton, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
-    """Load what is not in a SlideLinear: embeddings, norms, dense linears, the generation settings."""
-    model: Any = bones.model
-    # Parts stored in several float types are brought to the model's one, as transformers does.
+def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device: str | torch.device) -> None:
+    """Load all tensors that are in no SlideLinear (embeddings, norms, dense linears), and the generation settings."""
+    model: Any = meta.model
+    # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype
 
     def read(tensor: str) -> torch.Tensor:
         value = checkpoint.tensor(tensor, device)
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-    rest = {name: read(tensor) for name, tensor in bones.tensors.items() if name not in filled}
+    rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
     if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
         model.tie_weights()
-    if bones.homeless:
+    if meta.unexpected:
         warnings.warn(
-            f"{len(bones.homeless)} tensors of {checkpoint.path} have no place in {type(model).__name__} and were not"
-            f" loaded: {', '.join(bones.homeless[:3])}",
+            f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
+            f" loaded: {', '.join(meta.unexpected[:3])}",
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
@@ -110,5 +109,5 @@ def _generation_config(path: Path) -> Any:
         return GenerationConfig.from_dict(read_json(path))
     except SlideSparseError:
         raise
-    except Exception as error:  # whatever a library does with wrong settings
-        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="mend or remove it") from error
+    except Exception as error:  # wrong settings can raise anything in a library
+        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error

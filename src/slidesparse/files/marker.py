@@ -1,6 +1,6 @@
-"""The ``slidesparse_config`` key of a checkpoint's config.json, and the ``quantization_config`` beside it.
+"""Read and write two keys of a checkpoint's config.json: ``slidesparse_config`` and ``quantization_config``.
 
-A checkpoint of ours is an ordinary compressed-tensors one with this key added at the top, which others ignore::
+A checkpoint of ours is an ordinary compressed-tensors one with our key added at the top, which other programs ignore::
 
     "slidesparse_config": {
       "version": 1,
@@ -10,8 +10,8 @@ A checkpoint of ours is an ordinary compressed-tensors one with this key added a
     }
 
 ``ignore`` lists every linear that was left alone. ``layers`` lists exceptions to ``pattern``, by exact name; a layer
-that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips what it does
-not understand computes something else than what was meant.
+that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them would
+compute something else than the writer meant.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.pattern import Pattern
 
-KEY = "slidesparse_config"
-VERSION = 1
+MARKER_KEY = "slidesparse_config"
+MARKER_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint says about its sparsity.
+    """The sparsity of a checkpoint.
 
     Attributes:
         pattern: The common pattern.
@@ -55,13 +55,13 @@ class Marker:
     layers: Mapping[str, Pattern] = field(default_factory=dict)
 
     def pattern_of(self, name: str) -> Pattern:
-        """The pattern of a treated layer."""
+        """Return the pattern of a treated layer."""
         return self.layers.get(name, self.pattern)
 
     def to_config(self) -> dict[str, Any]:
-        """The value of the key, ready for JSON."""
+        """Return the value of the key, ready for JSON."""
         layers = {name: str(pattern) for name, pattern in self.layers.items()}
-        return {"version": VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
+        return {"version": MARKER_VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
@@ -70,35 +70,39 @@ class Marker:
         Raises:
             CheckpointError: Unknown version, unknown or missing key, or a value of the wrong kind.
         """
-        value = config.get(KEY)
+        value = config.get(MARKER_KEY)
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise CheckpointError(KEY, got=type(value).__name__, needed="an object")
-        if value.get("version") != VERSION:
+            raise CheckpointError(MARKER_KEY, got=type(value).__name__, needed="an object")
+        if value.get("version") != MARKER_VERSION:
             raise CheckpointError(
-                f"version of {KEY}", got=repr(value.get("version")), needed=str(VERSION), remedy="upgrade slidesparse"
+                f"version of {MARKER_KEY}",
+                got=repr(value.get("version")),
+                needed=str(MARKER_VERSION),
+                remedy="upgrade slidesparse",
             )
         try:
             stored: _Stored = decode(_Stored, dict(value), "marker")
             exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
             return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions)
         except InputError as error:
-            raise CheckpointError(f"{KEY}: {error}") from error
+            raise CheckpointError(f"{MARKER_KEY}: {error}") from error
 
     @classmethod
     def require(cls, config: Mapping[str, Any], path: object) -> Marker:
-        """:meth:`from_config`, where the key must be there; ``path`` names the checkpoint in the error."""
+        """Read the key, which must be there, as :meth:`from_config`; the error names the checkpoint's ``path``."""
         marker = cls.from_config(config)
         if marker is None:
             raise CheckpointError(
-                f"{path} has no {KEY}", remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8"
+                f"{path} has no {MARKER_KEY}",
+                remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8",
             )
         return marker
 
 
 def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
-    """The compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
+    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
 
     Args:
         dtype: torch.int8 or torch.float8_e4m3fn.
@@ -121,7 +125,7 @@ def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]
 
 
 def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``quantization_config`` of a config.json (``compression_config`` in old files); empty when there is none."""
+    """Return the ``quantization_config`` of a config.json (``compression_config`` in old files), or an empty one."""
     value = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
@@ -129,10 +133,10 @@ def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
+    """Return the weight type of a compressed-tensors W8A8 checkpoint, or None for one that is not quantised.
 
     Raises:
-        CheckpointError: A scheme that we do not treat, or a ``sparsity_config`` (vLLM refuses those).
+        CheckpointError: The scheme is one that we do not treat, or there is a ``sparsity_config`` (vLLM refuses those).
     """
     value = source_quantisation(config)
     if not value:

@@ -1,8 +1,8 @@
-"""``slidesparse pack``: the canonical packed form on disk, beside the weights it was made from.
+"""``slidesparse pack``: write the canonical packed form into the folder of the weights that it was made from.
 
 Packing at load takes seconds; where even that is too long, or many processes load one model, the packed form is written
 once into the checkpoint's folder as one safetensors file and mapped into memory by :func:`slidesparse.load`. For a
-layer ``X`` it holds, of :class:`slidesparse.packed.Segment`:
+layer ``X`` it holds these fields of :class:`slidesparse.packed.Segment`:
 
 - ``X.values`` [out, n * keep], in the weight's type, and ``X.code`` [out, n], U8 or I16: the slid segment;
 - ``X.dense`` [out, m * group] and ``X.groups`` I32 [n], the slid groups: only where some groups stay dense.
@@ -23,8 +23,8 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
-from slidesparse.files.marker import KEY, Marker
-from slidesparse.files.skeleton import skeleton
+from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import locked
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.packing import pack
@@ -32,7 +32,7 @@ from slidesparse.pattern import Pattern
 from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
-VERSION = "1"
+PACKED_VERSION = "1"
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
@@ -61,15 +61,15 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs left; the folder must be locked."""
+    """Remove the temporary files of killed runs; the folder must be locked."""
     for leftover in folder.glob(f"{FILE_NAME}*.tmp"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink(missing_ok=True)
 
 
 def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
-    bones = skeleton(checkpoint)
-    prefixes = {name: bones.prefix(name) for name in bones.linears(marker)}
+    meta = build_meta_model(checkpoint)
+    prefixes = {name: meta.prefix(name) for name in meta.linears(marker)}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
@@ -77,7 +77,10 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
         groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
         no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
         layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
-    metadata = {"slidesparse_packed_version": VERSION, "fingerprint": fingerprint(checkpoint, checkpoint.config[KEY])}
+    metadata = {
+        "slidesparse_packed_version": PACKED_VERSION,
+        "fingerprint": fingerprint(checkpoint, checkpoint.config[MARKER_KEY]),
+    }
     with (
         TensorWriter(file, layouts, metadata) as writer,
         progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
@@ -101,9 +104,9 @@ class PackedFile:
         path = checkpoint.path / FILE_NAME
         self.reader = TensorReader(path)
         found = self.reader.metadata.get("slidesparse_packed_version")
-        if found != VERSION:
+        if found != PACKED_VERSION:
             raise CheckpointError(
-                f"version of {path}", got=found, needed=VERSION, remedy="remove the file and pack again"
+                f"version of {path}", got=found, needed=PACKED_VERSION, remedy="remove the file and pack again"
             )
         packed_from = self.reader.metadata.get("fingerprint", "")
         if not packed_from.startswith(f"{SCHEME}:"):
@@ -112,7 +115,7 @@ class PackedFile:
                 got="a file of another version of slidesparse",
                 remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
             )
-        if packed_from != fingerprint(checkpoint, checkpoint.config.get(KEY)):
+        if packed_from != fingerprint(checkpoint, checkpoint.config.get(MARKER_KEY)):
             raise CheckpointError(
                 f"{path} is not of these weight files",
                 remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
@@ -126,7 +129,7 @@ class PackedFile:
         scale: torch.Tensor | None,
         device: str | torch.device,
     ) -> PackedWeight:
-        """The packed weight of layer ``name``, whose dense shape is [out, in]."""
+        """Read the packed weight of layer ``name``, whose dense shape is [out, in]."""
 
         def part(kind: str) -> torch.Tensor | None:
             return self.reader.tensor(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
@@ -158,6 +161,6 @@ def _parts(name: str, packed: PackedWeight) -> dict[str, torch.Tensor]:
 
 
 def _stored(tensor: torch.Tensor, rows: int) -> Stored:
-    """How a part without rows is stored when it has them; the list of groups has none to begin with."""
+    """Return the type and shape of a part that has ``rows`` rows, from the part of a weight without rows."""
     shape = (rows, *tensor.shape[1:]) if tensor.dim() == 2 else tuple(tensor.shape)
     return Stored(STORED_NAMES[tensor.dtype], shape)

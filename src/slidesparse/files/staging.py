@@ -1,7 +1,7 @@
 """Write a folder so that it is either complete under its name or not there at all.
 
-Work goes on in ``NAME.partial``. A run that dies leaves it behind; a second run with the same plan takes the finished
-files over, and one with another plan refuses. At the end everything is flushed and the folder is renamed.
+Files are written into ``NAME.partial``, which stays when a run is killed; a second run with the same plan keeps the
+finished files, and one with another plan refuses. At the end everything is flushed and the folder is renamed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PLAN_FILE = "slidesparse-plan.json"
 
 @contextmanager
 def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[tuple[Path, set[str]]]:
-    """A working folder that becomes ``destination`` when the block ends without an exception.
+    """Give a working folder that becomes ``destination`` when the block ends without an exception.
 
     Args:
         destination: Must not exist.
-        source: Where the data comes from; ``destination`` may not be it nor lie inside.
-        plan: What decides the output, ready for JSON; equal plans can take over each other's finished files.
+        source: The folder of the data; ``destination`` may neither be it nor lie inside.
+        plan: Everything that decides the output, ready for JSON; runs with equal plans can use each other's files.
         n_bytes: Size of the output, checked against the free space.
 
     Yields:
         The working folder, and the names of the finished files in it.
 
     Raises:
-        CheckpointError: The destination is in the way, another run is at work, the plan differs or the disk is full.
+        CheckpointError: The destination exists, another run is writing it, the plan differs or the disk is full.
     """
     destination, source = destination.absolute(), source.resolve()
     if destination.resolve() == source or source in destination.resolve().parents:

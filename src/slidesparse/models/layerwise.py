@@ -1,8 +1,8 @@
-"""Calibrated pruning of a stack of layers, one layer at a time.
+"""Prune the layers of a model with calibration, one layer at a time.
 
-Only one layer's weights need be on the device: the samples go through layer 0, whose linears are pruned with the
-statistics of what they read; then through the pruned layer 0, and what comes out is what layer 1 reads. So every layer
-is calibrated on the inputs that it will really see, the damage of earlier layers included.
+Only one layer's weights need be on the device. The samples go through layer 0, whose linears are pruned with the
+statistics of their inputs; then they go through the pruned layer 0, whose outputs are the inputs of layer 1. So every
+layer is calibrated on the inputs that it will really see, the damage of earlier layers included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SetLoss:
-    """What pruning cost one set of linears that read the same input.
+    """The loss that pruning causes in one set of linears that read the same input.
 
     Attributes:
         names: The linears.
@@ -40,65 +40,65 @@ class SetLoss:
 
 @dataclass
 class Sample:
-    """A batch on its way through the stack: the hidden state, and what every layer gets beside it."""
+    """A batch on its way through the layers: the hidden state, and the other arguments of each layer."""
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
-class Weights:
-    """Where a layer's weights come from. This one: they are in the model already, and stay there."""
+class LayerStore:
+    """Loads a layer's weights and keeps the pruned ones; this one has them all in the model, where they stay."""
 
     def load(self, name: str, layer: nn.Module) -> None:
         """Make a layer ready to run."""
 
     def release(self, name: str, layer: nn.Module) -> None:
-        """Forget the weights of a layer that is done."""
+        """Free the weights of a layer that is done."""
 
     def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
-        """The weight to prune: [out, in], in the type in which it is kept."""
+        """Return the weight to prune: [out, in], in the type in which it is stored."""
         return linear.weight.detach()
 
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Pruned weights of a layer that an earlier run finished; None when there was none."""
+        """Return the pruned weights of a layer that an earlier run finished; None when there was none."""
         return None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
-        """Take the pruned weights of a layer."""
+        """Keep the pruned weights of a layer, and what its sets lost."""
 
 
 @dataclass(frozen=True)
-class Stack:
+class LayerList:
     """The repeated layers of a model.
 
     Attributes:
-        name: Of the list that holds them: ``model.layers``.
-        layers: In the order in which they run.
+        name: The name of the ``nn.ModuleList`` that holds them, such as ``model.layers``.
+        layers: The layers, in the order in which they run.
     """
 
     name: str
     layers: list[nn.Module]
 
     def items(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name and module of every layer."""
+        """Yield the name and module of every layer."""
         yield from ((f"{self.name}.{i}", layer) for i, layer in enumerate(self.layers))
 
 
-def find_stack(model: nn.Module, linears: Iterable[str]) -> Stack:
-    """The list of layers that holds all linears to be pruned.
+def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
+    """Return the list of layers that holds all linears to be pruned.
 
     Raises:
-        InputError: When there is none, naming linears outside.
+        InputError: There is none; the error names linears outside the list that holds most of them.
     """
     names = list(linears)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    inside = {stack: [name for name in names if name.startswith(f"{stack}.")] for stack in lists}
-    best = max(inside, key=lambda stack: len(inside[stack]), default=None)
+    inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
+    best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
     if best is None or not inside[best]:
         raise InputError(
             f"cannot calibrate {type(model).__name__} layer by layer",
             got="no list of layers with linears to prune",
-            needed="a model whose layers stand in one nn.ModuleList",
+            needed="a model whose layers are in one nn.ModuleList",
             remedy="use --method magnitude",
         )
     outside = [name for name in names if name not in inside[best]]
@@ -108,22 +108,22 @@ def find_stack(model: nn.Module, linears: Iterable[str]) -> Stack:
             got=", ".join(outside[:3]),
             remedy="put them on the ignore list, or use --method magnitude",
         )
-    return Stack(best, list(lists[best]))
+    return LayerList(best, list(lists[best]))
 
 
 class _Recorded(Exception):
-    """No error: the model has told all that it can tell without running its layers."""
+    """Ends a forward pass once the arguments of the last layer are recorded; no error."""
 
 
 @torch.no_grad()
-def record(model: nn.Module, stack: Stack, batches: Iterable[Batch]) -> list[Sample]:
-    """Run what stands before the layers, and note what each layer gets beside the hidden state.
+def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Batch]) -> list[Sample]:
+    """Run the modules before the layers, and record the hidden state and each layer's other arguments.
 
     The layers themselves do not run: they may have no weights yet.
 
     Args:
-        model: Whose parameters outside of the layers are filled, as far as they run before the layers.
-        stack: From :func:`find_stack`.
+        model: A model in which the parameters that are used before the layers are filled.
+        layer_list: From :func:`find_layer_list`.
         batches: Inputs.
     """
     samples: list[Sample] = []
@@ -133,20 +133,20 @@ def record(model: nn.Module, stack: Stack, batches: Iterable[Batch]) -> list[Sam
             if index == 0:
                 samples.append(Sample(hidden))
             samples[-1].arguments.append((args, kwargs))
-            if index + 1 == len(stack.layers):
+            if index + 1 == len(layer_list.layers):
                 raise _Recorded
             return hidden
 
         return forward
 
-    with _forwards(stack.layers, [stand_in(index) for index in range(len(stack.layers))]):
+    with _forwards(layer_list.layers, [stand_in(index) for index in range(len(layer_list.layers))]):
         for batch in batches:
             before = len(samples)
             with suppress(_Recorded):
                 getattr(model, "base_model", model)(**batch)
-            if len(samples) != before + 1 or len(samples[-1].arguments) != len(stack.layers):
+            if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
                 raise InputError(
-                    f"{type(model).__name__} does not run {stack.name} one after the other",
+                    f"{type(model).__name__} does not run {layer_list.name} one after the other",
                     remedy="use --method magnitude",
                 )
     return samples
@@ -164,7 +164,7 @@ def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torc
 
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
-    """What a layer makes of a sample: the next hidden state."""
+    """Return the hidden state that a layer computes from a sample's."""
     args, kwargs = sample.arguments[index]
     out = layer(sample.hidden, *args, **kwargs)
     hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
@@ -173,40 +173,40 @@ def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
 
 def prune_layers(
     model: nn.Module,
-    stack: Stack,
+    layer_list: LayerList,
     sets: Sequence[Sequence[str]],
     patterns: Mapping[str, Pattern],
     pruner: Pruner,
     samples: Sequence[Sample],
-    weights: Weights | None = None,
+    store: LayerStore | None = None,
 ) -> Iterator[list[SetLoss]]:
-    """Prune the linears of a stack in place, layer by layer; yields what it cost after each layer.
+    """Prune the linears of all layers in place, layer by layer; yield the losses of each layer after it.
 
     Args:
         model: The whole model.
-        stack: Its layers.
+        layer_list: Its layers, from :func:`find_layer_list`.
         sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
         patterns: Linear -> pattern; ``DENSE`` ones are left alone.
         pruner: The method.
-        samples: From :func:`record`; they move on.
-        weights: Where the layers' weights come from and go to.
+        samples: From :func:`record_inputs`; each layer replaces their hidden states.
+        store: Loads the layers' weights, and keeps the pruned ones.
     """
-    weights = weights or Weights()
+    store = store or LayerStore()
     with torch.no_grad():
-        for index, (name, layer) in enumerate(stack.items()):
-            weights.load(name, layer)
+        for index, (name, layer) in enumerate(layer_list.items()):
+            store.load(name, layer)
             here = [list(names) for names in sets if names[0].startswith(f"{name}.") and patterns[names[0]] != DENSE]
             linears: dict[str, Any] = {linear: model.get_submodule(linear) for names in here for linear in names}
-            pruned = weights.finished(name)
+            pruned = store.finished(name)
             losses: list[SetLoss] = []
             if pruned is None:
-                pruned, losses = _prune_layer(layer, index, here, linears, patterns, pruner, samples, weights)
-                weights.keep(name, pruned, losses)
+                pruned, losses = _prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
+                store.keep(name, pruned, losses)
             for linear, weight in pruned.items():
                 linears[linear].weight.data.copy_(weight)
             for sample in samples:
                 sample.hidden = run_layer(layer, sample, index)
-            weights.release(name, layer)
+            store.release(name, layer)
             yield losses
 
 
@@ -218,13 +218,13 @@ def _prune_layer(
     patterns: Mapping[str, Pattern],
     pruner: Pruner,
     samples: Sequence[Sample],
-    weights: Weights,
+    store: LayerStore,
 ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
     grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
     pruned: dict[str, torch.Tensor] = {}
     losses = []
     for names in sets:
-        originals = {name: weights.weight(name, linears[name]) for name in names}
+        originals = {name: store.weight(name, linears[name]) for name in names}
         pattern, gram = patterns[names[0]], grams.pop(names[0])
         new = pruner.prune(Linears(originals, pattern, gram))
         losses.append(SetLoss(tuple(names), str(pattern), output_error(originals, new, gram)))
@@ -235,10 +235,10 @@ def _prune_layer(
 def collect_grams(
     layer: nn.Module, index: int, linears: Mapping[str, nn.Linear], samples: Iterable[Sample]
 ) -> dict[str, torch.Tensor]:
-    """``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
+    """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
 
     Raises:
-        InputError: When a linear is never called.
+        InputError: A linear is never called.
     """
     grams: dict[str, torch.Tensor] = {}
 

@@ -24,7 +24,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model foresees a text.
+    """How well a model predicts a text.
 
     Attributes:
         nats: Sum of the negative log-likelihoods.
@@ -61,7 +61,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """One reading: tokens ``start`` to ``end``, of which the last ``scored`` count."""
+    """A window of text: tokens ``start`` to ``end``, of which the last ``scored`` count."""
 
     start: int
     end: int
@@ -69,7 +69,7 @@ class Window:
 
 
 def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
-    """The readings that cover a text.
+    """Yield the windows that cover a text.
 
     >>> [(w.start, w.end, w.scored) for w in windows(10, 4, 3)]
     [(0, 4, 3), (3, 7, 3), (6, 10, 3)]
@@ -101,10 +101,10 @@ def measure_perplexity(
         stride: From 1 to ``window - 1``; smaller is slower and gives every token more context.
         n_bytes: Length of the text, for bits per byte.
         batch: Windows at a time.
-        advance: Told how many tokens were scored.
+        advance: Called with the number of tokens that were scored.
 
     Raises:
-        InputError: When the numbers do not fit, or the model answers with NaN.
+        InputError: The numbers do not fit, or the model answers with NaN.
     """
     if len(tokens) < 2:
         raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")
@@ -131,7 +131,7 @@ def measure_perplexity(
 
 
 def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
-    """Readings of equal length together, at most ``size``; only the last can be shorter."""
+    """Yield batches of at most ``size`` windows of equal length; only the last window of a text can be shorter."""
     full = [w for w in readings if w.end - w.start == readings[0].end - readings[0].start]
     yield from (full[i : i + size] for i in range(0, len(full), size))
     if len(full) < len(readings):
@@ -139,7 +139,7 @@ def _batches(readings: list[Window], size: int) -> Iterator[list[Window]]:
 
 
 def logits_of(model: nn.Module) -> Logits:
-    """The logits function of a transformers causal language model."""
+    """Return the logits function of a transformers causal language model."""
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         answer: Any = model(input_ids=ids, use_cache=False)

@@ -1,9 +1,9 @@
-"""What pruning one set of linears to one pattern does to a model: measured once, for ``plan`` to choose by.
+"""Measure how much worse a model predicts when one set of its linears is pruned to one pattern; ``plan`` chooses by it.
 
-The measure is the mean over calibration tokens of the Kullback-Leibler divergence from the dense model's prediction to
-that of the model with this set alone pruned, in nats. To second order it is what the loss grows by on text from the
-dense model itself; unlike the loss it cannot be negative, and it is zero only when no prediction moved. Damages of
-different sets are taken to add up, which is the approximation that a plan rests on.
+The measure is the mean over tokens of the Kullback-Leibler divergence from the dense model's prediction to that of the
+model with this set alone pruned, in nats. To second order it equals the growth of the loss on text from the dense model
+itself; unlike the loss it cannot be negative, and it is zero only when no prediction moved. A plan assumes that the
+damages of different sets add up, which is an approximation.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.errors import InputError
-from slidesparse.models.layerwise import Batch, collect_grams, find_stack, record, run_layer
+from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, record_inputs, run_layer
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one pattern costs one set.
+    """The damage that one pattern does in one set.
 
     Attributes:
         names: Linears that read one input; they are fused when served, and so share a pattern.
-        pattern: As text.
-        damage: Nats a token.
+        pattern: The pattern, as text.
+        damage: Divergence from the dense model, in nats a token.
     """
 
     names: tuple[str, ...]
@@ -44,31 +44,31 @@ def measure_sensitivities(
     patterns: Sequence[Pattern],
     pruner: Pruner,
     batches: Sequence[Batch],
-    judged: Sequence[Batch],
+    held_out: Sequence[Batch],
     known: Mapping[tuple[str, str], float] | None = None,
 ) -> Iterator[Sensitivity]:
-    """Prune every set to every pattern in turn, the rest of the model dense, and see what the model says then.
+    """Prune every set to every pattern in turn, the rest of the model dense, and compare the model's predictions.
 
     Args:
         model: A causal language model in memory; it is as before when the iterator ends.
         sets: Linears that read one input.
-        patterns: To try; ``DENSE`` needs no measuring and is skipped.
+        patterns: The patterns to try; ``DENSE`` needs no measuring and is skipped.
         pruner: The method that will prune.
         batches: Inputs whose statistics the method sees.
-        judged: Inputs on which predictions are compared.
-        known: (first linear of a set, pattern) -> damage, measured already.
+        held_out: Inputs on which predictions are compared.
+        known: (first linear of a set, pattern) -> damage that was measured before.
 
     Yields:
-        One for every set and pattern, layer by layer.
+        A sensitivity for every set and pattern, layer by layer.
 
     Raises:
-        InputError: When a divergence is NaN or Inf.
+        InputError: A divergence is NaN or Inf.
     """
     known = known or {}
-    stack = find_stack(model, [name for names in sets for name in names])
-    samples = record(model, stack, batches)
-    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in judged]
-    for index, (layer_name, layer) in enumerate(stack.items()):
+    layer_list = find_layer_list(model, [name for names in sets for name in names])
+    samples = record_inputs(model, layer_list, batches)
+    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    for index, (layer_name, layer) in enumerate(layer_list.items()):
         here = [tuple(names) for names in sets if names[0].startswith(f"{layer_name}.")]
         grams = collect_grams(layer, index, {names[0]: model.get_submodule(names[0]) for names in here}, samples)
         for sample in samples:
@@ -80,7 +80,7 @@ def measure_sensitivities(
                     continue
                 damage = known.get((names[0], str(pattern)))
                 if damage is None:
-                    damage = _damage(model, names, pattern, pruner, gram, judged, dense)
+                    damage = _damage(model, names, pattern, pruner, gram, held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
 
 
@@ -90,7 +90,7 @@ def _damage(
     pattern: Pattern,
     pruner: Pruner,
     gram: torch.Tensor,
-    judged: Sequence[Batch],
+    held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
     weights = {name: model.get_submodule(name).weight for name in names}
@@ -98,21 +98,21 @@ def _damage(
     for name, pruned in pruner.prune(Linears(originals, pattern, gram)).items():
         weights[name].data.copy_(pruned)
     try:
-        return mean_divergence(dense, lambda i: model(**judged[i]).logits)
+        return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
     finally:
         for name, original in originals.items():
             weights[name].data.copy_(original)
 
 
 def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch.Tensor]) -> float:
-    """Mean over tokens of ``sum p (log p - log q)``.
+    """Return the mean over tokens of ``sum p (log p - log q)``.
 
     Args:
         dense: Log-probabilities ``log p`` of every batch, float32 [..., vocabulary].
         logits: Number of a batch -> logits of ``q``, like ``dense``.
 
     Raises:
-        InputError: When it is NaN or Inf.
+        InputError: It is NaN or Inf.
     """
     total, tokens = 0.0, 0
     for i, log_p in enumerate(dense):

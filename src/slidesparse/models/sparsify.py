@@ -21,7 +21,7 @@ from slidesparse.support import check_pattern, check_weight
 def layer_patterns(
     names: Iterable[str], pattern: Pattern | str, layers: Mapping[str, Pattern | str] | None = None
 ) -> dict[str, Pattern]:
-    """The pattern of every layer: ``pattern``, but for the exceptions in ``layers``.
+    """Return the pattern of every layer: ``pattern``, except where ``layers`` has another.
 
     Args:
         names: Layer names.
@@ -29,7 +29,7 @@ def layer_patterns(
         layers: Entry (exact name, or ``re:`` and a regular expression) -> pattern; the first entry that matches counts.
 
     Raises:
-        InputError: When an entry matches no layer.
+        InputError: An entry matches no layer.
     """
     names = list(names)
     default = Pattern.parse(pattern)
@@ -50,10 +50,10 @@ def sets_to_prune(
     pruner: Pruner,
     run: Callable[[], object] | None,
 ) -> list[list[str]]:
-    """The sets of layers that a method must see together; each alone where nothing couples them.
+    """Return the sets of layers that a method must see together; a layer that nothing couples is a set of its own.
 
     Raises:
-        InputError: When members of a set that must agree have different patterns, or the model cannot be run.
+        InputError: Members of a set that must agree have different patterns, or the model cannot be run.
     """
     coupled = {name for name, p in patterns.items() if p != DENSE and (pruner.needs_calibration or not p.is_uniform)}
     if not coupled:
@@ -73,7 +73,7 @@ def sets_to_prune(
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:
-    """A function that runs a transformers model on inputs of its own, on the model's device; None for other models."""
+    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models."""
     if not hasattr(model, "dummy_inputs"):
         return None
     device = next(model.parameters()).device
@@ -116,15 +116,15 @@ def sparsify_(
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
         method: Pruning method, or None when the weights satisfy their patterns already.
         backend: ``auto`` or a backend's name.
-        fallback: What ``auto`` does where no accelerated backend can run.
-        run: Runs the model once, on any input. Needed for partial patterns, to find the linears that read the same
-            input; transformers models need none.
+        fallback: How ``auto`` runs layers that no accelerated backend can run.
+        run: Runs the model once, on any input. It is needed for partial patterns, to find the linears that read the
+            same input; transformers models need none.
 
     Returns:
         The model.
 
     Raises:
-        InputError: A weight, an option or a name that cannot be used. The model is then as it was.
+        InputError: A weight, an option or a name cannot be used. The model is then unchanged.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     storage = parse_dtype(dtype)
@@ -155,6 +155,6 @@ def sparsify_(
             packed = pack_weight(weight, patterns[name], storage, name=name)
             bias = targets.linears[name].bias
             layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
-            for alias in aliases[id(targets.linears[name])]:  # one module may stand in several places
+            for alias in aliases[id(targets.linears[name])]:  # one module may have several names
                 model.set_submodule(alias, layer)
     return model

@@ -1,7 +1,7 @@
-"""Which layers of a model are treated, and which of them read the same input.
+"""Find the layers of a model that are treated, and those among them that read the same input.
 
-A layer is found by what it is (``nn.Linear``, large enough, not the output embedding), not by what its name contains;
-the one exception is :data:`READ_AS_MATRIX`, which nothing but its name tells apart.
+A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding), not by its name; the one
+exception is :data:`READ_AS_MATRIX`, which differs from other linears in nothing but its name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MIN_FEATURES = 32
 """Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
 
 READ_AS_MATRIX = "kv_b_proj"
-"""The linear of multi-head latent attention (DeepSeek-V2 and after) that servers split and multiply into others when
-they have loaded it, by its weight and not by a call: it must stay dense."""
+"""The linear of multi-head latent attention (DeepSeek-V2 and after) whose weight servers split and multiply into other
+weights after loading, without calling the layer: it must stay dense."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def find_targets(
         ignore: Names to leave alone: exact module names, or ``re:`` and a regular expression that the start of a name
             must match (the convention of compressed-tensors).
         lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
-        also_ignore: More of the same, of which each may match nothing: what a quantised source lists.
+        also_ignore: More such names, which a quantised source lists; each may match nothing.
 
     Raises:
-        InputError: When an entry of ``ignore`` matches no linear or is malformed, or nothing is left to treat.
+        InputError: An entry of ``ignore`` matches no linear or is malformed, or no linear is left to treat.
     """
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
@@ -98,7 +98,7 @@ def read_as_matrix(name: str) -> bool:
 
 
 def describe_dense(dense: Mapping[str, str]) -> list[str]:
-    """Lines for people: which linears stay as they are and why, those that differ only by number together."""
+    """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, why in dense.items():
         kinds.setdefault((re.sub(r"\d+", "*", name), why), []).append(name)
@@ -109,10 +109,10 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
 
 
 def matches_entry(name: str, entry: str) -> bool:
-    """True when a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
+    """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
 
     Raises:
-        InputError: When what follows ``re:`` is no regular expression.
+        InputError: The text after ``re:`` is no regular expression.
     """
     if not entry.startswith("re:"):
         return name == entry
@@ -126,12 +126,12 @@ def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[]
     """Partition linears by the input tensor that they read.
 
     Args:
-        model: May be on the meta device: nothing but the identity of tensors is looked at.
+        model: May be on the meta device: only the identity of tensors is used.
         linears: The linears to partition.
         run: Runs the model once, on any input.
 
     Returns:
-        Names, q, k and v of a layer in one list, gate and up in one, most others alone. In the model's order.
+        Lists of names in the model's order: q, k and v of a layer in one list, gate and up in one, most others alone.
     """
     seen: dict[str, tuple[object, ...]] = {}
     alive: list[torch.UntypedStorage] = []  # an input that is freed could lend its identity to another
@@ -139,7 +139,7 @@ def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[]
     def remember(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0]
-            storage = x.untyped_storage()  # the same object for all views, as long as somebody holds it
+            storage = x.untyped_storage()  # the same object for all views, as long as it is referenced
             alive.append(storage)
             seen.setdefault(name, (id(storage), x.storage_offset(), tuple(x.shape)))
 

@@ -1,33 +1,33 @@
-"""The tables of whole engines: the paper's C (prefill) and D (decode) with their efficiencies, and where time goes."""
+"""Make the tables of whole engines: the paper's C (prefill) and D (decode) with efficiencies, and times by kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slidesparse.records import DENSE, DTYPES, ENGINE, KERNELS, STEP_KERNELS
+from slidesparse.records import DENSE_VARIANT, DTYPE_NAMES, ENGINE, KERNELS, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
-from slidesparse.report.tables import Cell, Table
+from slidesparse.report.table import Cell, Table
 
 NAMES = {"prefill": "C, prefill", "decode": "D, decode"}
 
 
 def engine_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Speed-ups over stock dense vLLM, and efficiencies."""
+    """Return the tables of speed-ups over stock dense vLLM, and of efficiencies."""
     groups: dict[tuple[str, str], list[Point]] = {}
     for one in found:
         case = one.case
-        if case.benchmark == ENGINE and one.best(DENSE) is not None:
+        if case.benchmark == ENGINE and one.best(DENSE_VARIANT) is not None:
             point = Point(ENGINE, case.dtype, case.model, True, case.tokens, (one,))
             groups.setdefault((case.layer, case.dtype), []).append(point)
     return [table for key in sorted(groups, key=_order) for table in _tables(*key, groups[key])]
 
 
 def _order(group: tuple[str, str]) -> tuple[int, int, bool, int]:
-    """Prefill before decode, vLLM's own graphs and engines side by side before what was asked for, by type."""
+    """Return a key that sorts prefill before decode, then by graphs, by way of measuring (one engine last), by type."""
     kind, dtype = group
     name, _, way = kind.partition(",")
     size = int("".join(filter(str.isdigit, way)) or 0)
-    return list(NAMES).index(name), size, "one engine" in way, DTYPES.index(dtype)
+    return list(NAMES).index(name), size, "one engine" in way, DTYPE_NAMES.index(dtype)
 
 
 def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
@@ -59,18 +59,18 @@ def _tables(kind: str, dtype: str, group: Sequence[Point]) -> list[Table]:
 
 
 def _lead(point: Point) -> tuple[Cell, ...]:
-    dense = point.time_us(DENSE) or 0.0
+    dense = point.time_us(DENSE_VARIANT) or 0.0
     return point.model, point.tokens, dense / 1e3, ratio(1e6 * point.tokens, dense)
 
 
 def _noise(point: Point) -> float:
-    """Of dense timed twice, or of a variant from round to round: a busy host slows one engine down and not the next."""
+    """Return the noise of dense timed twice, or the spread of a variant between rounds, whichever is larger."""
     timings = [record.timing for part in point.parts for record in part.records if record.timing is not None]
     return max([point.noise, *((timing.p80_us - timing.p20_us) / timing.median_us for timing in timings)])
 
 
 def breakdown_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Milliseconds of GPU time in one prefill and in one decoding step, by what kernels do, and the weights' memory."""
+    """Return GPU milliseconds of one prefill and of one decoding step, by what kernels do, and weights' memory."""
     memory = {
         (one.case.model, one.case.dtype, record.variant): record.n_bytes / 1e9
         for one in found

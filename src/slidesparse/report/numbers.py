@@ -1,4 +1,4 @@
-"""What records say together: speed-ups, the paper's efficiency, rooflines.
+"""Compute speed-ups, the paper's efficiency and rooflines from records.
 
 A ratio is formed inside one comparison only (records that share ``started``), or between sums of such.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.records import ALL, COPY, DENSE, LAYERS, SQUARE, Case, Record
+from slidesparse.records import ALL, COPY, DENSE_VARIANT, LAYERS, SQUARE, Case, Record
 
 NATIVE = "2:4"
-"""The pattern that the hardware runs without sliding: what efficiency is measured against."""
+"""The pattern that the hardware runs without sliding; efficiency is relative to it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Comparison:
     records: tuple[Record, ...]
 
     def best(self, variant: str, backend: str | None = None) -> Record | None:
-        """The fastest record of a variant, of one backend or whichever; None when it has no time."""
+        """Return the fastest record of a variant, on one backend or on any; None when it has no time."""
         timed = [
             record
             for record in self.records
@@ -32,7 +32,7 @@ class Comparison:
 
 
 def median_us(record: Record) -> float:
-    """The median of a record that has a time."""
+    """Return the median of a record that has a time."""
     assert record.timing is not None
     return record.timing.median_us
 
@@ -72,38 +72,40 @@ class Point:
     @property
     def variants(self) -> list[str]:
         """Sparse variants with a time in every part, by falling ideal speed-up, ``auto`` last."""
-        found = {record.variant: record for part in self.parts for record in part.records if record.variant != DENSE}
+        found = {
+            record.variant: record for part in self.parts for record in part.records if record.variant != DENSE_VARIANT
+        }
         whole = [name for name in found if self.time_us(name) is not None]
         return sorted(whole, key=lambda name: (" " in name, -(found[name].ideal_speedup or 0), name))
 
     def chosen(self, variant: str) -> list[Record] | None:
-        """The fastest record of a variant in each part, or None when a part has none."""
+        """Return the fastest record of a variant in each part, or None when a part has none."""
         found = [part.best(variant) for part in self.parts]
         whole = [record for record in found if record is not None]
         return whole if len(whole) == len(found) else None
 
     def time_us(self, variant: str) -> float | None:
-        """Time of all parts together."""
+        """Return the time of all parts together."""
         chosen = self.chosen(variant)
         return None if chosen is None else sum(map(median_us, chosen))
 
     def speedup(self, variant: str) -> float | None:
-        """Over the fastest dense product."""
-        return ratio(self.time_us(DENSE), self.time_us(variant))
+        """Return the speed-up over the fastest dense product."""
+        return ratio(self.time_us(DENSE_VARIANT), self.time_us(variant))
 
     def ideal(self, variant: str) -> float | None:
-        """The variant's ideal speed-up."""
+        """Return the variant's ideal speed-up."""
         chosen = self.chosen(variant)
         return None if chosen is None else chosen[0].ideal_speedup
 
     def efficiency(self, variant: str) -> float | None:
-        """The paper's: measured speed-up over 2:4's, divided by the ratio that the densities promise; 1 is 100 %."""
+        """Return the paper's efficiency: speed-up over 2:4's, over the ratio that the densities promise; 1 is 100 %."""
         measured = ratio(self.speedup(variant), self.speedup(NATIVE))
         return ratio(measured, ratio(self.ideal(variant), self.ideal(NATIVE)))
 
     def roofline(self, variant: str, limits: Limits) -> float | None:
-        """The speed-up if dense and sparse both ran at their limits: of arithmetic, or of memory."""
-        return ratio(limits.floor_us(self, DENSE), limits.floor_us(self, variant))
+        """Return the speed-up if dense and sparse both ran at their limits: of arithmetic, or of memory."""
+        return ratio(limits.floor_us(self, DENSE_VARIANT), limits.floor_us(self, variant))
 
     @property
     def noise(self) -> float:
@@ -113,16 +115,16 @@ class Point:
     @property
     def tops(self) -> float | None:
         """Dense operations, in units of 1e12 a second."""
-        time_us = self.time_us(DENSE)
+        time_us = self.time_us(DENSE_VARIANT)
         return None if time_us is None else sum(part.case.n_operations for part in self.parts) / time_us / 1e6
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the card reached in these records.
+    """The highest rates that the GPU reached in some records.
 
     Attributes:
-        bandwidth: Of copies, bytes a microsecond, read and written together; None without a copy record.
+        bandwidth: Rate of copies in bytes a microsecond, read and written together; None without a copy record.
         peak: dtype -> operations a microsecond of the fastest dense product.
     """
 
@@ -130,7 +132,7 @@ class Limits:
     peak: dict[str, float]
 
     def floor_us(self, point: Point, variant: str) -> float | None:
-        """The least time of a variant: every part at the slower of its two limits."""
+        """Return the least time of a variant: every part at the slower of its two limits."""
         chosen, peak = point.chosen(variant), self.peak.get(point.dtype)
         if chosen is None or peak is None or self.bandwidth is None:
             return None
@@ -141,11 +143,11 @@ class Limits:
 
 
 def limits(found: Sequence[Comparison]) -> Limits:
-    """The limits that some comparisons show."""
+    """Return the limits that some comparisons show."""
     copies = [record for record in (one.best(COPY) for one in found) if record is not None]
     peak: dict[str, float] = {}
     for one in found:
-        dense = one.best(DENSE) if one.case.benchmark == "gemm" else None
+        dense = one.best(DENSE_VARIANT) if one.case.benchmark == "gemm" else None
         if dense is not None:
             rate = one.case.n_operations / median_us(dense)
             peak[one.case.dtype] = max(rate, peak.get(one.case.dtype, 0.0))
@@ -153,11 +155,11 @@ def limits(found: Sequence[Comparison]) -> Limits:
 
 
 def points(found: Sequence[Comparison], benchmark: str) -> list[Point]:
-    """The points of a benchmark, ordered by type, model and M; a model's M without all four linears is left out."""
+    """Return the points of a benchmark by type, model and M; an M without all four linears of a model is left out."""
     groups: dict[tuple[str, str, bool, int], list[Comparison]] = {}
     for one in found:
         case = one.case
-        if case.benchmark == benchmark and one.best(DENSE) is not None:
+        if case.benchmark == benchmark and one.best(DENSE_VARIANT) is not None:
             groups.setdefault((case.dtype, case.model, case.scaled, case.tokens), []).append(one)
     made = [
         Point(benchmark, dtype, model, scaled, tokens, tuple(parts))
@@ -168,5 +170,5 @@ def points(found: Sequence[Comparison], benchmark: str) -> list[Point]:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """A quotient, or None where a part of it is missing."""
+    """Return a quotient, or None where a part of it is missing."""
     return None if numerator is None or not denominator else numerator / denominator

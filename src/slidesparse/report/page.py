@@ -10,6 +10,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine, Record
 from slidesparse.report import engines, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
+from slidesparse.report.table import Table
 
 PAGE = "report.md"
 
@@ -53,7 +54,7 @@ ABOUT_PLOTS = """\
 Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
 fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
 
-Section = tuple[str, str, Callable[[Sequence[Comparison]], list[tables.Table]]]
+Section = tuple[str, str, Callable[[Sequence[Comparison]], list[Table]]]
 
 SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
@@ -111,7 +112,7 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def require_plots() -> Any:
-    """The module that draws.
+    """Import the module that draws.
 
     Raises:
         UnsupportedError: matplotlib is missing.
@@ -137,8 +138,8 @@ def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:
     return [*drawn, path] if plots.draw_kernels(found, path) else drawn
 
 
-def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict[str, str]) -> list[str]:
-    """The Markdown of a section, nothing when it has no tables; adds its CSV files."""
+def _section(heading: str, about: str, made: Sequence[Table], files: dict[str, str]) -> list[str]:
+    """Return the Markdown of a section, nothing when it has no tables; add its CSV files to ``files``."""
     if not made:
         return []
     files.update({f"{table.name}.csv": table.csv() for table in made})
@@ -149,7 +150,7 @@ def _section(heading: str, about: str, made: Sequence[tables.Table], files: dict
 
 
 def _conditions(records: Sequence[Record], known: Limits) -> str:
-    """Where, when and with what."""
+    """Return the conditions of the records: dates, machines, clocks and limits."""
     machines = list(dict.fromkeys(record.machine for record in records))
     dates = sorted(record.started[:10] for record in records)
     lines = [f"* {dates[0]}" if dates[0] == dates[-1] else f"* {dates[0]} to {dates[-1]}"]
@@ -164,7 +165,7 @@ def _conditions(records: Sequence[Record], known: Limits) -> str:
 
 
 def machine_line(machine: Machine) -> str:
-    """A GPU and its libraries."""
+    """Return a line with a GPU and its libraries."""
     versions = {
         "driver": machine.driver,
         "CUDA": machine.cuda,

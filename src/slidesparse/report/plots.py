@@ -1,4 +1,4 @@
-"""The plots of a report: speed-up against M with its ideal and roofline, and how near the kernels come to a copy."""
+"""Draw the plots of a report: speed-up against M with its ideal and roofline, and kernels' rates over a copy's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PANEL = (4.0, 3.1)
 
 
 def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folder: Path) -> list[Path]:
-    """A picture for each model (and for squares) with a panel for each type; returns those drawn."""
+    """Draw a picture for each model (and for squares) with a panel for each type; return the pictures' paths."""
     pictures: dict[tuple[str, bool], dict[str, list[Point]]] = {}
     for point in points(found, benchmark):
         pictures.setdefault((point.model, point.scaled), {}).setdefault(point.dtype, []).append(point)
@@ -85,7 +85,7 @@ def _patterns(group: Sequence[Point]) -> list[str]:
 
 
 def draw_kernels(found: Sequence[Comparison], path: Path) -> bool:
-    """Achieved rate of quantise and of quantise + lift over that of a copy, against M; False where there is none."""
+    """Draw the rates of quantise and of quantise + lift over that of a copy, against M; False without records."""
     groups: dict[tuple[int, str], list[Comparison]] = {}
     for one in found:
         if one.case.benchmark == "kernels" and one.best(COPY) is not None:

@@ -17,7 +17,7 @@ from slidesparse.report.serve_numbers import (
     tokens_a_joule,
     tokens_a_second,
 )
-from slidesparse.report.tables import Cell, Table
+from slidesparse.report.table import Cell, Table
 from slidesparse.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK, ServeRecord, Step, TimelineRecord
 
 PAGE = "serve.md"

@@ -1,75 +1,32 @@
-"""The tables of a report: the paper's A and B and their efficiencies, kernels, packing, and what has no time."""
+"""Make the tables of a report: the paper's A and B and their efficiencies, kernels, packing, and missing times."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from slidesparse.records import ALONE, COPY, DENSE, LIBRARY, QUANTIZE, SQUARE, Record
+from slidesparse.records import ALONE, COPY, DENSE_VARIANT, LIBRARY, QUANTIZE, SQUARE, Record
 from slidesparse.report.numbers import Comparison, Point, median_us, points, ratio
+from slidesparse.report.table import Cell, Table
 
-Cell = str | int | float | None
 OURS = "slidesparse"
 FEW = 8
-"""Algorithms of a library that a table names; of more it gives the number."""
+"""The most algorithms of a library that a table names; of more it gives the number."""
 AIM = 0.02
-"""How far from its library's best algorithm a backend may be."""
+"""The most time that a backend may take over its library's best algorithm, as a share."""
 ITEM_BYTES = {"int8": 1, "fp8": 1, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table for people (Markdown) and for programs (CSV, numbers unrounded).
-
-    Attributes:
-        name: Of its CSV file.
-        title: A heading.
-        columns: Heads.
-        rows: Cells; None is an empty one.
-        formats: Column -> how a float is shown; two decimals otherwise.
-    """
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    formats: dict[str, str]
-
-    def markdown(self) -> str:
-        """A Markdown table, numbers to the right."""
-        head = "| " + " | ".join(self.columns) + " |"
-        numeric = [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
-        rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
-        lines = ["| " + " | ".join(map(self._show, self.columns, row)) + " |" for row in self.rows]
-        return "\n".join([head, rule, *lines])
-
-    def _show(self, column: str, cell: Cell) -> str:
-        if cell is None:
-            return "-"
-        return format(cell, self.formats.get(column, ".2f")) if isinstance(cell, float) else str(cell)
-
-    def csv(self) -> str:
-        """Comma-separated values, as RFC 4180 has them."""
-        buffer = io.StringIO()
-        writer = csv.writer(buffer)
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        return buffer.getvalue()
 
 
 Value = Callable[[Point, str], float | None]
 
 
 def speedup_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Speed-ups over dense: squares (the paper's A), model shapes (its B), whole layers."""
+    """Return speed-ups over dense: squares (the paper's A), model shapes (its B), whole layers."""
     return _by_group(found, "speed-up over the fastest dense", "speedup", Point.speedup, ".2f")
 
 
 def efficiency_tables(found: Sequence[Comparison]) -> list[Table]:
-    """The paper's efficiency, in the same groups; empty where 2:4 was not measured."""
+    """Return the paper's efficiency, in the same groups; nothing where 2:4 was not measured."""
     return _by_group(found, "efficiency against 2:4", "efficiency", Point.efficiency, ".0%")
 
 
@@ -100,7 +57,14 @@ def _table(group: Sequence[Point], value: Value, shown: str) -> Table:
     # Models in the order of the records, M rising within each.
     models = list(dict.fromkeys(part.case.model for point in group for part in point.parts))
     rows = [
-        (point.model, point.tokens, point.time_us(DENSE), point.tops, *(value(point, v) for v in variants), point.noise)
+        (
+            point.model,
+            point.tokens,
+            point.time_us(DENSE_VARIANT),
+            point.tops,
+            *(value(point, v) for v in variants),
+            point.noise,
+        )
         for point in sorted(group, key=lambda point: (models.index(point.model), point.tokens))
     ]
     formats = {"dense us": ".1f", "dense TOPS": ".0f", "noise": ".1%"} | dict.fromkeys(variants, shown)
@@ -119,7 +83,7 @@ KERNEL_COLUMNS = (
 
 
 def kernel_tables(found: Sequence[Comparison]) -> list[Table]:
-    """The paper's table of kernel latencies with its quantise-only baseline, and what a copy takes."""
+    """Return the paper's table of kernel latencies, with its quantise-only baseline and the time of a copy."""
     formats = {name: ".1f" for name in KERNEL_COLUMNS if name.endswith("us")}
     formats |= {"overhead": "+.0%", "of copy rate": ".0%"}
     rows: dict[str, list[tuple[Cell, ...]]] = {}
@@ -158,11 +122,11 @@ def _kernel_row(one: Comparison, only: Record, lift: Record) -> tuple[Cell, ...]
     )
 
 
-FUSED_COLUMNS = ("behind", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
+FUSED_COLUMNS = ("after", "pattern", "K", "M", "copy us", "bytes at copy rate us", "us", "over its bytes")
 
 
 def fused_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Quantise and lift behind a norm or an activation, over the time that its bytes take at the rate of a copy."""
+    """Return quantise-and-lift after a norm or an activation, over the time of its bytes at the rate of a copy."""
     formats = {name: ".1f" for name in FUSED_COLUMNS if name.endswith("us")} | {"over its bytes": ".2f"}
     rows: dict[str, list[tuple[Cell, ...]]] = {}
     for one in sorted(found, key=lambda one: (one.case.in_features, one.case.tokens)):
@@ -191,14 +155,14 @@ def _rate(record: Record) -> float:
 
 
 def layer_cost_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Whole layers over their own GEMM: what quantising, lifting and scales add."""
+    """Return whole layers over their own GEMM: the cost of quantising, lifting and scales."""
     gemms = {(p.dtype, p.model, p.tokens): p for p in points(found, "gemm") if p.scaled}
     rows = []
     for layer in points(found, "linear"):
         gemm = gemms.get((layer.dtype, layer.model, layer.tokens))
         if gemm is None:
             continue
-        for variant in (DENSE, *gemm.variants):
+        for variant in (DENSE_VARIANT, *gemm.variants):
             cost = ratio(layer.time_us(variant), gemm.time_us(variant))
             if cost is not None:
                 times = gemm.time_us(variant), layer.time_us(variant)
@@ -210,7 +174,7 @@ def layer_cost_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def pack_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Bytes of the dense weight over the time to pack it, or to prepare it for a backend."""
+    """Return the bytes of dense weights over the time to pack them, or to prepare them for a backend."""
     rows = []
     for one in found:
         if one.case.benchmark != "pack":
@@ -228,7 +192,7 @@ def pack_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def library_tables(found: Sequence[Comparison]) -> list[Table]:
-    """A backend's product alone over its library's best algorithm, and what scales add to it."""
+    """Return a backend's product alone over its library's best algorithm, and the time that scales add to it."""
     rows = []
     for one in found:
         for name in sorted({r.variant for r in one.records if f" {ALONE} " in r.variant}):
@@ -248,7 +212,7 @@ def library_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
-    """How many of those are within the aim."""
+    """Return how many of the products of :func:`library_tables` are within the aim."""
     groups: dict[tuple[Cell, Cell], list[float]] = {}
     for table in library_tables(found):
         for row in table.rows:
@@ -265,11 +229,11 @@ def library_summary_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
-    """Which dense product was the fastest how often, and among what."""
+    """Return which dense product was the fastest how often, and among which others."""
     wins: Counter[tuple[str, str, str, str]] = Counter()
     tried: dict[tuple[str, str], dict[str, set[str]]] = {}
     for one in found:
-        dense = one.best(DENSE)
+        dense = one.best(DENSE_VARIANT)
         if dense is None:
             continue
         benchmark, dtype = one.case.benchmark + ("" if one.case.scaled else ", no scales"), one.case.dtype
@@ -277,7 +241,7 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
         wins[benchmark, dtype, dense.backend, winner] += 1
         names = tried.setdefault((benchmark, dtype), {})
         for record in one.records:
-            if record.variant == DENSE:
+            if record.variant == DENSE_VARIANT:
                 names.setdefault(record.backend, set()).update(t.name for t in record.tried)
     rows = tuple(
         (*key, count, sum(map(len, tried[key[:2]].values())), "; ".join(map(_named, tried[key[:2]].items())))
@@ -288,13 +252,13 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
 
 
 def _named(library: tuple[str, set[str]]) -> str:
-    """A library and what of it was tried; how many of a search, which the records list."""
+    """Return a library with the algorithms tried; of a long search their number, since the records list them."""
     name, algorithms = library
     return f"{name}: {', '.join(sorted(algorithms)) if len(algorithms) <= FEW else f'{len(algorithms)} of a search'}"
 
 
 def missing_tables(records: Sequence[Record]) -> list[Table]:
-    """What has no time, and why."""
+    """Return the problems that have no time, and why."""
     reasons = Counter(
         (r.case.benchmark, r.case.dtype, r.variant, r.backend, r.why_not) for r in records if r.why_not is not None
     )
@@ -304,14 +268,14 @@ def missing_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def everything(found: Sequence[Comparison]) -> Table:
-    """Every record with a time, flat."""
+    """Return every record with a time, as one flat table."""
     columns = (
         *("benchmark", "model", "layer", "dtype", "scaled", "M", "N", "K", "variant", "backend", "algorithm"),
         *("median us", "p20 us", "p80 us", "host us", "speedup", "error", "noise", "SM MHz", "W", "started"),
     )
     rows = []
     for one in found:
-        dense = one.best(DENSE)
+        dense = one.best(DENSE_VARIANT)
         case = one.case
         for record in one.records:
             if record.timing is None:

@@ -1,11 +1,11 @@
-"""The vLLM plugin: slidesparse installed beside vLLM, then ``vllm serve DIR``.
+"""The vLLM plugin: with slidesparse installed, ``vllm serve DIR`` serves pruned checkpoints.
 
 vLLM calls :func:`register` once in every process, through the entry point ``vllm.general_plugins``. It must be cheap
 and must not touch CUDA, since workers may fork afterwards. The rest of the plugin, in the order of its use:
 
 ================== ==============================================================================================
 ``options.py``     what a user may say in ``--additional-config``
-``names.py``       which checkpoints and which of their layers are ours, in plain Python
+``names.py``       which checkpoints and which of their layers belong to us, in plain Python
 ``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
 ``engine.py``      what is prepared once for each model: its state, the graph pass, stack room, no reloading
 ``model_state.py`` what the layers of a model share: options, status, warm-up, specs, measured speeds
@@ -76,5 +76,5 @@ def parse_version(text: str) -> tuple[int, int] | None:
 
 
 def version_text(version: tuple[int, int]) -> str:
-    """``0.22`` of (0, 22)."""
+    """Return ``0.22`` of (0, 22)."""
     return ".".join(map(str, version))

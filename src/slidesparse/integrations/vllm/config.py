@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.marker import KEY, Marker
+from slidesparse.files.marker import MARKER_KEY, Marker
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
 from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -39,7 +39,7 @@ from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 
 log = logging.getLogger(LOGGER)
 
-NOTHING = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
+UNQUANTISED = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
     "sparsity_scheme_map": {},  # up to vLLM 0.20
     "sparsity_ignore_list": [],
 }
@@ -55,7 +55,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         self.quantised = bool(args or kwargs)
         if not self.quantised:
             known = inspect.signature(CompressedTensorsConfig.__init__).parameters
-            kwargs = {name: empty for name, empty in NOTHING.items() if name in known}
+            kwargs = {name: empty for name, empty in UNQUANTISED.items() if name in known}
         super().__init__(*args, **kwargs)
         self.marker: Marker | None = None
         self._model: ModelState | None = None
@@ -79,7 +79,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             CheckpointError: A marker that cannot be read.
             UnsupportedError: A GPU without Sparse Tensor Cores, or too old a vLLM.
         """
-        if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, KEY, None)):
+        if not is_our_checkpoint(hf_quant_cfg, user_quant, getattr(hf_config, MARKER_KEY, None)):
             return None
         require_marker(hf_config)
         require_platform()

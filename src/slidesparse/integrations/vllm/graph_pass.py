@@ -18,7 +18,6 @@ from slidesparse.integrations.vllm.fuse_norms import join_norms
 from slidesparse.integrations.vllm.host_bound import keep_one_backend
 from slidesparse.integrations.vllm.model_state import ModelState
 
-KEY = private.POST_PASS
 InductorPass: Any = private.inductor_pass()
 
 log = logging.getLogger(LOGGER)
@@ -90,12 +89,14 @@ class GraphPass(InductorPass):
 def install_pass(compilation_config: Any, model: ModelState) -> None:
     """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays."""
     passes = compilation_config.inductor_compile_config
-    found = passes.setdefault(KEY, GraphPass())
+    found = passes.setdefault(private.POST_PASS, GraphPass())
     if isinstance(found, GraphPass):
         found.models.append(model)
         found.graphed = max(compilation_config.cudagraph_capture_sizes or [0])
     else:
-        log.warning("slidesparse: norms and activations are not joined with linears, since %s is taken", KEY)
+        log.warning(
+            "slidesparse: norms and activations are not joined with linears, since %s is taken", private.POST_PASS
+        )
 
 
 def _warm_up_lifts(graph: fx.Graph, model: ModelState) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import KEY, Marker
+from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.integrations.vllm import NAME
 from slidesparse.models.targets import read_as_matrix
 from slidesparse.pattern import Pattern
 
-METHODS = ("compressed-tensors", "slidesparse")
+COMPRESSED_TENSORS = "compressed-tensors"
+"""The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""
 
 
 def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
@@ -28,7 +30,7 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
         user_choice: What ``--quantization`` says, or None.
         marker: The value of ``slidesparse_config``, or None.
     """
-    if quantization.get("quant_method") != METHODS[0] or user_choice not in (None, METHODS[1]):
+    if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
         return False
     return user_choice is not None or marker is not None
 
@@ -116,4 +118,4 @@ def require_marker(config: object) -> Marker | None:
     Raises:
         CheckpointError: It is there and cannot be read.
     """
-    return Marker.from_config({KEY: getattr(config, KEY, None)})
+    return Marker.from_config({MARKER_KEY: getattr(config, MARKER_KEY, None)})

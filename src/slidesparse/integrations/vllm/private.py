@@ -1,8 +1,8 @@
-"""The one door to what is vLLM's but no part of its interface for plugins.
+"""Look up the names of vLLM that are no part of its interface for plugins; no other module uses such names.
 
-The interface is what a quantisation method builds on: the registry of methods, their base classes, linear layers and
-their methods, compressed-tensors' schemes, the current configuration and the platform. All else is listed in
-:data:`PRIVATE` and looked up when it is first needed.
+A quantisation method builds on this interface: the registry of methods, their base classes, linear layers and their
+methods, compressed-tensors' schemes, the current configuration and the platform. All other names are listed in
+:data:`PRIVATE` and looked up when they are first needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from slidesparse.integrations.vllm import LOGGER
 
 POST_PASS = "post_grad_custom_post_pass"
-"""Where vLLM's configuration of Inductor holds a pass that is not its own."""
+"""The key under which vLLM's configuration of Inductor holds a pass that is not its own."""
 
 LOOPS = (
     ("vllm.v1.engine.core", "EngineCoreProc", "run_busy_loop"),
@@ -38,7 +38,7 @@ PRIVATE = {
     "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
     **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
 }
-"""What is used of vLLM beyond its interface for plugins, and what holds in a vLLM without it."""
+"""Name in vLLM outside its interface for plugins -> the consequence in a vLLM that lacks it."""
 
 log = logging.getLogger(LOGGER)
 

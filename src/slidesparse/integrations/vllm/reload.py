@@ -1,4 +1,4 @@
-"""Weights that are loaded again into a running engine are refused, before anything of the engine is lost.
+"""Refuse weights that are loaded again into a running engine, before anything of the engine is lost.
 
 The dense weight is gone, and captured CUDA graphs hold the addresses of the packed one: a reload would pack the new
 weight elsewhere, and the graphs would go on to read memory that is another tensor's by then.
@@ -22,7 +22,7 @@ it lists the tensors of a module, of the whole model first, before the first of 
 
 
 def refusal(name: str) -> UnsupportedError:
-    """The error for a model in which the layer of that name runs on packed weights."""
+    """Return the error for a model in which the layer of that name runs on packed weights."""
     return UnsupportedError(
         "weights cannot be loaded again into a running engine with sparse layers",
         got=f"{name}, whose dense weight is gone",

@@ -185,7 +185,7 @@ def pack_shard(
         return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
     if dense:
-        text = f"{pattern}, joined with what stands before it; {choice.reason}"
+        text = f"{pattern}, joined with the operation before it; {choice.reason}"
         return packed, Outcome(False, True, text, eligible)
     offset = f", from position {k_offset} of a group" if k_offset else ""
     return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)

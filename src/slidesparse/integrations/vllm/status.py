@@ -1,4 +1,4 @@
-"""Collect what became of every layer of one model, and log it when the last layer has been loaded.
+"""Collect the outcome of every layer of one model, and log all outcomes when the last layer has been loaded.
 
 vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` counts: it waits for the layers that
 were built, less those that were loaded or thrown away again (an output embedding that turns out to be tied).
@@ -47,7 +47,7 @@ class ModelStatus:
 
     Attributes:
         waiting: Name -> the layer, until it is loaded.
-        outcomes: Name -> what became of it.
+        outcomes: Name -> the layer's outcome.
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ModelStatus:
         self.waiting[name] = weakref.ref(layer)
 
     def note_outcome(self, name: str, outcome: Outcome, log: logging.Logger) -> None:
-        """Note what became of a loaded layer; after the last one, log what became of all.
+        """Note the outcome of a loaded layer; after the last one, log all outcomes.
 
         Raises:
             UnsupportedError: After the last one, when no weight satisfies any pattern.

@@ -1,7 +1,7 @@
 """Choose a pattern for every set of linears: the least damage at a given speed, share of zeros or memory.
 
-One pattern of each set is taken, the sum of their damages is smallest, and the sum of their costs stays within a
-budget: an integer programme, solved exactly by SciPy's HiGHS.
+Each set gets one pattern, such that the sum of the damages is smallest and the sum of the costs stays within a budget:
+an integer programme, solved exactly by SciPy's HiGHS.
 
 The speed is modelled: a multiply costs ``out * packed columns``, and those in 2:4 form cost ``1 / mma_gain`` of a dense
 one. ``mma_gain`` is 2 on hardware that keeps its promise and about 1.6 on Hopper. Quantising, lifting and attention
@@ -19,16 +19,16 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import DENSE, Pattern
 
 TIME_LIMIT_S = 60.0
-"""For the solver, which takes milliseconds on the models that we know."""
+"""Seconds after which the solver gives up; it takes milliseconds on the models that we know."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class PatternChoice:
     """A pattern that a set may get.
 
     Attributes:
         pattern: The pattern.
-        damage: What it costs the model, in any unit that adds up; 0 for dense.
+        damage: How much worse the model predicts, in any unit that adds up; 0 for dense.
     """
 
     pattern: Pattern
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PlanSet:
-    """Linears that share a pattern, and what they may get.
+    """Linears that share a pattern, and the patterns that they may get.
 
     Attributes:
         names: The linears.
@@ -47,11 +47,11 @@ class PlanSet:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[PatternChoice, ...]
 
 
 def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> Fraction:
-    """Dense multiply-adds a token that take as long as a packed weight's product, padding included.
+    """Return the dense multiply-adds a token that take as long as a packed weight's product, padding included.
 
     >>> modelled_cost(Pattern.parse("6:8"), 10, 64, Fraction(2))
     Fraction(480, 1)
@@ -63,7 +63,9 @@ def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) 
 
 
 def least_zeros(pattern: Pattern, columns: int) -> int:
-    """Zeros that a row has at least: two in each group that follows, but the last group's padding is left out first.
+    """Return the least number of zeros of a row: two in each group that follows the pattern, less the last padding.
+
+    The last group's padding is zero too, and is left out first.
 
     >>> least_zeros(Pattern.parse("4:6"), 320)  # 53 whole groups, and two columns more
     106
@@ -77,18 +79,18 @@ def least_zeros(pattern: Pattern, columns: int) -> int:
 
 
 def modelled_bytes(pattern: Pattern, out: int, columns: int) -> Fraction:
-    """Bytes of a weight in 8 bits, in 2:4 form with its metadata."""
+    """Return the bytes of a weight in 8 bits, in 2:4 form with its metadata."""
     return out * columns * pattern.bytes_per_weight("2:4")
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan must reach; exactly one of the three.
+    """The target of a plan; exactly one of the three is given.
 
     Attributes:
-        speedup: Modelled, over dense, of all treated linears together.
+        speedup: Modelled speed-up over dense, of all treated linears together.
         sparsity: Share of zeros, from 0 to 1.
-        gigabytes: Weights of the treated linears in 8 bits, 2:4 form.
+        gigabytes: Size of the treated linears' weights in 8 bits and 2:4 form, in 1e9 bytes.
     """
 
     speedup: float | None = None
@@ -110,7 +112,7 @@ class Target:
             )
 
     def cost(self, pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> float:
-        """What a weight takes of the budget."""
+        """Return the share of the budget that a weight takes, in the budget's unit."""
         if self.speedup is not None:
             return float(modelled_cost(pattern, out, columns, mma_gain))
         if self.sparsity is not None:
@@ -118,7 +120,7 @@ class Target:
         return float(modelled_bytes(pattern, out, columns))
 
     def budget(self, dense: float) -> float:
-        """The most that all weights may take, when dense ones take ``dense``."""
+        """Return the most that all weights may take, when dense ones take ``dense``."""
         if self.speedup is not None:
             return dense / self.speedup
         if self.sparsity is not None:
@@ -133,10 +135,10 @@ class Plan:
 
     Attributes:
         patterns: Linear -> pattern.
-        damage: Sum over all sets.
-        speedup: Modelled, over dense.
-        sparsity: Share of zeros, at least.
-        gigabytes: In 8 bits, 2:4 form.
+        damage: Sum of the damages of all sets.
+        speedup: Modelled speed-up over dense.
+        sparsity: Least share of zeros.
+        gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
     """
 
     patterns: Mapping[str, Pattern]
@@ -146,16 +148,16 @@ class Plan:
     gigabytes: float
 
 
-def choose(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> Plan:
-    """The plan of least damage that reaches a target.
+def choose_patterns(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> Plan:
+    """Return the plan of least damage that reaches a target.
 
     Args:
-        sets: What there is to choose from.
-        target: What to reach.
+        sets: The sets, with the patterns to choose from.
+        target: The speed-up, share of zeros or size to reach.
         mma_gain: How much faster a 2:4 multiply is than a dense one of the same size.
 
     Raises:
-        InputError: When even the sparsest choices do not reach it, saying what they reach.
+        InputError: Even the sparsest choices do not reach it; the error says what they reach.
     """
     costs = [
         [sum(target.cost(choice.pattern, *shape, mma_gain) for shape in one.shapes) for choice in one.choices]
@@ -165,18 +167,18 @@ def choose(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fractio
     budget = target.budget(dense)
     least = [min(range(len(cost)), key=cost.__getitem__) for cost in costs]
     if sum(cost[i] for cost, i in zip(costs, least, strict=True)) > budget * (1 + 1e-9):
-        best = _plan(sets, least, mma_gain)
+        best = _make_plan(sets, least, mma_gain)
         raise InputError(
             "no choice of patterns reaches the target",
             got=f"at best {best.speedup:.3f}x, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
             remedy="ask for less, or allow sparser patterns",
         )
     damages = [[choice.damage for choice in one.choices] for one in sets]
-    return _plan(sets, _solve(damages, costs, budget), mma_gain)
+    return _make_plan(sets, _solve(damages, costs, budget), mma_gain)
 
 
 def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """Which choice each set gets.
+    """Return the index of the choice that each set gets.
 
     The solver may stop a millionth of the unit of damage short of the best, and damages of one model differ by more
     than that. So the unit shrinks to what the last answer costs, until that is not less than the unit; a single choice
@@ -217,7 +219,7 @@ def _solve_in_units(
         ],
         options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT_S},
     )
-    if solution.status != 0:  # an answer that it could not prove to be the best is none
+    if solution.status != 0:  # an answer that is not proved to be the best does not count
         raise UnsupportedError(
             "the solver did not find the best plan",
             got=solution.message,
@@ -226,7 +228,7 @@ def _solve_in_units(
     return [int(solution.x[begin:end].argmax()) for begin, end in itertools.pairwise(starts)]
 
 
-def _plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) -> Plan:
+def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) -> Plan:
     taken = [(one, one.choices[i]) for one, i in zip(sets, chosen, strict=True)]
     weights = [(choice.pattern, shape) for one, choice in taken for shape in one.shapes]
     total = sum(out * columns for _, (out, columns) in weights)

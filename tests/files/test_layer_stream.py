@@ -24,7 +24,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, encode, load_tokenizer, read_text, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.layerwise import find_stack, prune_layers, record
+from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.pattern import DENSE, Pattern
@@ -175,11 +175,11 @@ def test_a_model_in_memory(source: Path) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     linears = find_targets(model).linears
     patterns = dict.fromkeys(linears, Pattern.parse("6:8")) | {"model.layers.1.mlp.down_proj": DENSE}
-    pruner, stack = get_pruner("sparsegpt"), find_stack(model, linears)
+    pruner, layer_list = get_pruner("sparsegpt"), find_layer_list(model, linears)
     sets = sets_to_prune(model, linears, patterns, pruner, run_once(model))
     ids = torch.randint(3, 70, (4, LENGTH))
-    samples = record(model, stack, [{"input_ids": ids, "use_cache": False}])
-    steps = list(prune_layers(model, stack, sets, patterns, pruner, samples))
+    samples = record_inputs(model, layer_list, [{"input_ids": ids, "use_cache": False}])
+    steps = list(prune_layers(model, layer_list, sets, patterns, pruner, samples))
     assert [len(losses) for losses in steps] == [4, 3]
     for name, linear in linears.items():
         if patterns[name] != DENSE:
@@ -196,12 +196,12 @@ def interrupted(source: Path, method: str) -> None:
     """A run that is killed when its first layer is on disk."""
     folder = source.parent
     code = f"""
-import slidesparse.files.calibrated as c, os, signal
-keep = c.CheckpointWeights.keep
+import slidesparse.files.layer_stream as c, os, signal
+keep = c.CheckpointLayerStore.keep
 def once(self, *args):
     keep(self, *args)
     os.kill(os.getpid(), signal.SIGKILL)
-c.CheckpointWeights.keep = once
+c.CheckpointLayerStore.keep = once
 from slidesparse.cli import main
 main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "{method}",
       "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu"])
@@ -363,10 +363,10 @@ def test_models_that_cannot_be_walked() -> None:
             return x
 
     with pytest.raises(InputError, match="cannot calibrate Linear layer by layer"):
-        find_stack(nn.Linear(4, 4), ["x"])
+        find_layer_list(nn.Linear(4, 4), ["x"])
     odd = Odd(2)
     with pytest.raises(InputError, match="does not run layers one after the other"):
-        record(odd, find_stack(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
+        record_inputs(odd, find_layer_list(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
 
 
 def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The empty model behind a checkpoint: its modules without its weights, and which tensor belongs where."""
+"""Build a checkpoint's model on the meta device, and match its parameters with the tensors of the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
-"""What a config may ask for. By any other name transformers may fetch a kernel from a hub and run it."""
+"""Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
+run it."""
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class MetaModel:
     """A model without weights, and the checkpoint's tensors that fill it.
 
     Attributes:
         model: In evaluation mode; parameters on the meta device.
         tensors: Name in the model's state -> name in the checkpoint (``encoder.x`` may be ``bert.encoder.x`` there).
-        missing: Parameters that no tensor fills and that are not tied to one that is filled.
-        homeless: Tensors that the model has no place for.
+        missing: Missing keys: parameters that no tensor fills and that are not tied to one that is filled.
+        unexpected: Unexpected keys: tensors of the checkpoint that fill no parameter and no buffer.
     """
 
     model: nn.Module
     tensors: Mapping[str, str]
     missing: tuple[str, ...]
-    homeless: tuple[str, ...]
+    unexpected: tuple[str, ...]
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """The linears that are not on a marker's ignore list, by module name.
+        """Return the linears that are not on a marker's ignore list, by module name.
 
         Raises:
             CheckpointError: When the marker names a layer that the model does not have.
         """
         known = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
-        strangers = [name for name in (*marker.ignore, *marker.layers) if name not in known]
-        if strangers:
-            raise CheckpointError("the marker names layers that the model does not have", got=", ".join(strangers[:3]))
+        unknown = [name for name in (*marker.ignore, *marker.layers) if name not in known]
+        if unknown:
+            raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
         return {name: module for name, module in known.items() if name not in marker.ignore}
 
     def prefix(self, module: str) -> str:
-        """What the checkpoint calls a module.
+        """Return the name that the checkpoint has for a module.
 
         Raises:
             CheckpointError: When its weight is in no shard.
@@ -62,7 +63,7 @@ class Skeleton:
         """Refuse a checkpoint that does not fill the model.
 
         Raises:
-            CheckpointError: Naming what is missing.
+            CheckpointError: Keys are missing; the error names the first three.
         """
         if self.missing:
             raise CheckpointError(
@@ -72,11 +73,11 @@ class Skeleton:
             )
 
 
-def skeleton(checkpoint: Checkpoint, *, real_buffers: bool = False) -> Skeleton:
-    """Build the checkpoint's model without its weights, and match the two.
+def build_meta_model(checkpoint: Checkpoint, *, real_buffers: bool = False) -> MetaModel:
+    """Build a checkpoint's model without weights, and match its parameters with the checkpoint's tensors.
 
     Args:
-        checkpoint: Whose.
+        checkpoint: The checkpoint.
         real_buffers: Compute buffers (rotary tables) on the CPU, for a model that will be filled and run; else they are
             on the meta device too, and the model takes no memory.
     """
@@ -88,7 +89,7 @@ def skeleton(checkpoint: Checkpoint, *, real_buffers: bool = False) -> Skeleton:
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
-    """The transformers class and config of a checkpoint.
+    """Return the transformers class and the config of a checkpoint.
 
     Raises:
         CheckpointError: When config.json names no model that the installed transformers knows.
@@ -121,7 +122,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         local = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
-            config._attn_implementation = None  # in all of its parts: transformers chooses
+            config._attn_implementation = None  # transformers then chooses, for all parts of the model
         return known, config
 
 
@@ -132,7 +133,7 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 
 def _attention_of(config: Any) -> Iterator[str | None]:
-    """Which attention a config and the configs in it ask for."""
+    """Yield the attention implementation that a config asks for, then those of the configs inside it."""
     yield getattr(config, "_attn_implementation", None)
     for name in getattr(config, "sub_configs", ()):
         if (part := getattr(config, name, None)) is not None:
@@ -141,7 +142,7 @@ def _attention_of(config: Any) -> Iterator[str | None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Anything can go wrong in a library that is given a wrong config; say in one line where."""
+    """Turn any error of the block into one line that starts with ``what``: a wrong config can break anything."""
     try:
         yield
     except UnsupportedError:
@@ -158,7 +159,7 @@ def _empty_parameters() -> Any:
     return init_empty_weights(include_buffers=False)
 
 
-def _match(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
+def _match(model: nn.Module, checkpoint: Checkpoint) -> MetaModel:
     base = getattr(model, "base_model_prefix", "")
 
     def stored_as(name: str) -> str | None:
@@ -174,12 +175,12 @@ def _match(model: nn.Module, checkpoint: Checkpoint) -> Skeleton:
     used |= {f"{tensor}_scale" for tensor in tensors.values() if tensor.endswith(".weight")}
     used |= {tensor for name, _ in model.named_buffers() if (tensor := stored_as(name)) is not None}
     expected = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    homeless = [t for t in checkpoint.files if t not in used and not any(text.search(t) for text in expected)]
-    return Skeleton(model, tensors, missing, tuple(homeless))
+    unexpected = [t for t in checkpoint.files if t not in used and not any(text.search(t) for text in expected)]
+    return MetaModel(model, tensors, missing, tuple(unexpected))
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """Parameters that take another parameter's values: transformers 5 lists them, 4 names patterns."""
+    """Return the parameters that take another parameter's values: transformers 5 lists them, 4 names patterns."""
     listed = getattr(model, "all_tied_weights_keys", None)
     if listed is not None:
         return set(listed)

@@ -1,7 +1,7 @@
-"""Calibrated pruning of a checkpoint: its layers come from disk one by one, and go back to disk pruned.
+"""Prune a checkpoint with calibration: read its layers from disk one by one, and write each back to disk pruned.
 
-What a layer became is written as soon as it is known, so a run that is killed goes on after its last finished layer;
-the layers before it only run once more, to give the next one its inputs.
+The pruned weights of a layer are written as soon as they are known, so a run that is killed goes on after its last
+finished layer; the layers before it only run once more, to give the next one its inputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
-from slidesparse.files.skeleton import Skeleton, skeleton
-from slidesparse.models.layerwise import SetLoss, Stack, Weights, find_stack, prune_layers, record
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.models.layerwise import LayerList, LayerStore, SetLoss, find_layer_list, prune_layers, record_inputs
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
 from slidesparse.quant import dequantize
@@ -32,43 +32,43 @@ BATCH_TOKENS = 8192
 LOSSES = "losses"
 
 
-class CheckpointWeights(Weights):
-    """Layers of a checkpoint, read when their turn comes and forgotten afterwards.
+class CheckpointLayerStore(LayerStore):
+    """Reads each layer of a checkpoint when it is its turn, and frees it afterwards.
 
     Args:
         checkpoint: The source.
-        bones: Its empty model, with real buffers.
-        folder: Where finished layers are.
+        meta: Its meta model, with real buffers.
+        folder: Holds the finished layers, one file each.
         device: Where layers run.
-        compute: The float type in which they run.
+        compute: The float type in which layers run.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, bones: Skeleton, folder: Path, device: torch.device, compute: torch.dtype
+        self, checkpoint: Checkpoint, meta: MetaModel, folder: Path, device: torch.device, compute: torch.dtype
     ) -> None:
-        self.checkpoint, self.bones, self.folder, self.device, self.compute = checkpoint, bones, folder, device, compute
+        self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
 
     def fill(self, names: Sequence[str]) -> None:
-        """Read these tensors of the model's state."""
-        state = {name: self._read(self.bones.tensors[name]) for name in names if name in self.bones.tensors}
+        """Read these tensors of the model's state from the checkpoint."""
+        state = {name: self._read(self.meta.tensors[name]) for name in names if name in self.meta.tensors}
         wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
-        self.bones.model.load_state_dict(wide, strict=False, assign=True)
+        self.meta.model.load_state_dict(wide, strict=False, assign=True)
 
     def load(self, name: str, layer: nn.Module) -> None:
-        """See :class:`slidesparse.models.layerwise.Weights`."""
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
         self.fill([f"{name}.{tensor}" for tensor in layer.state_dict(keep_vars=True)])
 
     def release(self, name: str, layer: nn.Module) -> None:
-        """See :class:`slidesparse.models.layerwise.Weights`."""
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
         empty = {tensor: torch.empty_like(value, device="meta") for tensor, value in layer.state_dict().items()}
         layer.load_state_dict(empty, assign=True)
 
     def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
-        """See :class:`slidesparse.models.layerwise.Weights`: as it is stored, or in float32 when that is in 8 bits."""
-        return self._read(f"{self.bones.prefix(name)}.weight")
+        """Return the weight to prune, as it is stored, or in float32 when it is stored in 8 bits."""
+        return self._read(f"{self.meta.prefix(name)}.weight")
 
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
-        """See :class:`slidesparse.models.layerwise.Weights`."""
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
         path = self._file(name)
         if not path.exists():
             return None
@@ -76,14 +76,14 @@ class CheckpointWeights(Weights):
         return {tensor: reader.tensor(tensor, self.device) for tensor in reader.stored}
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
-        """See :class:`slidesparse.models.layerwise.Weights`."""
+        """See :class:`slidesparse.models.layerwise.LayerStore`."""
         stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
         with TensorWriter(self._file(name), stored, {LOSSES: json.dumps([asdict(loss) for loss in losses])}) as writer:
             for tensor, weight in weights.items():
                 writer.write(tensor, weight.cpu())
 
     def losses(self, name: str) -> list[SetLoss]:
-        """What pruning cost a finished layer."""
+        """Return the losses of a finished layer, one for each set of linears."""
         path = self._file(name)
         try:
             text = TensorReader(path).metadata.get(LOSSES, "")
@@ -103,11 +103,11 @@ class CheckpointWeights(Weights):
         )
 
 
-class CalibratedWeights:
-    """Pruned weights of all layers, on disk.
+class PrunedLayers:
+    """The pruned weights of all layers, on disk.
 
     Attributes:
-        losses: What pruning cost every set of linears.
+        losses: The loss of every set of linears.
     """
 
     def __init__(self, folder: Path, losses: list[SetLoss]) -> None:
@@ -116,11 +116,11 @@ class CalibratedWeights:
         self.reader_of = {name: reader for reader in readers for name in reader.stored}
 
     def weight(self, name: str) -> torch.Tensor:
-        """Pruned weight of a linear."""
+        """Return the pruned weight of a linear."""
         return self.reader_of[name].tensor(name)
 
 
-def calibrate(
+def prune_layers_from_disk(
     checkpoint: Checkpoint,
     sets: Sequence[Sequence[str]],
     patterns: Mapping[str, Pattern],
@@ -130,7 +130,7 @@ def calibrate(
     device: torch.device,
     *,
     progress: bool | None = None,
-) -> CalibratedWeights:
+) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
     Args:
@@ -139,7 +139,7 @@ def calibrate(
         patterns: Linear -> pattern, of all that are treated.
         pruner: The method.
         windows: Calibration text, int64 [samples, length].
-        folder: Where pruned layers go, and where those of an interrupted run with the same options are.
+        folder: Gets a file for each pruned layer; those of an interrupted run with the same options are used again.
         device: Where layers run, one at a time.
         progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
 
@@ -147,33 +147,33 @@ def calibrate(
         InputError: The model or its activations cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    bones = skeleton(checkpoint, real_buffers=True)
-    model: Any = bones.model
-    stack = find_stack(model, patterns)
+    meta = build_meta_model(checkpoint, real_buffers=True)
+    model: Any = meta.model
+    layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)
-    weights = CheckpointWeights(checkpoint, bones, folder, device, _compute_dtype(model.config.dtype, device))
-    _prepare(model, stack, weights, device)
+    store = CheckpointLayerStore(checkpoint, meta, folder, device, _compute_dtype(model.config.dtype, device))
+    _prepare(model, layer_list, store, device)
     per_batch = max(BATCH_TOKENS // windows.shape[1], 1)
     batches = [{"input_ids": ids.to(device), "use_cache": False} for ids in windows.split(per_batch)]
     losses = []
-    with _explained(model), progress_bar(pruner.name, len(stack.layers), unit="layers", show=progress) as advance:
-        samples = record(model, stack, batches)
-        steps = prune_layers(model, stack, sets, patterns, pruner, samples, weights)
-        for (name, _), _ in zip(stack.items(), steps, strict=True):
-            here = weights.losses(name)
+    with _explained(model), progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance:
+        samples = record_inputs(model, layer_list, batches)
+        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store)
+        for (name, _), _ in zip(layer_list.items(), steps, strict=True):
+            here = store.losses(name)
             losses += here
             advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
-    return CalibratedWeights(folder, losses)
+    return PrunedLayers(folder, losses)
 
 
 def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The type that layers run in: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
+    """Return the type in which layers run: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
     return torch.float32 if device.type == "cpu" or stored is None else stored
 
 
-def _prepare(model: nn.Module, stack: Stack, weights: CheckpointWeights, device: torch.device) -> None:
-    """Fill what runs before the layers, and move the buffers to where layers run."""
-    weights.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{stack.name}.")])
+def _prepare(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
+    """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
+    store.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{layer_list.name}.")])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

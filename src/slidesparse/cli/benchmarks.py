@@ -1,0 +1,204 @@
+"""The commands that measure GPUs and draw what was measured: their arguments, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from slidesparse.cli.arguments import Commands, add_command
+from slidesparse.errors import InputError
+
+
+def add_commands(commands: Commands) -> None:
+    """Add tune, bench and report."""
+    for add in (_add_tune, _add_bench, _add_report):
+        add(commands)
+
+
+def _add_tune(commands: Commands) -> None:
+    tune = add_command(
+        commands, "tune", _tune, "Find the fastest algorithms and backends at a model's shapes, once for each GPU."
+    )
+    tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
+    tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
+    tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
+    tune.add_argument(
+        "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
+    )
+    tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
+    tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    tune.add_argument(
+        "--from",
+        dest="records",
+        type=Path,
+        nargs="+",
+        metavar="RECORDS",
+        help="measure nothing: take the layer times of files that bench wrote on this GPU",
+    )
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from slidesparse.bench import runner, tune
+    from slidesparse.bench.problems import PROFILES
+
+    job = tune.make_job(options.models, options.pattern, options.dtype, options.tokens, options.backends)
+    algorithms = [] if options.records else tune.search_algorithms(job)
+    path, layers = None, []
+    if options.records:
+        layers = tune.recorded_layers(options.records)
+        path = tune.store_layers(layers)
+    elif not options.algorithms_only:
+        profile = replace(PROFILES["quick"], model_patterns=job.patterns)
+        for found in tune.measure_layers(job, runner.cuda_session(profile)):
+            path = tune.store_layers(found)  # whatever becomes of the rest
+            layers += found
+    print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))
+    return 0
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = add_command(commands, "bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
+    bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
+    bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
+    bench.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
+    )
+    bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
+    bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
+    bench.add_argument("--patterns", nargs="+", metavar="PATTERN", help="6:8, 4:6@50%%, ... (default: the profile's)")
+    bench.add_argument(
+        "--tokens", nargs="+", type=int, metavar="M", help="tokens at model shapes (default: the profile's)"
+    )
+    bench.add_argument(
+        "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
+    )
+    bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+    engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
+    engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
+    engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
+    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written; serve reuses them")
+    isolated = bench.add_argument_group("vllm only: isolated requests and steps")
+    isolated.add_argument(
+        "--sequences", nargs="+", type=int, metavar="M", help="sequences of a decoding step; --tokens are of prefill"
+    )
+    isolated.add_argument("--rounds", type=int, metavar="N", help="rounds over all engines (default: 9)")
+    isolated.add_argument("--alone", action="store_true", help="one engine after the other, as a server runs")
+    served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
+    served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
+    served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
+    served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
+    served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from slidesparse.bench import problems, runner
+
+    _require_own_options(options)
+    if options.benchmark == "vllm":
+        return _bench_vllm(options)
+    if options.benchmark == "serve":
+        return _bench_serve(options)
+    profile = runner.adapt(
+        problems.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        backends=options.backends,
+    )
+    names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
+    summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    return 1 if summary.wrong else 0
+
+
+def _require_own_options(options: argparse.Namespace) -> None:
+    """Refuse options of bench that mean nothing to the benchmark asked for."""
+    owners = {
+        ("vllm", "serve"): ("layers", "graphs", "scratch"),
+        ("vllm",): ("sequences", "rounds", "alone"),
+        ("serve",): ("quick", "engines", "gpus", "timeline"),
+    }
+    for benchmarks, names in owners.items():
+        given = [name for name in names if getattr(options, name) not in (None, False)]
+        if given and options.benchmark not in benchmarks:
+            named = ", ".join(f"--{name}" for name in given)
+            raise InputError(named, got=f"bench {options.benchmark}", needed=f"bench {' or '.join(benchmarks)}")
+
+
+def _bench_vllm(options: argparse.Namespace) -> int:
+    from slidesparse.bench import vllm, vllm_profile
+
+    if options.budget_s is not None:
+        raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
+    profile = vllm_profile.adapt(
+        vllm_profile.PROFILES[options.profile],
+        options.dtype,
+        options.models,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        sequences=options.sequences,
+        rounds=options.rounds,
+        layers=options.layers,
+        graphs=options.graphs,
+        alone=options.alone,
+        backends=options.backends,
+    )
+    records = vllm.run(profile, options.out, options.scratch)
+    summary = {"path": str(options.out), "records": len(records)}
+    print(json.dumps(summary) if options.json else f"{len(records)} records: {options.out}")
+    return 0
+
+
+def _bench_serve(options: argparse.Namespace) -> int:
+    from slidesparse.bench import serve, serve_plan
+
+    if options.tokens is not None:
+        raise InputError("--tokens", needed="another benchmark: the workloads of bench serve are fixed")
+    profile = serve_plan.adapt(
+        quick=options.quick,
+        dtypes=options.dtype,
+        models=options.models,
+        patterns=options.patterns,
+        backends=options.backends,
+        engines=options.engines,
+        graphs=options.graphs,
+        layers=options.layers,
+        gpus=options.gpus,
+        timeline=options.timeline,
+        budget_s=options.budget_s,
+    )
+    summary = serve.run(profile, options.out, options.scratch)
+    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    return 1 if summary.failed else 0
+
+
+def _add_report(commands: Commands) -> None:
+    report = add_command(commands, "report", _report, "Draw tables and plots from benchmark records.")
+    report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to draw into")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from slidesparse import served_records
+    from slidesparse.records import read_records
+    from slidesparse.report import write_report
+    from slidesparse.report.serve import write_serve_report
+
+    served, profiled = (
+        [path for path in options.records if served_records.is_of(kind, path)]
+        for kind in (served_records.SERVE, served_records.TIMELINE)
+    )
+    others = [path for path in options.records if path not in (*served, *profiled)]
+    written = write_report(read_records(others), options.out) if others else []
+    if served or profiled:
+        loads = served_records.read(served_records.ServeRecord, served)
+        steps = served_records.read(served_records.TimelineRecord, profiled)
+        written += write_serve_report(loads, steps, options.out)
+    print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
+    return 0
