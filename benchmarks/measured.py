@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -22,12 +24,14 @@ from slidesparse.bench.problems import MODELS
 from slidesparse.pattern import Pattern
 from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, Record, read_records
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
+from slidesparse.report.serve_numbers import Group, groups, timeline_bins
+from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
-PAGES += tuple(ROOT / f"docs/{name}.md" for name in ("quantise-lift-kernel", "quickstart"))
+PAGES += tuple(ROOT / f"docs/{name}.md" for name in ("quantise-lift-kernel", "quickstart", "log/served-models"))
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
@@ -163,31 +167,105 @@ def graphs() -> str:
     return markdown(("INT8, graphs up to 2048 tokens", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
 
 
-OTHERS = (
-    ("Qwen2.5-14B", "INT8", "qwen2.5-14b-int8.jsonl"),
-    ("Llama-3.2-3B", "INT8", "llama-3.2-3b-int8.jsonl"),
-    ("Llama-3.2-1B", "FP8", "llama-3.2-1b-fp8-auto.jsonl"),
-)
-
-
-def others() -> str:
-    """Models that were measured once, in an older way."""
-    rows = []
-    for model, dtype, name in OTHERS:
-        for key in (("prefill", 16384), ("decode", 64)):
-            one = engines(name).get(key)
-            if one is not None:
-                cells = [shown(speedup(one, pattern)) for pattern in ("2:4", "4:6", "6:8")]
-                rows.append([model, dtype, f"{key[0]} {key[1]}", milliseconds(one), *cells, percent(spread(one))])
-    return markdown(("model", "type", "step", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows, 3)
-
-
 def memory() -> str:
     """Gigabytes of weights of Qwen2.5-7B in INT8."""
     one = engines(SEVEN["int8"])["prefill", 16384]
     sizes = [timed(one, variant) for variant in (DENSE_VARIANT, *PATTERNS)]
     cells = [f"{record.n_bytes / 1e9:.1f}" for record in sizes if record is not None]
     return markdown(("", "dense", *PATTERNS), [["weights on the GPU, GB", *cells]])
+
+
+# -- served loads --------------------------------------------------------------------------------------------------
+
+SERVED = H200 / "serve/qwen2.5-7b-int8-quick.jsonl"
+TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
+OURS = (CONTROL, "6:8", "4:6", "2:4")
+LOADS = {
+    "burst": "burst: 16 prompts of 1024 tokens",
+    "mixed": "mixed load: 1000 requests",
+    "decode 64 at 80": "decoding, a step of 64 sequences",
+}
+"""Workload -> what it is called here."""
+
+SPARSE_GEMM = "sparse_gemm"
+
+
+@lru_cache(maxsize=1)
+def served_group() -> Group:
+    """The engines that served, with what they served."""
+    (group,) = groups(read(ServeRecord, [SERVED]))
+    return group
+
+
+def started(engine: str) -> datetime:
+    """When an engine was started."""
+    return datetime.fromisoformat(served_group().records[engine]["mixed"].started)
+
+
+def nearer_stock(engine: str) -> str:
+    """The stock engine that was started nearer in time: the host was slower for the second one."""
+    return min((STOCK, AGAIN), key=lambda stock: abs(started(stock) - started(engine)))
+
+
+def served_speedup(engine: str, load: str) -> float:
+    """Over the nearer stock engine."""
+    over = served_group().over(nearer_stock(engine), engine, load)
+    assert over is not None
+    return over
+
+
+def served_headline() -> str:
+    """README: engines under load."""
+    rows = [[words, *(f"{served_speedup(engine, load):.2f}x" for engine in OURS)] for load, words in LOADS.items()]
+    return markdown(("served: Qwen2.5-7B in INT8, over stock dense vLLM", *OURS), rows)
+
+
+def served() -> str:
+    """Every load: milliseconds, and over the nearer stock engine."""
+    group = served_group()
+    rows = []
+    for load, words in LOADS.items():
+        ms = {engine: 1e3 * (group.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN, *OURS)}
+        text = {engine: f"{value:.2f}" if value < 10 else f"{value:.0f}" for engine, value in ms.items()}
+        ours = [f"{text[engine]} ({served_speedup(engine, load):.2f})" for engine in OURS]
+        rows.append([f"{words}, ms", text[STOCK], text[AGAIN], *ours])
+    return markdown(("Qwen2.5-7B, INT8", STOCK, AGAIN, *OURS), rows)
+
+
+def mixed_steps() -> str:
+    """Steps of the mixed load under the profiler: what the GPU does, and how the host fares beside vLLM's own work."""
+    rows = []
+    for (name, most), records in timeline_bins(read(TimelineRecord, [TIMELINE])).items():
+        if most in (1024, 2048, 4096):
+            lead = [f"{most // 2 + 1} to {most}", name.split()[-1]]
+            rows.append([*lead, *_step_cells([record.step for record in records])])
+    measures = (
+        "GPU busy, ms",
+        "of it sparse GEMMs",
+        "GPU busy",
+        "host, ms",
+        "`forward`, ms",
+        "`preprocess`, ms",
+        "ratio",
+    )
+    return markdown(("tokens", "engine", *measures), rows, 2)
+
+
+def _step_cells(found: Sequence[Step]) -> list[str]:
+    def middle(measure: Callable[[Step], float]) -> float:
+        return statistics.median(map(measure, found))
+
+    sparse = middle(lambda step: sum(us for name, us in step.names_us.items() if SPARSE_GEMM in name))
+    forward, preprocess = (middle(lambda step, part=part: step.scopes_us[part]) for part in ("forward", "preprocess"))
+    return [
+        f"{middle(lambda step: step.busy_us) / 1e3:.1f}",
+        f"{sparse / 1e3:.1f}",
+        f"{100 * middle(lambda step: step.busy_us / step.gpu_us):.0f} %",
+        f"{middle(lambda step: step.host_us) / 1e3:.1f}",
+        f"{forward / 1e3:.1f}",
+        f"{preprocess / 1e3:.1f}",
+        f"{forward / preprocess:.1f}",
+    ]
 
 
 # -- linears -------------------------------------------------------------------------------------------------------
@@ -304,7 +382,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "short": short,
     "llama-1b": one_b,
     "graphs": graphs,
-    "others": others,
+    "served-headline": served_headline,
+    "served": served,
+    "mixed-steps": mixed_steps,
     "memory": memory,
     "layers": layers,
     "decoding": decoding,

@@ -19,7 +19,7 @@ LAYERS = [
     {"errors"},
     {"base"},
     {"pattern", "records"},
-    {"support"},
+    {"served_records", "support"},
     {"prologue", "quant", "slide"},
     {"packed", "prune"},
     {"layout"},
@@ -51,6 +51,7 @@ FORBIDDEN = {
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "records": {"torch", "numpy"},
+    "served_records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},
     "linear": {"safetensors"},  # a layer never sees files
@@ -189,7 +190,8 @@ def test_the_public_names_need_torch_alone() -> None:
 
 
 def test_theory_report_and_command_line_are_imported_without_torch() -> None:
-    modules = [f"slidesparse.{name}" for name in ("pattern", "errors", "records", "report", "cli")]
+    names = ("pattern", "errors", "records", "served_records", "report", "report.serve", "cli")
+    modules = [f"slidesparse.{name}" for name in names]
     code = (
         "import importlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
         f"[print(importlib.import_module(name).__name__) for name in {modules}]"

@@ -83,6 +83,35 @@ def test_figures_in_sentences_are_those_of_the_records() -> None:
     assert all(gain - 1 < spread for gain, spread in gains), "a model of 1 B gains nothing there, say three pages"
 
 
+def test_what_the_pages_say_of_the_served_loads() -> None:
+    group = MEASURED["served_group"]()
+    nearer = {engine: MEASURED["nearer_stock"](engine) for engine in ("control", "6:8", "4:6", "2:4")}
+    assert nearer == {"control": "stock", "6:8": "stock", "4:6": "stock again", "2:4": "stock again"}
+    assert [f"{group.seconds(engine, 'mixed'):.1f}" for engine in ("stock", "stock again")] == ["13.4", "14.9"]
+    mixed = {engine: served["mixed"].seconds for engine, served in group.records.items()}
+    apart = {engine: (max(times) - min(times)) / min(times) for engine, times in mixed.items()}
+    assert round(100 * max(apart[engine] for engine in ("stock", "control", "6:8")), 1) == 0.3
+    assert int(100 * max(apart.values())) == 7
+    over = {load: group.over("control", "6:8", load) for load in MEASURED["LOADS"]}
+    assert {load: f"{gain:.2f}" for load, gain in over.items()} == {
+        "burst": "0.96",
+        "mixed": "1.00",
+        "decode 64 at 80": "1.10",
+    }
+
+
+def test_most_of_a_mixed_step_is_dense_at_6_of_8() -> None:
+    """And the host was slower in the minutes of 6:8, by what vLLM's own part of a step took."""
+    rows = [line.split(" | ") for line in MEASURED["mixed_steps"]().splitlines()[2:]]
+    cells = {(row[0].removeprefix("| "), row[1]): [float(cell.strip("% |")) for cell in row[2:]] for row in rows}
+    for tokens in ("513 to 1024", "1025 to 2048", "2049 to 4096"):
+        control, ours = cells[tokens, "control"], cells[tokens, "6:8"]
+        assert abs(ours[0] - control[0]) < 0.35  # GPU busy
+        assert 0 < ours[1] < 0.1 * ours[0]
+        assert 1.4 < ours[5] / control[5] < 1.9  # preprocess
+        assert 1.05 < ours[6] / control[6] < 1.11  # forward, relative to it
+
+
 def test_the_picture_is_current(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
     drawing = runpy.run_path(str(ROOT / "docs/figures/speed.py"))
@@ -111,14 +140,18 @@ def test_every_record_is_cited(record: str) -> None:
         assert any("log/" not in page for page in pages), "a record that only the log cites belongs into history/"
 
 
-@pytest.mark.parametrize("report", ["h200/report-gemm/report.md", "h200/report-vllm/report.md"])
+REPORTS = ["h200/report-gemm/report.md", "h200/report-vllm/report.md", "h200/serve/report/serve.md"]
+
+
+@pytest.mark.parametrize("report", REPORTS)
 def test_reports_are_what_their_command_draws(report: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
     *words, folder = INDEX["descriptions"]()[report]["command"].split()[1:]
-    assert folder == f"results/{report}".removesuffix("/report.md")
-    words = [str(ROOT / word) if word.endswith(".jsonl") else word for word in words]
+    page = Path("results", report)
+    assert folder == page.parent.as_posix()
+    words = [str(ROOT / word) if word.endswith((".jsonl", ".jsonl.gz")) else word for word in words]
     assert main([*words, str(tmp_path)]) == 0
-    assert (tmp_path / "report.md").read_text() == (ROOT / "results" / report).read_text()
+    assert (tmp_path / page.name).read_text() == (ROOT / page).read_text()
 
 
 def test_current_pages_cite_current_records() -> None:

@@ -12,10 +12,10 @@ import dataclasses
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeVar, cast
 
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
@@ -40,6 +40,8 @@ DTYPE_NAMES = ("int8", "fp8", "bf16", "fp16")
 
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -210,14 +212,27 @@ class Record:
 
 
 def open_records(path: Path, mode: str) -> IO[str]:
-    """Open a file of records as text: ``r`` to read it, ``x`` to make it."""
+    """Open a file of records as text: ``r`` to read it, ``x`` to make it, ``a`` to add to it."""
     if path.suffix == ".gz":
         return cast("IO[str]", gzip.open(path, f"{mode}t", encoding="utf-8"))
     return path.open(mode, encoding="utf-8")
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """All records of some files, in their order.
+    """Read all records of some files, in their order.
+
+    Raises:
+        InputError: Naming the file and line that is no record, or a file that cannot be read.
+    """
+    return parse_lines(paths, Record.from_line)
+
+
+def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
+    """Read each line of some files of records, in their order.
+
+    Args:
+        paths: The files.
+        parse: Makes a record of a line, or raises :class:`InputError`.
 
     Raises:
         InputError: Naming the file and line that is no record, or a file that cannot be read.
@@ -231,7 +246,7 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
             raise InputError(f"cannot read {path}", got=error) from error
         for number, line in enumerate(lines, start=1):
             try:
-                records.append(Record.from_line(line))
+                records.append(parse(line))
             except InputError as error:
                 raise InputError(f"{path}, line {number}", got=str(error)) from error
     return records

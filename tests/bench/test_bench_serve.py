@@ -12,15 +12,26 @@ import pytest
 import torch
 
 from slidesparse.bench import environment, serve
-from slidesparse.bench.serve import adapt, run
-from slidesparse.bench.serve_engine import Measured, ServeOptions
-from slidesparse.bench.serve_load import ARRIVALS, DECODE, FULL, MIXED, QUICK, Latency, Workload
-from slidesparse.bench.serve_power import Power
-from slidesparse.bench.serve_records import EngineKey, ServeRecord, TimelineRecord, read
-from slidesparse.bench.serve_timeline import Step
+from slidesparse.bench.serve import run
+from slidesparse.bench.serve_engine import ServeOptions
+from slidesparse.bench.serve_load import FULL, MIXED, QUICK
+from slidesparse.bench.serve_measured import Measured
+from slidesparse.bench.serve_plan import adapt
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine
+from slidesparse.served_records import (
+    ARRIVALS,
+    DECODE,
+    EngineKey,
+    Latency,
+    Power,
+    ServeRecord,
+    Step,
+    TimelineRecord,
+    Workload,
+    read,
+)
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
@@ -129,6 +140,13 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     assert Pretender.asked[0] == ("decode 64 at 80", None)
     assert len(read(ServeRecord, [path])) == 15
     assert run(PROFILE, path, tmp_path).added == 0
+
+
+def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    assert run(PROFILE, path, tmp_path).added == 12
+    assert len(read(ServeRecord, [path])) == 15
 
 
 def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(

@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from slidesparse.bench import serve_engine
-from slidesparse.bench.serve_engine import Measured, ServedEngine, ServeDriver, ServeOptions, StepLog, decode_step
-from slidesparse.bench.serve_load import ARRIVALS, AT_ONCE, Workload, decode
+from slidesparse.bench.serve_engine import ServedEngine, ServeDriver, ServeOptions
+from slidesparse.bench.serve_load import decode
+from slidesparse.bench.serve_measured import Measured, StepLog, decode_step
 from slidesparse.errors import UnsupportedError
+from slidesparse.served_records import ARRIVALS, AT_ONCE, Workload
 
 
 class PretendLLM:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,126 +27,28 @@ import torch
 
 from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
-from slidesparse.bench.linear import AUTO
-from slidesparse.bench.problems import select
-from slidesparse.bench.serve_engine import SHARE, Measured, ServedEngine, ServeOptions
-from slidesparse.bench.serve_load import ARRIVALS, FULL, MIXED, QUICK, Workload
-from slidesparse.bench.serve_records import (
-    AGAIN,
-    CONTROL,
+from slidesparse.bench.serve_engine import SHARE, ServedEngine, ServeOptions
+from slidesparse.bench.serve_load import MIXED
+from slidesparse.bench.serve_measured import Measured
+from slidesparse.bench.serve_plan import DTYPES, ServeProfile
+from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
+from slidesparse.errors import UnsupportedError
+from slidesparse.pattern import Pattern
+from slidesparse.quant import parse_dtype
+from slidesparse.records import DENSE_VARIANT, Machine, open_records
+from slidesparse.served_records import (
+    ARRIVALS,
     STOCK,
     EngineKey,
     ServeRecord,
     TimelineRecord,
+    Workload,
     read,
     to_line,
 )
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.bench.vllm_engine import BATCHED_TOKENS
-from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import BACKENDS
-from slidesparse.pattern import Pattern
-from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE_VARIANT, Machine
-
-DTYPES = ("int8", "fp8", "bf16")
 
 FIRST_GUESS_S = 150.0
 """What an engine takes, before one has."""
-
-
-@dataclass(frozen=True)
-class ServeProfile:
-    """What a run covers.
-
-    Attributes:
-        models: Names out of :data:`slidesparse.bench.vllm_checkpoint.ARCHITECTURES`.
-        dtypes: ``int8``, ``fp8`` or ``bf16``.
-        patterns: Of the pruned checkpoints.
-        workloads: What is asked.
-        backends: ``auto`` or backends' names, an engine each for every pattern.
-        graphs: Tokens of the largest CUDA graph of our engines, and of a third stock one; None: vLLM's own choice.
-        layers: Decoder layers; None for all.
-        gpus: Tensor parallelism.
-        engines: Labels of those that run; None for all.
-        timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
-        budget_s: No engine is started that would end later; None: no limit.
-    """
-
-    models: tuple[str, ...] = ("Qwen2.5-7B",)
-    dtypes: tuple[str, ...] = ("int8", "fp8")
-    patterns: tuple[str, ...] = ("6:8", "4:6", "2:4")
-    workloads: tuple[Workload, ...] = FULL
-    backends: tuple[str, ...] = (AUTO,)
-    graphs: int | None = None
-    layers: int | None = None
-    gpus: int = 1
-    engines: tuple[str, ...] | None = None
-    timeline: int | None = None
-    budget_s: float | None = None
-
-    def keys(self, model: str, dtype: str) -> list[EngineKey]:
-        """The engines of a model and type, in the order in which they run."""
-        layers = self.layers or ARCHITECTURES[model].layers
-
-        def key(engine: str, pattern: str, backend: str, graphs: int | None) -> EngineKey:
-            return EngineKey(model, dtype, layers, self.gpus, engine, pattern, backend, graphs)
-
-        keys = [key(STOCK, DENSE_VARIANT, "", None)]
-        if dtype != "bf16":  # in which nothing is joined
-            densest = max(self.patterns, key=lambda name: Pattern.parse(name).density)
-            keys.append(key(CONTROL, densest, "dense", self.graphs))
-        for backend in self.backends:
-            for pattern in self.patterns:
-                label = pattern if backend == AUTO else f"{pattern} {backend}"
-                keys.append(key(label, pattern, backend, self.graphs))
-        keys.append(key(AGAIN, DENSE_VARIANT, "", None))
-        if self.graphs is not None:
-            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE_VARIANT, "", self.graphs))
-        return [found for found in keys if self.engines is None or found.engine in self.engines]
-
-
-def adapt(
-    *,
-    quick: bool = False,
-    dtypes: Sequence[str] | None = None,
-    models: Sequence[str] | None = None,
-    patterns: Sequence[str] | None = None,
-    backends: Sequence[str] | None = None,
-    engines: Sequence[str] | None = None,
-    graphs: int | None = None,
-    layers: int | None = None,
-    gpus: int | None = None,
-    timeline: int | None = None,
-    budget_s: float | None = None,
-) -> ServeProfile:
-    """A profile with a user's choices.
-
-    Raises:
-        InputError: An unknown name, or too small a number.
-    """
-    numbers = {"--graphs": graphs, "--layers": layers, "--gpus": gpus, "--timeline": timeline, "--budget-s": budget_s}
-    for what, number in numbers.items():
-        if number is not None and number < 1:
-            raise InputError(what, got=number, needed="at least 1")
-    if graphs is not None and graphs > BATCHED_TOKENS:
-        raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
-    usual = ServeProfile()
-    profile = ServeProfile(
-        models=select(models, ARCHITECTURES, usual.models, "model"),
-        dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
-        patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or usual.patterns),
-        workloads=QUICK if quick else FULL,
-        backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
-        graphs=graphs,
-        layers=layers,
-        gpus=gpus or 1,
-        timeline=timeline,
-        budget_s=budget_s,
-    )
-    known = {key.engine for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)}
-    chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
-    return dataclasses.replace(profile, engines=chosen)
 
 
 @dataclass(frozen=True)
@@ -192,7 +94,7 @@ class _Run:
     longest_s: float = 0.0
 
     def write(self, record: ServeRecord | TimelineRecord) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_records(self.path, "a") as file:
             file.write(to_line(record) + "\n")
         self.added += 1
         if isinstance(record, ServeRecord):

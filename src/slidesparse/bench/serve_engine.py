@@ -10,12 +10,11 @@ import asyncio
 import gc
 import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -23,22 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slidesparse.bench import serve_timeline
-from slidesparse.bench.serve_load import (
-    AT_ONCE,
-    BURST,
-    DECODE,
-    LONGEST,
-    MIXED,
-    Latency,
-    Request,
-    Served,
-    Workload,
-    between,
-    requests,
-    to_first,
-)
-from slidesparse.bench.serve_power import Power, PowerMeter
+from slidesparse.bench.serve_load import BURST, LONGEST, MIXED, Request, Served, requests
+from slidesparse.bench.serve_measured import Measured, Round, StepLog, decode_step, summarise
+from slidesparse.bench.serve_power import PowerMeter
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, ENVIRONMENT, Engine, EngineOptions, answer_calls
+from slidesparse.served_records import AT_ONCE, DECODE, Step, Workload
 
 T = TypeVar("T")
 
@@ -68,35 +56,6 @@ class ServeOptions(EngineOptions):
     gpus: tuple[str, ...] = ()
     timeline: Path | None = None
     timeline_steps: int = 0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What became of a workload.
-
-    Attributes:
-        seconds: Of each repeat; of decoding, the median step of each.
-        prompt_tokens: Taken in by each repeat.
-        output_tokens: Given by each repeat.
-        wall_s: All repeats together, as the GPU's energy was counted.
-        first: Time to the first token, of all requests.
-        between: Time between tokens, of all requests.
-        lost: Requests that did not get all their tokens.
-        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once.
-        step_us: What that step took.
-        power: Of the GPU; None where it would not say.
-    """
-
-    seconds: tuple[float, ...]
-    prompt_tokens: int
-    output_tokens: int
-    wall_s: float
-    first: Latency | None
-    between: Latency | None
-    lost: int
-    step_tokens: tuple[int, ...]
-    step_us: tuple[int, ...]
-    power: Power | None
 
 
 class ServedEngine(Engine):
@@ -133,36 +92,6 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
             driver.close()
 
 
-@dataclass
-class StepLog:
-    """Tokens and time of every engine step, out of the statistics that vLLM's engine core sends with its answers."""
-
-    tokens: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    _last: float = 0.0
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
-        """Called by vLLM, once a step. A step takes what its sequences waited for their token, on the core's clock."""
-        if iteration_stats is None:
-            return
-        graph = getattr(scheduler_stats, "cudagraph_stats", None)
-        counted = iteration_stats.num_prompt_tokens + len(iteration_stats.inter_token_latencies_iter)
-        self.tokens.append(counted if graph is None else int(graph.num_unpadded_tokens))
-        now = iteration_stats.iteration_timestamp
-        self.seconds.append(min(iteration_stats.inter_token_latencies_iter, default=now - (self._last or now)))
-        self._last = now
-
-    def log(self) -> None:
-        """Nothing to say."""
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to say."""
-
-    def clear(self) -> None:
-        """Forget all steps."""
-        self.tokens, self.seconds, self._last = [], [], 0.0
-
-
 class ServeDriver:
     """The far end: the engine and what can be asked of it."""
 
@@ -190,16 +119,16 @@ class ServeDriver:
             rate: Requests a second, of arrivals at random.
         """
         prepared = [requests(workload, turn, rate) for turn in range(workload.repeats)]
-        rounds: list[_Round] = []
+        rounds: list[Round] = []
         started = time.perf_counter()
         with self._meter or nullcontext():
             while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
                 rounds.append(self._round(workload, prepared[done % workload.repeats]))
         wall_s = time.perf_counter() - started
         steps = self._steps if workload.kind == AT_ONCE else StepLog()
-        return _measured(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None)
+        return summarise(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None)
 
-    def timeline(self, steps: int) -> list[serve_timeline.Step]:
+    def timeline(self, steps: int) -> list[Step]:
         """Profile so many steps of the mixed load; :data:`TIMELINE_DELAY` pass before."""
         assert self._options.timeline is not None
         asked = requests(MIXED, 0)
@@ -212,14 +141,14 @@ class ServeDriver:
         """End the engine."""
         self._llm.shutdown()
 
-    def _round(self, workload: Workload, asked: Sequence[Request]) -> _Round:
+    def _round(self, workload: Workload, asked: Sequence[Request]) -> Round:
         self._steps.clear()
         started = time.perf_counter()
         answers = self._serve(asked)
         seconds = time.perf_counter() - started
         if workload.kind == DECODE:
             seconds = decode_step(self._steps, workload.requests)
-        return _Round(seconds, answers)
+        return Round(seconds, answers)
 
     def _serve(self, asked: Sequence[Request]) -> list[Served]:
         return self._run(self._serve_all(asked))
@@ -245,53 +174,6 @@ class ServeDriver:
         return self._loop.run_until_complete(work)
 
 
-@dataclass(frozen=True)
-class _Round:
-    seconds: float
-    answers: list[Served]
-
-
-def _measured(
-    rounds: Sequence[_Round], asked: Sequence[Request], wall_s: float, steps: StepLog, power: Power | None
-) -> Measured:
-    answers = [answer for one in rounds for answer in one.answers]
-    outputs = [request.output for request in asked]
-    whole = sorted(outputs) * len(rounds)
-    return Measured(
-        seconds=tuple(one.seconds for one in rounds),
-        prompt_tokens=sum(len(request.prompt) for request in asked),
-        output_tokens=sum(outputs),
-        wall_s=wall_s,
-        first=to_first(answers),
-        between=between(answers),
-        lost=sum(given != due for given, due in zip(_by_round(rounds), whole, strict=True)),
-        step_tokens=tuple(steps.tokens),
-        step_us=tuple(round(1e6 * seconds) for seconds in steps.seconds),
-        power=power,
-    )
-
-
-def _by_round(rounds: Sequence[_Round]) -> list[int]:
-    """Tokens of all answers, in order within each round: its requests are the same lengths in another order."""
-    return [tokens for one in rounds for tokens in sorted(answer.tokens for answer in one.answers)]
-
-
-def decode_step(steps: StepLog, sequences: int) -> float:
-    """Seconds of a step in which so many sequences, and nothing else, run: the median.
-
-    Raises:
-        ValueError: There was no such step.
-    """
-    found = [
-        seconds
-        for tokens, seconds in list(zip(steps.tokens, steps.seconds, strict=True))[2:]  # not those that took prompts in
-        if tokens == sequences
-    ]
-    if not found:
-        raise ValueError(f"no step in which {sequences} sequences decode: {sorted(set(steps.tokens))[:20]} tokens")
-    return statistics.median(found)
-
-
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The one that vLLM's server has."""
     if find_spec("uvloop") is None:
@@ -301,8 +183,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _start(options: ServeOptions, steps: StepLog) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm import AsyncLLMEngine
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     settings: dict[str, Any] = {
         "model": str(options.folder),

@@ -13,40 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from slidesparse.bench.vllm_engine import FIRST_TOKEN, VOCABULARY
-
-AT_ONCE, ARRIVALS, DECODE = "at once", "arrivals", "decode"
+from slidesparse.served_records import ARRIVALS, AT_ONCE, BURST_LOAD, DECODE, MIXED_LOAD, Latency, Workload
 
 SEED = 18
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One thing that is asked of every engine.
-
-    Attributes:
-        name: As tables call it.
-        kind: ``at once``; ``arrivals``: at random, a Poisson process; ``decode``: at once, and only steps in which all
-            requests decode count.
-        requests: How many.
-        prompt: Fewest and most tokens of a prompt.
-        output: Fewest and most tokens of an answer.
-        repeats: How often, at least.
-        seconds: It is repeated for at least so long.
-        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` only.
-    """
-
-    name: str
-    kind: str
-    requests: int
-    prompt: tuple[int, int]
-    output: tuple[int, int]
-    repeats: int = 1
-    seconds: float = 0.0
-    load: float = 0.0
-
-
-BURST = Workload("burst", AT_ONCE, 16, (1024, 1024), (1, 1), repeats=5, seconds=10.0)
-MIXED = Workload("mixed", AT_ONCE, 1000, (64, 1024), (32, 256), repeats=2)
+BURST = Workload(BURST_LOAD, AT_ONCE, 16, (1024, 1024), (1, 1), repeats=5, seconds=10.0)
+MIXED = Workload(MIXED_LOAD, AT_ONCE, 1000, (64, 1024), (32, 256), repeats=2)
 LONG = Workload("long", AT_ONCE, 8, (8192, 8192), (1, 1), repeats=5, seconds=10.0)
 LOADS = tuple(
     replace(MIXED, name=f"arrivals at {share:.0%}", kind=ARRIVALS, repeats=1, load=share) for share in (0.5, 0.8)
@@ -113,14 +86,6 @@ class Served:
 
     times: tuple[float, ...]
     tokens: int
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Milliseconds: half of what users waited was shorter, and all but one in a hundred."""
-
-    p50_ms: float
-    p99_ms: float
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:

@@ -6,35 +6,15 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
 from typing import Any
 
+from slidesparse.served_records import Power
+
 INTERVAL_S = 0.1
 
 SOURCES = ("pynvml", "vllm.third_party.pynvml")
-
-
-@dataclass(frozen=True)
-class Power:
-    """Of all GPUs together, over one workload.
-
-    Attributes:
-        energy_j: Energy, by the GPU's counter.
-        mean_w: Energy over time.
-        sm_mhz: SM clock, the mean of samples.
-        temperature_c: The highest.
-        busy: Share of time in which any kernel ran, as the driver reports it.
-        memory_gb: Memory in use at the end, in 1e9 bytes.
-    """
-
-    energy_j: float
-    mean_w: float
-    sm_mhz: float
-    temperature_c: float
-    busy: float
-    memory_gb: float
 
 
 class PowerMeter:

@@ -13,12 +13,12 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from slidesparse.bench.vllm import by_class
+from slidesparse.served_records import Step
 
 LIFT = "lift"
 
@@ -35,41 +35,6 @@ OWN_KERNELS = re.compile("held_kernel|walking_kernel")
 
 MOST_NAMES, NAME_LENGTH = 8, 120
 """Calls into CUDA, and kernels, that a step tells of, the slowest, and how much of a kernel's name."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One engine step. All times in microseconds, under the profiler, which slows the host and hardly the GPU.
-
-    Attributes:
-        tokens: Of the batch.
-        prompts: Requests of which a prompt, or a part, is taken in.
-        requests: All requests.
-        wall_us: From its mark to the next.
-        host_us: The mark itself: preparing and launching.
-        gpu_us: From the first kernel to the next step's first kernel.
-        busy_us: Of that, time in which any kernel ran.
-        lead_us: From the mark to the first kernel: small where the GPU waits for the host.
-        kernels_us: What kernels do (``gemm``, ``lift``, ...) -> the sum of their times.
-        launches: Kernels.
-        calls_us: Calls of the host into CUDA -> time in them.
-        scopes_us: vLLM's parts of a step -> time in them.
-        names_us: Kernel -> the sum of its times, of the largest.
-    """
-
-    tokens: int
-    prompts: int
-    requests: int
-    wall_us: float
-    host_us: float
-    gpu_us: float
-    busy_us: float
-    lead_us: float
-    kernels_us: dict[str, float]
-    launches: int
-    calls_us: dict[str, float]
-    scopes_us: dict[str, float]
-    names_us: dict[str, float]
 
 
 def read_steps(trace: Path) -> list[Step]:

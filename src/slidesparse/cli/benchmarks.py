@@ -156,11 +156,11 @@ def _bench_vllm(options: argparse.Namespace) -> int:
 
 
 def _bench_serve(options: argparse.Namespace) -> int:
-    from slidesparse.bench import serve
+    from slidesparse.bench import serve, serve_plan
 
     if options.tokens is not None:
         raise InputError("--tokens", needed="another benchmark: the workloads of bench serve are fixed")
-    profile = serve.adapt(
+    profile = serve_plan.adapt(
         quick=options.quick,
         dtypes=options.dtype,
         models=options.models,
@@ -185,20 +185,20 @@ def _add_report(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from slidesparse.bench import serve_records
+    from slidesparse import served_records
     from slidesparse.records import read_records
     from slidesparse.report import write_report
     from slidesparse.report.serve import write_serve_report
 
     served, profiled = (
-        [path for path in options.records if serve_records.is_of(kind, path)]
-        for kind in (serve_records.SERVE, serve_records.TIMELINE)
+        [path for path in options.records if served_records.is_of(kind, path)]
+        for kind in (served_records.SERVE, served_records.TIMELINE)
     )
     others = [path for path in options.records if path not in (*served, *profiled)]
     written = write_report(read_records(others), options.out) if others else []
     if served or profiled:
-        loads = serve_records.read(serve_records.ServeRecord, served)
-        steps = serve_records.read(serve_records.TimelineRecord, profiled)
+        loads = served_records.read(served_records.ServeRecord, served)
+        steps = served_records.read(served_records.TimelineRecord, profiled)
         written += write_serve_report(loads, steps, options.out)
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0

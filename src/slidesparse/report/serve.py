@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slidesparse.bench.serve_load import ARRIVALS, MIXED
-from slidesparse.bench.serve_records import CONTROL, STOCK, ServeRecord, TimelineRecord
-from slidesparse.bench.serve_timeline import Step
 from slidesparse.errors import InputError
 from slidesparse.report.numbers import ratio
 from slidesparse.report.page import machine_line, require_plots
@@ -21,15 +18,24 @@ from slidesparse.report.serve_numbers import (
     tokens_a_second,
 )
 from slidesparse.report.table import Cell, Table
+from slidesparse.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK, ServeRecord, Step, TimelineRecord
 
 PAGE = "serve.md"
+TIMELINE_TABLE = "serve_timeline"
 
 ABOUT = """\
 Engines alone on the GPU, one after the other, vLLM's engine core in a process of its own as `vllm serve` has it.
-`stock`: vLLM without the plugin on unpruned weights, the median over its runs first and last; `noise`: between those
-two. `control`: the plugin with every layer dense and joined with the norm or activation before it, so what it gains
-comes from fusion, and what a pattern gains over it from sparsity. Random weights of real shapes."""
+`stock` and `stock again` are one engine, vLLM without the plugin on unpruned weights, run first and last. Where they
+differ, the machine changed between them, and engines far apart in time must not be compared. `control` is the plugin
+with every layer dense and joined with the norm or activation before it: its gain over stock comes from fusion, and a
+pattern's gain over it from sparsity. Weights are random, of real shapes."""
 
+PROFILED = """\
+Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
+where it differs, the host itself was faster or slower, so `host` and `forward` must be seen relative to it."""
+
+
+BASES = (STOCK, AGAIN, CONTROL)
 
 MEASURES: dict[str, Callable[[Step], float]] = {
     "tokens": lambda step: step.tokens,
@@ -38,6 +44,8 @@ MEASURES: dict[str, Callable[[Step], float]] = {
     "busy ms": lambda step: step.busy_us / 1e3,
     "busy": lambda step: ratio(step.busy_us, step.gpu_us) or 0.0,
     "host ms": lambda step: step.host_us / 1e3,
+    "forward ms": lambda step: step.scopes_us.get("forward", 0.0) / 1e3,
+    "preprocess ms": lambda step: step.scopes_us.get("preprocess", 0.0) / 1e3,
     "lead ms": lambda step: step.lead_us / 1e3,
     "launches": lambda step: step.launches,
 }
@@ -73,7 +81,8 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
         pictures = [path for group in found for path in serve_plots.draw(group, folder)]
         parts = [f"# Served loads on {gpus[0]}", "\n".join(map(machine_line, machines)), ABOUT]
         parts += [f"![{path.stem}]({path.name})" for path in pictures]
-        parts += [part for table in tables for part in (f"## {table.title}", table.markdown())]
+        for table in tables:
+            parts += [f"## {table.title}", *([PROFILED] if table.name == TIMELINE_TABLE else []), table.markdown()]
         texts = {PAGE: "\n\n".join(parts) + "\n"} | {f"{table.name}.csv": table.csv() for table in tables}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")
@@ -85,28 +94,23 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 def group_tables(group: Group) -> list[Table]:
     """Speed, loads and steps of one model and type."""
     made = [speed_table(group), load_table(group)]
-    return [*made, steps_table(group)] if MIXED.name in group.workloads else made
+    return [*made, steps_table(group)] if MIXED_LOAD in group.workloads else made
 
 
 def speed_table(group: Group) -> Table:
-    """Milliseconds of every workload but arrivals, and how many times faster than stock and than the control."""
-    names = [name for name in group.workloads if not name.startswith(ARRIVALS)]
-    columns = ["engine"]
-    for name in names:
-        columns += [f"{name} ms", f"{name}: over stock", f"{name}: over control"]
-    formats = {column: ".2f" if column.endswith("ms") else ".3f" for column in columns}
-
-    def cells(engine: str) -> list[Cell]:
-        found: list[Cell] = []
-        for name in names:
-            seconds = group.seconds(engine, name)
-            bases = [group.over(base, engine, name) for base in (STOCK, CONTROL)]
-            found += [None if seconds is None else 1e3 * seconds, *bases]
-        return found
-
-    rows: list[tuple[Cell, ...]] = [(engine, *cells(engine)) for engine in group.engines]
-    rows.append(("noise", *(cell for name in names for cell in (None, group.noise(name), None))))
-    return Table(f"serve_speed_{group.slug}", f"{group.name}: speed", tuple(columns), tuple(rows), formats)
+    """Milliseconds of every workload but arrivals, and how many times faster than stock, twice, and the control."""
+    times = ("median ms", "fastest ms", "slowest ms")
+    gains = tuple(f"over {base}" for base in BASES)
+    formats = dict.fromkeys(times, ".2f") | dict.fromkeys(gains, ".3f")
+    rows: list[tuple[Cell, ...]] = []
+    for name in group.workloads:
+        for engine, served in group.records.items():
+            if (record := served.get(name)) is not None and not name.startswith(ARRIVALS):
+                seconds = (statistics.median(record.seconds), min(record.seconds), max(record.seconds))
+                over = (group.over(base, engine, name) for base in BASES)
+                rows.append((name, engine, len(record.seconds), *(1e3 * one for one in seconds), *over))
+    columns = ("load", "engine", "repeats", *times, *gains)
+    return Table(f"serve_speed_{group.slug}", f"{group.name}: speed", columns, tuple(rows), formats)
 
 
 def load_table(group: Group) -> Table:
@@ -142,7 +146,7 @@ def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
 
 def steps_table(group: Group) -> Table:
     """Steps of the mixed load by their tokens: how many, what share of the time, and what one takes on each engine."""
-    found = {name: steps(served[MIXED.name]) for name, served in group.records.items() if MIXED.name in served}
+    found = {name: steps(served[MIXED_LOAD]) for name, served in group.records.items() if MIXED_LOAD in served}
     columns = ["tokens a step, at most"]
     for name in found:
         columns += [f"{name}: steps", f"{name}: of the time", f"{name}: ms"]
@@ -173,7 +177,7 @@ def timeline_tables(profiled: Sequence[TimelineRecord]) -> list[Table]:
     measures = (*MEASURES, *(f"{kind} ms" for kind in kinds))
     formats = dict.fromkeys(measures, ".2f") | {"tokens": ".0f", "launches": ".0f", "busy": ".0%"}
     columns = ("tokens, at most", "engine", "steps", *measures)
-    return [Table("serve_timeline", "Steps of the mixed load under the profiler", columns, rows, formats)]
+    return [Table(TIMELINE_TABLE, "Steps of the mixed load under the profiler", columns, rows, formats)]
 
 
 def _medians(found: Sequence[Step], kinds: Sequence[str]) -> list[float]:

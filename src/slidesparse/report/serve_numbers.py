@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from slidesparse.bench.serve_records import AGAIN, CONTROL, STOCK, ServeRecord, TimelineRecord
 from slidesparse.report.numbers import ratio
+from slidesparse.served_records import CONTROL, STOCK, ServeRecord, TimelineRecord
 
 EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Most tokens of the steps of a bin."""
@@ -39,26 +39,13 @@ class Group:
         return list(dict.fromkeys(name for served in self.records.values() for name in served))
 
     def seconds(self, engine: str, workload: str) -> float | None:
-        """The median repeat; of stock, over the repeats of both, first and last."""
-        both = (STOCK, AGAIN) if engine == STOCK else (engine,)
-        found = [self.records.get(name, {}).get(workload) for name in both]
-        repeats = [seconds for record in found if record is not None for seconds in record.seconds]
-        return statistics.median(repeats) if repeats else None
+        """The median repeat."""
+        record = self.records.get(engine, {}).get(workload)
+        return None if record is None else statistics.median(record.seconds)
 
     def over(self, base: str, engine: str, workload: str) -> float | None:
         """How many times faster than another engine."""
         return ratio(self.seconds(base, workload), self.seconds(engine, workload))
-
-    def noise(self, workload: str) -> float | None:
-        """How far stock, again, was from stock: the medians of each."""
-        found = [self.records.get(name, {}).get(workload) for name in (STOCK, AGAIN)]
-        first, last = (statistics.median(record.seconds) if record is not None else None for record in found)
-        return None if first is None or last is None else abs(last - first) / first
-
-    @property
-    def sparse(self) -> list[str]:
-        """The engines that are neither stock nor the control."""
-        return [name for name in self.records if not name.startswith(STOCK) and name != CONTROL]
 
 
 def groups(records: Iterable[ServeRecord]) -> list[Group]:
@@ -141,9 +128,12 @@ def steps(record: ServeRecord) -> list[Bin]:
 
 
 def timeline_bins(records: Sequence[TimelineRecord]) -> dict[tuple[str, int], list[TimelineRecord]]:
-    """Profiled steps by engine and bin."""
+    """Profiled steps by engine and bin, a bin's engines in the order of the other tables."""
     found: dict[tuple[str, int], list[TimelineRecord]] = {}
+    order: dict[str, int] = {}
     for record in records:
         key = record.key
-        found.setdefault((f"{key.model} {key.dtype} {key.engine}", bin_of(record.step.tokens)), []).append(record)
-    return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
+        name = f"{key.model} {key.dtype} {key.engine}"
+        order[name] = _order(key.engine)
+        found.setdefault((name, bin_of(record.step.tokens)), []).append(record)
+    return dict(sorted(found.items(), key=lambda item: (item[0][1], order[item[0][0]])))

@@ -1,4 +1,4 @@
-"""The plots of served loads: throughput against waiting, and gains split into fusion and sparsity."""
+"""The plots of served loads: the speed of every engine over stock, and throughput against waiting."""
 
 from __future__ import annotations
 
@@ -7,69 +7,101 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from slidesparse.bench.serve_load import ARRIVALS, BURST, MIXED
-from slidesparse.bench.serve_records import AGAIN, CONTROL, STOCK
 from slidesparse.report.plots import COLOURS, GREY, MARKERS
 from slidesparse.report.serve_numbers import Group, tokens_a_second
+from slidesparse.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK
 
 BLACK = "#000000"
+LABELS = {CONTROL: "control (dense, joined)"}
+ACROSS = 3
+"""Panels in a row."""
+
+LABEL_AT = 0.03
+"""Where a bar has its label: at its foot, clear of the lines."""
 
 
 def draw(group: Group, folder: Path) -> list[Path]:
-    """The pictures of one model and type; returns those drawn."""
-    waits, gains = folder / f"serve_waits_{group.slug}.png", folder / f"serve_gains_{group.slug}.png"
-    return [path for path, drawn in ((waits, _draw_waits(group, waits)), (gains, _draw_gains(group, gains))) if drawn]
+    """Draw the pictures of one model and type; return those drawn."""
+    speed, waits = folder / f"serve_speed_{group.slug}.png", folder / f"serve_waits_{group.slug}.png"
+    return [path for path, drawn in ((speed, _draw_speed(group, speed)), (waits, _draw_waits(group, waits))) if drawn]
+
+
+def _draw_speed(group: Group, path: Path) -> bool:
+    """Draw a panel a workload: bars of all engines over the first stock one, in order, so that a drift is seen."""
+    found = {name: _speeds(group, name) for name in group.workloads if not name.startswith(ARRIVALS)}
+    panels = {name: speeds for name, speeds in found.items() if len(speeds) > 1}
+    if not panels:
+        return False
+    columns = min(ACROSS, len(panels))
+    rows = -(-len(panels) // columns)
+    width = 1.2 + 0.55 * max(map(len, panels.values()))
+    figure = Figure(figsize=(width * columns, 3.3 * rows + 0.6), layout="constrained")
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (name, speeds) in zip(grid.flat, panels.items(), strict=False):
+        _draw_bars(axes, speeds)
+        axes.set_title(name, loc="left", fontsize=10)
+    for row in grid:
+        row[0].set_ylabel("speed over the first stock engine")
+    figure.suptitle(f"{group.name}: served loads; solid line: stock, dashed: control", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _speeds(group: Group, workload: str) -> dict[str, float]:
+    """Engine -> over the first stock engine."""
+    speeds = {engine: group.over(STOCK, engine, workload) for engine in group.engines}
+    return {engine: speed for engine, speed in speeds.items() if speed is not None}
+
+
+def _draw_bars(axes: Any, speeds: dict[str, float]) -> None:
+    for place, (engine, speed) in enumerate(speeds.items()):
+        face = "white" if engine == AGAIN else _colour(engine)
+        axes.bar(place, speed, width=0.7, facecolor=face, edgecolor=_colour(engine), linewidth=1.2)
+        ink = BLACK if engine == AGAIN else "white"
+        axes.annotate(f"{speed:.2f}x", (place, LABEL_AT), ha="center", va="bottom", fontsize=8, color=ink)
+    axes.axhline(1, color=BLACK, linewidth=1)
+    if CONTROL in speeds:
+        axes.axhline(speeds[CONTROL], color=GREY, linewidth=1, linestyle="--")
+    axes.set_xticks(range(len(speeds)), [engine.replace(" ", "\n") for engine in speeds], fontsize=8)
+    _tidy(axes)
 
 
 def _draw_waits(group: Group, path: Path) -> bool:
-    """Tokens a second against the 99th percentile between tokens, a line an engine, a point a load."""
+    """Draw tokens a second against the 99th percentile between tokens, a line an engine, a point a load."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    drawn = False
+    loads: set[str] = set()
     for engine, served in group.records.items():
-        loads = [record for name, record in served.items() if name.startswith(ARRIVALS) or name == MIXED.name]
-        points = sorted((tokens_a_second(r), r.between.p99_ms) for r in loads if r.between is not None)
-        if engine == AGAIN or not points:
-            continue
-        drawn = True
-        line, marker = "--" if engine == CONTROL else "-", MARKERS.get(engine, "x")
-        axes.plot(*zip(*points, strict=True), linestyle=line, color=_colour(engine), marker=marker, label=engine)
-    axes.set_xlabel("output tokens a second")
-    axes.set_ylabel("between tokens, 99th percentile, ms")
+        points = {
+            name: (tokens_a_second(record), record.between.p99_ms)
+            for name, record in served.items()
+            if (name.startswith(ARRIVALS) or name == MIXED_LOAD) and record.between is not None
+        }
+        if points:
+            loads |= set(points)
+            _draw_line(axes, engine, sorted(points.values()))
+    if not loads:
+        return False
+    axes.set_xlabel("output tokens a second, more is better")
+    axes.set_ylabel("wait between tokens, 99th percentile, ms")
     axes.set_ylim(bottom=0)
-    _finish(figure, axes, f"{group.name}: what users wait", path if drawn else None)
-    return drawn
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, fontsize=9)
+    named = "mixed load" if loads == {MIXED_LOAD} else "loads"
+    figure.suptitle(f"{group.name}, {named}: throughput and waits", x=0.01, ha="left", fontsize=11)
+    _tidy(axes)
+    figure.savefig(path, dpi=150)
+    return True
 
 
-def _draw_gains(group: Group, path: Path) -> bool:
-    """Speed over stock, a bar a pattern and workload: fusion below, sparsity above, or hatched where it loses."""
-    bars = [
-        (f"{engine}\n{name}", engine, fused, whole)
-        for name in (BURST.name, MIXED.name)
-        for engine in group.sparse
-        if (whole := group.over(STOCK, engine, name)) is not None
-        and (fused := group.over(STOCK, CONTROL, name)) is not None
-    ]
-    figure = Figure(figsize=(1.6 + 0.9 * len(bars), 4.2), layout="constrained")
-    axes = figure.subplots()
-    for place, (_, engine, fused, whole) in enumerate(bars):
-        labels = {"fusion": "fusion", "sparsity": "sparsity"} if place == 0 else {}
-        axes.bar(place, fused - 1, bottom=1, color=GREY, width=0.6, label=labels.get("fusion"))
-        axes.bar(
-            place,
-            whole - fused,
-            bottom=fused,
-            color=_colour(engine),
-            width=0.6 if whole >= fused else 0.3,
-            hatch="" if whole >= fused else "//",
-            label=labels.get("sparsity"),
-        )
-        axes.annotate(f"{whole:.2f}x", (place, max(whole, fused, 1)), ha="center", va="bottom", fontsize=9)
-    axes.axhline(1, color=BLACK, linewidth=1)
-    axes.set_xticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
-    axes.set_ylabel("speed over stock vLLM")
-    _finish(figure, axes, f"{group.name}: fusion and sparsity", path if bars else None)
-    return bool(bars)
+def _draw_line(axes: Any, engine: str, points: list[tuple[float, float]]) -> None:
+    style = {"color": _colour(engine), "label": LABELS.get(engine, engine), "marker": MARKERS.get(engine, "x")}
+    if engine.startswith(STOCK):
+        style |= {"marker": "s", "markerfacecolor": "white" if engine == AGAIN else BLACK}
+    line = "none" if len(points) == 1 else "--" if engine == CONTROL else "-"
+    axes.plot(*zip(*points, strict=True), linestyle=line, markersize=8, **style)
 
 
 def _colour(engine: str) -> str:
@@ -78,12 +110,7 @@ def _colour(engine: str) -> str:
     return COLOURS.get(engine.partition(" ")[0].rstrip(","), GREY)
 
 
-def _finish(figure: Figure, axes: Any, title: str, path: Path | None) -> None:
-    if path is None:
-        return
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+def _tidy(axes: Any) -> None:
     axes.grid(axis="y", color="#e4e4e4")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from slidesparse.base.typed_json import decode
-from slidesparse.bench.serve_load import Latency, Workload
-from slidesparse.bench.serve_power import Power
-from slidesparse.bench.serve_timeline import Step
+from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
-from slidesparse.records import Machine, open_records
+from slidesparse.records import Machine, open_records, parse_lines
 
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
@@ -26,6 +25,12 @@ SERVE, TIMELINE = "serve", "serve timeline"
 
 STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
 """Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
+
+AT_ONCE, ARRIVALS, DECODE = "at once", "arrivals", "decode"
+"""Kinds of workloads; names of workloads that arrive at random begin with theirs."""
+
+BURST_LOAD, MIXED_LOAD = "burst", "mixed"
+"""Names of the workloads that tables and plots ask for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,61 @@ class EngineKey:
     pattern: str
     backend: str
     graphs: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One thing that is asked of every engine.
+
+    Attributes:
+        name: As tables call it.
+        kind: ``at once``; ``arrivals``: at random, a Poisson process; ``decode``: at once, and only steps in which all
+            requests decode count.
+        requests: How many.
+        prompt: Fewest and most tokens of a prompt.
+        output: Fewest and most tokens of an answer.
+        repeats: How often, at least.
+        seconds: It is repeated for at least so long.
+        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` only.
+    """
+
+    name: str
+    kind: str
+    requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    repeats: int = 1
+    seconds: float = 0.0
+    load: float = 0.0
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds: half of what users waited was shorter, and all but one in a hundred."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class Power:
+    """Of all GPUs together, over one workload.
+
+    Attributes:
+        energy_j: Energy, by the GPU's counter.
+        mean_w: Energy over time.
+        sm_mhz: SM clock, the mean of samples.
+        temperature_c: The highest.
+        busy: Share of time in which any kernel ran, as the driver reports it.
+        memory_gb: Memory in use at the end, in 1e9 bytes.
+    """
+
+    energy_j: float
+    mean_w: float
+    sm_mhz: float
+    temperature_c: float
+    busy: float
+    memory_gb: float
 
 
 @dataclass(frozen=True)
@@ -99,6 +159,41 @@ class ServeRecord:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One engine step. All times in microseconds, under the profiler, which slows the host and hardly the GPU.
+
+    Attributes:
+        tokens: Of the batch.
+        prompts: Requests of which a prompt, or a part, is taken in.
+        requests: All requests.
+        wall_us: From its mark to the next.
+        host_us: The mark itself: preparing and launching.
+        gpu_us: From the first kernel to the next step's first kernel.
+        busy_us: Of that, time in which any kernel ran.
+        lead_us: From the mark to the first kernel: small where the GPU waits for the host.
+        kernels_us: What kernels do (``gemm``, ``lift``, ...) -> the sum of their times.
+        launches: Kernels.
+        calls_us: Calls of the host into CUDA -> time in them.
+        scopes_us: vLLM's parts of a step -> time in them.
+        names_us: Kernel -> the sum of its times, of the largest.
+    """
+
+    tokens: int
+    prompts: int
+    requests: int
+    wall_us: float
+    host_us: float
+    gpu_us: float
+    busy_us: float
+    lead_us: float
+    kernels_us: dict[str, float]
+    launches: int
+    calls_us: dict[str, float]
+    scopes_us: dict[str, float]
+    names_us: dict[str, float]
+
+
+@dataclass(frozen=True)
 class TimelineRecord:
     """One engine step of the mixed load under the profiler.
 
@@ -130,13 +225,13 @@ def is_of(kind: str, path: Path) -> bool:
     try:
         with open_records(path, "r") as file:
             first = json.loads(file.readline())
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError):
         return False
     return isinstance(first, dict) and first.get("benchmark") == kind
 
 
 def read(kind: type[R], paths: Iterable[Path]) -> list[R]:
-    """All records of some files, in their order.
+    """Read all records of some files, in their order.
 
     Args:
         kind: :class:`ServeRecord` or :class:`TimelineRecord`.
@@ -145,26 +240,11 @@ def read(kind: type[R], paths: Iterable[Path]) -> list[R]:
     Raises:
         InputError: Naming the file and line that is no such record, or a file that cannot be read.
     """
-    records: list[R] = []
-    for path in paths:
-        try:
-            with open_records(path, "r") as file:
-                lines = file.read().splitlines()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {path}", got=error) from error
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(_from_line(kind, line))
-            except InputError as error:
-                raise InputError(f"{path}, line {number}", got=str(error)) from error
-    return records
+    return parse_lines(paths, partial(_from_line, kind))
 
 
 def _from_line(kind: type[R], line: str) -> R:
-    try:
-        data: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError("not JSON", got=str(error)) from error
+    data = parse_json(line, "record")
     due = SERVE if kind is ServeRecord else TIMELINE
     found = (data.get("benchmark"), data.get("format")) if isinstance(data, dict) else type(data).__name__
     if found != (due, FORMAT):
