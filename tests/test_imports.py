@@ -190,8 +190,8 @@ def test_the_public_names_need_torch_alone() -> None:
 
 
 def test_theory_report_and_command_line_are_imported_without_torch() -> None:
-    modules = ["slidesparse.pattern", "slidesparse.errors", "slidesparse.records", "slidesparse.served_records"]
-    modules += ["slidesparse.report", "slidesparse.report.serve", "slidesparse.cli"]
+    names = ("pattern", "errors", "records", "served_records", "report", "report.serve", "cli")
+    modules = [f"slidesparse.{name}" for name in names]
     code = (
         "import importlib, sys; sys.modules['torch'] = sys.modules['numpy'] = None; "
         f"[print(importlib.import_module(name).__name__) for name in {modules}]"

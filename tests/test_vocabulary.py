@@ -24,8 +24,11 @@ ALLOWED = {
     r"stack[ _]room": "the glossary's word",
     r"\broom (on|for|around|to)\b|(spare|need|with|without|with_|make_)[ _]?room": "space for a number of things",
     r"\broom(?= =| \+|\]|:|$)": "how many more things fit",
-    r"no link|a link (leads|gives|under)": "a link of a file system",
-    r"switched on": "a setting",
+    r"no link|a link (leads|gives|under|to)": "a link of a file system",
+    r"\bswitch(es|ed|ing| (on|off))\b|switching": "to change from one thing to another, or a setting",
+    r"besides": "a word of its own",
+    r"judged": "decided",
+    r"PIECE_TOKENS": "the kernel's PIECE, which a warpgroup transposes at a time",
     r"in one piece|pieces? of memory|into pieces": "a contiguous range, or its opposite",
     r"\b(checkpoint|pattern|it) claims|not claimed": "said without proof",
 }

@@ -13,7 +13,7 @@ from slidesparse.bench import cublaslt_api
 
 def test_the_result_has_the_librarys_layout() -> None:
     # cublasLtMatmulHeuristicResult_t: 64 bytes of algorithm, size_t, status, float, four ints.
-    result = cublaslt_api.Algorithm
+    result = cublaslt_api.CublasLtAlgorithm
     assert ctypes.sizeof(result) == 96
     assert (result.workspace.offset, result.state.offset, result.waves.offset) == (64, 72, 76)
 

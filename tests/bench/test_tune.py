@@ -21,7 +21,7 @@ from slidesparse.gemm import Problem
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.speed import LayerSpeed, load_speeds, tuned_path
-from slidesparse.records import Case, Record
+from slidesparse.records import DENSE_VARIANT, Case, Record
 
 GPU = "Test GPU"
 

@@ -548,7 +548,7 @@ def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
     spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     assert summary.unexpected == ["model.layers.0.self_attn.q_proj.bias"]
-    with pytest.warns(UserWarning, match="no place in LlamaForCausalLM"):
+    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
         slidesparse.load(tmp_path / "s")
 
 

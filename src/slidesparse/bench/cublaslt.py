@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from slidesparse.bench.cublaslt_api import Algorithm, DenseProblem, Product
+from slidesparse.bench.cublaslt_api import CublasLtAlgorithm, DenseProblem, Product
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.autotune import copies_to_rotate, time_ways
 from slidesparse.quant import parse_dtype
@@ -30,7 +30,7 @@ class Best:
     """The outcome of a search: the fastest product and algorithm, and everything tried, the fastest first."""
 
     product: Product
-    algorithm: Algorithm
+    algorithm: CublasLtAlgorithm
     tried: tuple[Tried, ...]
 
 
@@ -88,7 +88,7 @@ class _Bench:
             product.set_scales(*self.scales)
 
     def ways(
-        self, entries: dict[str, tuple[Product, Algorithm]], faults: dict[str, str]
+        self, entries: dict[str, tuple[Product, CublasLtAlgorithm]], faults: dict[str, str]
     ) -> Iterator[tuple[str, Callable[[int], None]]]:
         """Yield the algorithms that run and agree with the first of their accumulator; others go to ``faults``."""
         references: dict[Product, torch.Tensor] = {}
@@ -106,7 +106,7 @@ class _Bench:
                 continue
             yield name, partial(self._run, product, algorithm)
 
-    def _run(self, product: Product, algorithm: Algorithm, copy: int) -> None:
+    def _run(self, product: Product, algorithm: CublasLtAlgorithm, copy: int) -> None:
         product.run(algorithm, *self.operands[copy], self.y)
 
 

@@ -65,7 +65,7 @@ class DenseProblem(NamedTuple):
         return {"int8": torch.int32, "fp8": torch.bfloat16}.get(self.dtype) or parse_dtype(self.dtype)
 
 
-class Algorithm(ctypes.Structure):
+class CublasLtAlgorithm(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = [  # what ctypes asks for
@@ -85,9 +85,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cublasLtMatmulPreferenceCreate": (c_void_p,),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     # handle, operation, A, B, C, D, preference, requested, results, returned
-    "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(Algorithm), POINTER(c_int)),
+    "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(CublasLtAlgorithm), POINTER(c_int)),
     # handle, operation, A, B, C, D, algorithm, result
-    "cublasLtMatmulAlgoCheck": (*[c_void_p] * 7, POINTER(Algorithm)),
+    "cublasLtMatmulAlgoCheck": (*[c_void_p] * 7, POINTER(CublasLtAlgorithm)),
     "cublasLtMatmulAlgoCapGetAttribute": (c_void_p, c_int, c_void_p, c_size_t, POINTER(c_size_t)),
     "cublasLtMatmulAlgoConfigSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     # handle, operation, alpha, A, A's layout, B, its, beta, C, its, D, its, algorithm, workspace, its size, stream
@@ -167,12 +167,12 @@ class Product:
         self._set(SCALE_OF_A, c_void_p(scale_w.data_ptr()))
         self._set(SCALE_OF_B, c_void_p(scale_x.data_ptr()))
 
-    def algorithms(self) -> dict[str, Algorithm]:
+    def algorithms(self) -> dict[str, CublasLtAlgorithm]:
         """Return name -> algorithm: the heuristics', best first, then their neighbours; empty without a kernel."""
         preference = _made("cublasLtMatmulPreferenceCreate")
         size = c_size_t(WORKSPACE)
         _call("cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
-        results, count = (Algorithm * REQUESTED)(), c_int()
+        results, count = (CublasLtAlgorithm * REQUESTED)(), c_int()
         # The returned status only repeats that there is no kernel.
         _library().cublasLtMatmulAlgoGetHeuristic(*self._what, preference, REQUESTED, results, byref(count))
         named = [result for result in results[: count.value] if result.state == 0]
@@ -189,9 +189,11 @@ class Product:
     def _what(self) -> tuple[c_void_p, ...]:
         return _handle(self.problem.device), self._operation, self._w, self._x, self._y, self._y
 
-    def _neighbour(self, result: Algorithm, attribute: int, value: ctypes._SimpleCData[int]) -> Algorithm | None:
+    def _neighbour(
+        self, result: CublasLtAlgorithm, attribute: int, value: ctypes._SimpleCData[int]
+    ) -> CublasLtAlgorithm | None:
         """Return the algorithm with one attribute changed, or None where the library cannot run that."""
-        algorithm, checked = type(result.algorithm)(*result.algorithm), Algorithm()
+        algorithm, checked = type(result.algorithm)(*result.algorithm), CublasLtAlgorithm()
         library, size = _library(), ctypes.sizeof(value)
         if library.cublasLtMatmulAlgoConfigSetAttribute(byref(algorithm), attribute, byref(value), size):
             return None
@@ -200,7 +202,7 @@ class Product:
         checked.algorithm = algorithm
         return checked if checked.workspace <= WORKSPACE else None
 
-    def run(self, algorithm: Algorithm, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+    def run(self, algorithm: CublasLtAlgorithm, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         """Compute ``y = x @ w^T`` on the current stream."""
         workspace, one, zero = _workspace(self.problem.device), byref(self._one), byref(self._zero)
         operands = (one, w.data_ptr(), self._w, x.data_ptr(), self._x, zero, y.data_ptr(), self._y)
@@ -209,7 +211,7 @@ class Product:
         _call("cublasLtMatmul", _handle(self.problem.device), self._operation, *operands, *rest, stream)
 
 
-def _tiles(result: Algorithm) -> list[int]:
+def _tiles(result: CublasLtAlgorithm) -> list[int]:
     """Return the tiles that an algorithm can have."""
     tiles, written = (c_uint32 * MOST_TILES)(), c_size_t()
     where = (byref(result.algorithm), TILES_OF, tiles, ctypes.sizeof(tiles), byref(written))

@@ -75,7 +75,7 @@ def commit() -> str | None:
         return named
     git = ["git", "-C", str(Path(__file__).parent)]
     if _output([*git, "ls-files", "--error-unmatch", __file__]) is None:
-        return None  # no checkout, or an installation inside somebody else's
+        return None  # no checkout, or an installation inside another project's
     changed = _output([*git, "status", "--porcelain", "--untracked-files=no"])
     return f"{_output([*git, 'rev-parse', '--short=12', 'HEAD'])}{'+' if changed else ''}"
 

@@ -54,7 +54,7 @@ def measure(session: Session, case: Case) -> list[Record]:
         subjects.append(Subject(QUANTIZE, "vllm", "", run, (x,), moved, _check(x, columns, dtype)))
     for variant in session.patterns(case):
         if variant == CONTROL:
-            continue  # nobody lifts for it: its columns do not repeat
+            continue  # it needs no lifting: its columns do not repeat
         packed = any_weight(Pattern.parse(variant), case.in_features, session.device)
         lifted, order = packed.column_map(MULTIPLE), ColumnOrder.of(packed, MULTIPLE)
         moved = x.nbytes + case.tokens * (len(lifted) + 4)

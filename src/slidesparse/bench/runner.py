@@ -149,8 +149,8 @@ def run(
 
     Args:
         names: Benchmarks.
-        profile: What they cover, and the budget.
-        session: Where they run.
+        profile: The problems that they cover, and the budget.
+        session: The device, and how it is timed.
         path: A new file.
         clock: Seconds.
 

@@ -52,7 +52,7 @@ FIRST_GUESS_S = 150.0
 
 
 @dataclass(frozen=True)
-class Summary:
+class ServeSummary:
     """What a run did.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Run:
         return MIXED.requests / statistics.median(taken[-1]) if taken else None
 
 
-def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Summary:
+def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> ServeSummary:
     """Measure what the file does not hold yet, and append a record as soon as it exists.
 
     Args:
@@ -152,7 +152,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Summa
         waiting = [
             key for model in profile.models for dtype in profile.dtypes for key in _serve_all(run_, model, dtype)
         ]
-    return Summary(
+    return ServeSummary(
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
         added=run_.added,

@@ -129,7 +129,7 @@ class ServeDriver:
         return summarise(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None)
 
     def timeline(self, steps: int) -> list[Step]:
-        """Profile so many steps of the mixed load; :data:`TIMELINE_DELAY` pass before."""
+        """Profile this many steps of the mixed load; :data:`TIMELINE_DELAY` pass before."""
         assert self._options.timeline is not None
         asked = requests(MIXED, 0)
         self._run(self._llm.start_profile())

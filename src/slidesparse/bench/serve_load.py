@@ -27,7 +27,7 @@ LOADS = tuple(
 
 
 def decode(sequences: int, context: int) -> Workload:
-    """Steps in which so many sequences decode, each with so many tokens or a few less."""
+    """Return a workload in which this many sequences decode, each with this many tokens or a few less."""
     steps = 64
     return Workload(
         f"decode {sequences} at {context}",

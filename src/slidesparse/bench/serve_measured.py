@@ -105,7 +105,7 @@ def _by_round(rounds: Sequence[Round]) -> list[int]:
 
 
 def decode_step(steps: StepLog, sequences: int) -> float:
-    """Seconds of a step in which so many sequences, and nothing else, run: the median.
+    """Return the median seconds of a step in which this many sequences run and nothing else does.
 
     Raises:
         ValueError: There was no such step.

@@ -109,9 +109,9 @@ def interleave(
     Nothing waits in between, so the device never idles and the clocks stay those of load.
 
     Args:
-        passes: What to time.
-        rounds: How often.
-        when_queued: Called once when all is queued and the device still works.
+        passes: The passes to time.
+        rounds: The number of rounds.
+        when_queued: Called once when all passes are queued and the device still works.
 
     Returns:
         For each pass its samples, microseconds per call.

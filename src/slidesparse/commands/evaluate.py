@@ -83,7 +83,7 @@ def evaluate(
         batch: Windows at a time.
         tasks: Names that lm-evaluation-harness knows.
         limit: Examples of each task; None: all.
-        device: Where to run.
+        device: Device on which the model runs.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:

@@ -158,7 +158,7 @@ def prune_checkpoint(
     Args:
         source: A local Hugging Face checkpoint.
         destination: A folder that does not exist.
-        options: What to do.
+        options: Patterns, type, method and exceptions.
         device: Where calibration runs the model's layers, one at a time.
         progress: Show a progress bar; None: on a terminal only.
 

@@ -140,7 +140,7 @@ def run_demo(
     """Run the demonstration.
 
     Args:
-        output: Where to draw the plot, or None. It is checked before anything runs.
+        output: File of the plot, or None. It is checked before anything runs.
         device: ``cpu`` or ``cuda``.
         progress: Show a progress bar, when standard error is a terminal.
         patterns: Patterns to try; dense comes first in any case.

@@ -184,7 +184,7 @@ _HOOKS = threading.Lock()
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Switch Triton's compilation hooks off.
+    """Turn Triton's compilation hooks off.
 
     Triton passes the constants of a kernel to its hooks as JSON, and raises where one, such as a variant, is not JSON.
     vLLM sets a hook when it begins to serve: a kernel that is first needed after that would end the engine.

@@ -4,8 +4,8 @@ Each set gets one pattern, such that the sum of the damages is smallest and the 
 an integer programme, solved exactly by SciPy's HiGHS.
 
 The speed is modelled: a multiply costs ``out * packed columns``, and those in 2:4 form cost ``1 / mma_gain`` of a dense
-one. ``mma_gain`` is 2 on hardware that keeps its promise and about 1.6 on Hopper. Quantising, lifting and attention
-are left out, so the speed-up is that of the matrix products alone.
+one. ``mma_gain`` is 2 on hardware that reaches its ideal and about 1.6 on Hopper. Quantising, lifting and attention are
+left out, so the speed-up is that of the matrix products alone.
 """
 
 from __future__ import annotations

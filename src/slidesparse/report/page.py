@@ -74,7 +74,7 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
     """Draw everything that the records hold.
 
     Args:
-        records: Of one GPU model; of a problem measured several times the latest counts.
+        records: Records of one GPU model; of a problem measured several times the latest counts.
         folder: Made if it does not exist; files of an earlier report are replaced.
 
     Returns:

@@ -83,10 +83,10 @@ class Tile:
         blocks = self.warpgroups * self.row_blocks
         stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
-        piece = PIECE_TOKENS * channels * 2
+        transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
         exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
-        return 1024 + self.stages * (stage + 16) + self.warpgroups * (piece + factors) + exchange + 8
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (transposed + factors) + exchange + 8
 
 
 @dataclass(frozen=True)

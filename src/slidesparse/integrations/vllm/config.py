@@ -153,7 +153,7 @@ def why_not(scheme: CompressedTensorsScheme) -> str | None:
 
 
 def require_platform() -> None:
-    """Refuse what cannot work, and say when it was not tried.
+    """Refuse a vLLM or GPU that cannot work, and warn of a vLLM that was not tried.
 
     Raises:
         UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.

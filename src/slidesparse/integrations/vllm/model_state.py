@@ -23,7 +23,7 @@ class ModelState:
 
     Attributes:
         options: The user's options; ``fuse`` is off where the model is not compiled.
-        status: What became of every layer.
+        status: The outcome of every layer.
         warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
         specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
             compiled graph keeps of the weight: sizes, column order, backends.

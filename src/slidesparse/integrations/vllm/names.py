@@ -27,7 +27,7 @@ def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, 
 
     Args:
         quantization: Its ``quantization_config``.
-        user_choice: What ``--quantization`` says, or None.
+        user_choice: The value of ``--quantization``, or None.
         marker: The value of ``slidesparse_config``, or None.
     """
     if quantization.get("quant_method") != COMPRESSED_TENSORS or user_choice not in (None, NAME):
@@ -41,7 +41,7 @@ class NamedLayer:
 
     Attributes:
         name: The layer's name in vLLM.
-        pattern: What the checkpoint says; None: find the tightest that the weight satisfies.
+        pattern: The pattern that the checkpoint names; None: find the tightest that the weight satisfies.
     """
 
     name: str

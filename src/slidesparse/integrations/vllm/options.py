@@ -21,7 +21,7 @@ class Options:
 
     Attributes:
         backend: ``auto`` or a backend's name, for every layer.
-        fallback: What ``auto`` does where sparsity does not pay: see :mod:`slidesparse.gemm.select`.
+        fallback: How ``auto`` runs layers for which sparsity does not pay: see :mod:`slidesparse.gemm.select`.
         fuse: Join RMSNorm, SiLU and neighbouring linears with our operators in compiled models.
         host_us: Microseconds that the host takes to launch one linear of a chain: see
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.

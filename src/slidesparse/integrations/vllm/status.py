@@ -32,7 +32,7 @@ class Outcome:
         sparse: It runs on packed weights.
         qualified: Its weight satisfies a pattern.
         text: Pattern and backend, or why it stays dense.
-        eligible: It has groups that could run sparse, and nobody asked for dense.
+        eligible: It has groups that could run sparse, and the user did not ask for dense.
     """
 
     sparse: bool
