@@ -6,11 +6,13 @@ torch definition in this file computes the same numbers.
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
+from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
 from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
 from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
@@ -56,16 +58,32 @@ def find_lift(
         device: Where the activations are.
         order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
     """
-    needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
-    if not order or device.type != "cuda" or source not in FLOATS or find_spec("triton") is None:
-        return TorchLift(prologue, target, layout)
-    if torch.cuda.get_device_capability(device) < needed:
+    if (reason := _why_no_kernel(source, target, device, order)) is not None:
+        if device.type == "cuda":
+            log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
         return TorchLift(prologue, target, layout)
     from slidesparse.kernels.lift import find_kernel_lift
 
     rows = layout.rows(tokens) if layout.slabs is None else None
     columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
     return find_kernel_lift(columns, source, target, prologue, tokens, device, layout.slabs, rows)
+
+
+def _why_no_kernel(
+    source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]
+) -> str | None:
+    if device.type != "cuda":
+        return "they are not on a GPU"
+    if not order:
+        return "the kernel cannot write this column order"
+    if source not in FLOATS:
+        return f"the kernel reads no {source}"
+    if find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    needed = (8, 9) if target == torch.float8_e4m3fn else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"the kernel needs compute capability {needed[0]}.{needed[1]}"
+    return None
 
 
 class TorchLift:

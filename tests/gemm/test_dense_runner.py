@@ -17,7 +17,7 @@ from slidesparse.layout import LinearTensors
 from slidesparse.lifting import TorchLift
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
-TOKENS, OUT, COLUMNS = 40, 24, 64
+TOKENS, OUT, COLUMNS = 40, 32, 64
 INPUTS = LiftInputs(16, None, None, None, 64, 0)
 WEIGHT = torch.zeros(OUT, COLUMNS, dtype=INT8)
 PARTS = torch.empty(0), None
@@ -162,6 +162,7 @@ def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert runs_by_parts(TorchLift("none", INT8, backend.layout))
     assert runs_by_parts(lift, 0)
+    assert runs_by_parts(lift, OUT + 8)  # its weight is padded
     for name, other in (("padded", TOKENS + 1), ("quantised", False), ("tokens", 0)):
         assert runs_by_parts(SimpleNamespace(**vars(lift) | {name: other}))
     monkeypatch.setattr(dense, "_has_kernels", lambda *_: False)

@@ -15,6 +15,7 @@ reason once.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def log_by_parts(
     if reason is None and lift.launcher.ready:
         reason = "weight, scale or bias has not the shape, type or place that the kernel reads"
     if reason is not None:
-        log_once(f"slidesparse: {runner!r} runs by its parts: {reason}")
+        log_once(f"slidesparse: {runner!r} runs by its parts: {reason}", logging.WARNING)
 
 
 class OneByOne:

@@ -79,7 +79,7 @@ class Dense(Reference):
     def runner(self, lift: Lift, out_features: int) -> Runner:
         """See :class:`slidesparse.gemm.backend.Backend`; fused where a kernel applies scales and bias itself."""
         by_parts = LiftThenMultiply(self, lift, out_features)
-        if isinstance(lift, TorchLift) or not out_features:
+        if isinstance(lift, TorchLift) or not out_features or out_features % MULTIPLE:  # padded: by parts
             return by_parts
         kernel_lift = cast("KernelLift", lift)
         multiply = _fused_after(kernel_lift) if kernel_lift.tokens else None

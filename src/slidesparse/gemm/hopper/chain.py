@@ -13,6 +13,7 @@ writes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -153,11 +154,10 @@ class HopperChain:
 
     def _can_launch(self) -> bool:
         """Whether every kernel is compiled and can read the product before it; asked until the answer is yes."""
-        linears = [chained.linear for chained in self._linears]
-        strides = (0, *(linear.out for linear in linears[:-1]))
+        strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(
-            linear.lift.can_launch(LiftInputs(0, None, None, None, stride, linear.lift.order.in_features))
-            for linear, stride in zip(linears, strides, strict=True)
+            chained.linear.lift.can_launch(LiftInputs(0, None, None, None, stride, _residual_stride(chained)))
+            for chained, stride in zip(self._linears, strides, strict=True)
         )
         return self._ready
 
@@ -179,7 +179,7 @@ class HopperChain:
             reason = "a weight, scale, bias, gain or index of pairs is not as its kernel reads it"
         else:
             reason = "activations or residual are not aligned rows on the current device"
-        log_once(f"slidesparse: {self!r} run one by one: {reason}")
+        log_once(f"slidesparse: {self!r} run one by one: {reason}", logging.WARNING)
 
     def __repr__(self) -> str:
         return f"a chain of {len(self._linears)} linears on hopper ({self._lift.order.in_features} -> {self._out})"
@@ -215,6 +215,11 @@ def _known(kind: object) -> KnownWeights:
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
     return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+
+
+def _residual_stride(chained: ChainedLinear) -> int:
+    """Return the elements of a row of the residual that a linear reads; 0 where it reads none."""
+    return chained.linear.lift.order.in_features if chained.slots.adds else 0
 
 
 def _rounded(n_bytes: int) -> int:

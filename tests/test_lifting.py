@@ -1,0 +1,55 @@
+"""Which lift a number of tokens gets, and what is said where a GPU's activations are lifted by torch."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from slidesparse import lifting
+from slidesparse.base.log import log_once
+from slidesparse.layout import ColumnOrder, Layout
+from slidesparse.lifting import TorchLift, find_lift
+
+ORDER = tuple(ColumnOrder.identity(64).numbers)
+BF16, INT8, FP8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    log_once.cache_clear()
+
+
+def test_on_a_cpu_the_definition_runs_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    lift = find_lift(Layout(), "none", 3, BF16, INT8, torch.device("cpu"), ORDER)
+    assert isinstance(lift, TorchLift)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "order", "triton", "reason"),
+    [
+        (BF16, INT8, (), True, "cannot write this column order"),
+        (torch.float64, INT8, ORDER, True, "reads no torch.float64"),
+        (BF16, INT8, ORDER, False, "Triton is not installed; pip install triton"),
+        (BF16, FP8, ORDER, True, "needs compute capability 8.9"),
+    ],
+)
+def test_a_gpu_that_lifts_by_torch_says_why_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    source: torch.dtype,
+    target: torch.dtype,
+    order: tuple[int, ...],
+    triton: bool,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(lifting, "find_spec", lambda _: object() if triton else None)
+    for tokens in (3, 4):
+        assert isinstance(find_lift(Layout(), "none", tokens, source, target, CUDA, order), TorchLift)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.getMessage()
