@@ -20,6 +20,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
+from slidesparse.integrations.vllm.releases import describe_tested
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -97,16 +98,28 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
-@pytest.mark.parametrize("version", ["0.33rc1", "0.1.dev123+g0a1b2c3"])
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.22.1", False), ("0.33rc1", False), ("99.1rc1", True), ("0.1.dev123+g0a1b2c3", True)]
+)
 def test_a_version_that_was_not_tried_is_a_line_in_the_log(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warned: bool
 ) -> None:
     from slidesparse.integrations.vllm import config
 
     monkeypatch.setattr(config.metadata, "version", lambda name: version)
     config._say_once.cache_clear()
     assert configured(checkpoints("6:8")).quantization == "slidesparse"
-    assert f"slidesparse was tried with vLLM 0.20 to 0.22; this is {version}" in caplog.messages
+    told = f"slidesparse was tried with vLLM {describe_tested()}; this is {version}"
+    assert caplog.messages.count(told) == warned
+
+
+def test_a_float_checkpoint_is_refused_by_an_old_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks no plugin about one: it makes the configuration, without arguments that older releases need."""
+    from slidesparse.integrations.vllm import config
+
+    monkeypatch.setattr(config.metadata, "version", lambda name: "0.20.0")
+    with pytest.raises(UnsupportedError, match=r"with this vLLM; got 0\.20\.0.*pip install"):
+        registered()()
 
 
 def test_registering_again_changes_nothing() -> None:
