@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_models import be_the_only_rank
 
 MISSING = "vLLM's Python is not installed here: python tests/integrations/fetch_vllm.py VERSION does that, as CI does"
 
@@ -85,6 +86,7 @@ def vllm_config(vllm_on_cpu: None) -> Iterator[Any]:
 
     config = VllmConfig()
     with set_current_vllm_config(config):
+        be_the_only_rank()
         yield config
 
 

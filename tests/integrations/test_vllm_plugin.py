@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
-from slidesparse.integrations.vllm.releases import describe_tested
+from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -186,6 +187,23 @@ def test_an_engine_is_prepared_once_for_a_model(
     (state,) = states
     assert set(state.specs) == set(state.status.outcomes) != set()
     assert len([line for line in caplog.messages if line.startswith("slidesparse options: ")]) == 1
+
+
+def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -> None:
+    """The attribute is what vLLM 0.33 asks before it quantises an activation for the linear after it."""
+    vllm_config.additional_config = REFERENCE
+    config, ones = registered()(), torch.ones(32, 64)
+    sparse = replicated(config, "down_proj", ones * ss.prune_mask(ones, "6:8"))
+    dense = replicated(config, "o_proj", ones)
+    assert hasattr(sparse, "slide")
+    assert not hasattr(dense, "slide")
+    assert [getattr(layer, "requires_unquantized_input", False) for layer in (sparse, dense)] == [True, False]
+    if (parse_version(metadata.version("vllm")) or (1, 0)) >= (0, 33):
+        from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+        for layer in (sparse, dense):
+            layer._input_quant_key = "a kernel's"
+        assert [get_input_quant_key(layer) for layer in (sparse, dense)] == [None, "a kernel's"]
 
 
 def test_packed_weights_are_not_handed_to_other_processes() -> None:
