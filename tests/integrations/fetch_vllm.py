@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Put vLLM's Python into this environment: no compiled parts, no GPU, and few of its dependencies.
 
-    python tests/integrations/fetch_vllm.py [VERSION]
+    python tests/integrations/fetch_vllm.py VERSION
 
 What a released wheel holds of Python is what a user's vLLM runs, so tests against it test the real classes.
+Dependencies are installed in the versions that this release asks for; torch is left as it is.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -15,28 +17,53 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-VERSION = "0.22.1"
-
 DEPENDENCIES = (
-    *("aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors", "dill", "einops", "gguf", "loguru"),
-    *("msgspec", "openai", "openai-harmony", "opentelemetry-api", "prometheus-client", "psutil", "py-cpuinfo"),
-    *("pybase64", "pydantic", "pyzmq", "regex", "requests", "sentencepiece", "uvloop"),
+    *("aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors", "dill", "einops", "fastapi", "gguf"),
+    *("llguidance", "loguru", "msgspec", "openai", "openai-harmony", "opentelemetry-api", "partial-json-parser"),
+    *("prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic", "pyzmq", "regex", "requests"),
+    *("sentencepiece", "starlette", "transformers", "uvloop", "xgrammar"),
 )
-"""What is imported on the way to its quantisation configs and linear layers."""
+"""What some release imports on the way to its quantisation configs, linear layers and models."""
+
+
+def canonical(name: str) -> str:
+    """A package's name as indexes compare it.
+
+    >>> canonical("Prometheus_Client")
+    'prometheus-client'
+    """
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(metadata: str) -> list[str]:
+    """What to install: :data:`DEPENDENCIES`, bounded as a release's metadata bounds them.
+
+    >>> requirements("Requires-Dist: compressed-tensors==0.15.0.1\\nRequires-Dist: torch==2.11.0")[4]
+    'compressed-tensors==0.15.0.1'
+    """
+    wanted = {name: name for name in DEPENDENCIES}
+    for line in re.findall(r"^Requires-Dist: ([^;\n]+)", metadata, re.MULTILINE):
+        name, bounds = re.fullmatch(r"([\w.-]+)(?:\[.*?\])?\s*(.*?)\s*", line).groups()  # type: ignore[union-attr]
+        if canonical(name) in wanted:
+            wanted[canonical(name)] = canonical(name) + bounds
+    return list(wanted.values())
 
 
 def main() -> None:
-    version = sys.argv[1] if len(sys.argv) > 1 else VERSION
-    pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, "install", "-q", *DEPENDENCIES], check=True)
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as folder:
         wheel_only = ["download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
-        subprocess.run([*pip, *wheel_only, f"vllm=={version}"], check=True)
+        subprocess.run([*pip, *wheel_only, f"vllm=={sys.argv[1]}"], check=True)
         (wheel,) = Path(folder).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            wanted = [name for name in archive.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
+            names = archive.namelist()
+            (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+            subprocess.run([*pip, "install", "-q", *requirements(archive.read(metadata).decode())], check=True)
+            wanted = [name for name in names if name.endswith((".py", ".json")) or ".dist-info/" in name]
             archive.extractall(sysconfig.get_path("purelib"), wanted)
-    print(f"vLLM {version}: {len(wanted)} files")
+    print(f"vLLM {sys.argv[1]}: {len(wanted)} files")
 
 
 if __name__ == "__main__":

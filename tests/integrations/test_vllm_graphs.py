@@ -272,6 +272,18 @@ def test_the_compile_cache_key_holds_what_was_chosen() -> None:
     assert len({key(), *changed}) == 6
 
 
+def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
+    """By it vLLM finds compiled graphs, and from 0.33 on whole compiled models, for which no pass runs again."""
+    from slidesparse.integrations.vllm.graph_pass import install_pass
+
+    keys = [vllm_config.compute_hash()]
+    for options in ({}, {"fuse": False}):
+        install_pass(vllm_config.compilation_config, state_of(**options))
+        keys.append(vllm_config.compute_hash())
+    assert keys[-1] == vllm_config.compute_hash()
+    assert len(set(keys)) == 3
+
+
 def test_the_compile_cache_key_holds_the_order_of_columns() -> None:
     """The same pattern and the same size: another mask of a partial pattern puts other groups first."""
     weight = torch.ones(8, 96, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Which releases, checkpoints and layers are ours, and where shards begin: without vLLM."""
+"""Which checkpoints and layers are ours, and where shards begin: without vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker
-from slidesparse.integrations.vllm import parse_version
 from slidesparse.integrations.vllm.names import (
     NamedLayer,
     find_layer,
@@ -88,20 +87,3 @@ def test_where_shards_begin_inside_a_group() -> None:
     assert [shard_start(9472, 18944, rank) % 6 for rank in range(2)] == [0, 4]
     assert [shard_start(9472, 18944, rank) % 10 for rank in range(2)] == [0, 2]
     assert shard_start(3584, 3584, 1) == 0  # a column-parallel layer has all of its columns on every rank
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("0.22.1", (0, 22)),
-        ("0.33rc1", (0, 33)),
-        ("0.26.0rc2.dev13+g0a1b2c3.cu130", (0, 26)),
-        ("0.19.1", (0, 19)),
-        ("1.0", (1, 0)),
-        ("0.1.dev123+g0a1b2c3", None),
-        ("0.1.dev1", None),
-        ("dev", None),
-    ],
-)
-def test_versions_of_vllm(text: str, version: tuple[int, int] | None) -> None:
-    assert parse_version(text) == version

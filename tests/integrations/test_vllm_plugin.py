@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
+from slidesparse.integrations.vllm.releases import describe_tested, parse_version
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
@@ -97,16 +99,28 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
-@pytest.mark.parametrize("version", ["0.33rc1", "0.1.dev123+g0a1b2c3"])
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.22.1", False), ("0.33rc1", False), ("99.1rc1", True), ("0.1.dev123+g0a1b2c3", True)]
+)
 def test_a_version_that_was_not_tried_is_a_line_in_the_log(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warned: bool
 ) -> None:
     from slidesparse.integrations.vllm import config
 
     monkeypatch.setattr(config.metadata, "version", lambda name: version)
     config._say_once.cache_clear()
     assert configured(checkpoints("6:8")).quantization == "slidesparse"
-    assert f"slidesparse was tried with vLLM 0.20 to 0.22; this is {version}" in caplog.messages
+    told = f"slidesparse was tried with vLLM {describe_tested()}; this is {version}"
+    assert caplog.messages.count(told) == warned
+
+
+def test_a_float_checkpoint_is_refused_by_an_old_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks no plugin about one: it makes the configuration, without arguments that older releases need."""
+    from slidesparse.integrations.vllm import config
+
+    monkeypatch.setattr(config.metadata, "version", lambda name: "0.20.0")
+    with pytest.raises(UnsupportedError, match=r"with this vLLM; got 0\.20\.0.*pip install"):
+        registered()()
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -173,6 +187,23 @@ def test_an_engine_is_prepared_once_for_a_model(
     (state,) = states
     assert set(state.specs) == set(state.status.outcomes) != set()
     assert len([line for line in caplog.messages if line.startswith("slidesparse options: ")]) == 1
+
+
+def test_activations_come_as_they_are_to_packed_layers_alone(vllm_config: Any) -> None:
+    """The attribute is what vLLM 0.33 asks before it quantises an activation for the linear after it."""
+    vllm_config.additional_config = REFERENCE
+    config, ones = registered()(), torch.ones(32, 64)
+    sparse = replicated(config, "down_proj", ones * ss.prune_mask(ones, "6:8"))
+    dense = replicated(config, "o_proj", ones)
+    assert hasattr(sparse, "slide")
+    assert not hasattr(dense, "slide")
+    assert [getattr(layer, "requires_unquantized_input", False) for layer in (sparse, dense)] == [True, False]
+    if (parse_version(metadata.version("vllm")) or (1, 0)) >= (0, 33):
+        from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+        for layer in (sparse, dense):
+            layer._input_quant_key = "a kernel's"
+        assert [get_input_quant_key(layer) for layer in (sparse, dense)] == [None, "a kernel's"]
 
 
 def test_packed_weights_are_not_handed_to_other_processes() -> None:

@@ -24,11 +24,17 @@ def loaded(model: Any, additional: dict[str, Any]) -> Any:
 def loaded_by(config: Any, prefix: str = "") -> Any:
     """The same, of a whole configuration."""
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader import get_model
 
     with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
-            parallel_state.initialize_model_parallel(1, 1)
+        be_the_only_rank()
         return get_model(vllm_config=config, model_config=config.model_config, prefix=prefix)
+
+
+def be_the_only_rank() -> None:
+    """Let layers be built; within a configuration of vLLM's."""
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1)

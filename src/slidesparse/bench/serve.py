@@ -138,7 +138,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     """
     environment.require_cuda()
     if find_spec("vllm") is None:
-        raise UnsupportedError("slidesparse bench serve needs vLLM", remedy='pip install "vllm>=0.20"')
+        raise UnsupportedError("slidesparse bench serve needs vLLM", remedy='pip install "slidesparse[vllm]"')
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
     timeline = profile.timeline is not None

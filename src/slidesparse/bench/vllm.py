@@ -76,7 +76,7 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
     """
     environment.require_cuda()
     if find_spec("vllm") is None:
-        raise UnsupportedError("slidesparse bench vllm needs vLLM", remedy='pip install "vllm>=0.20"')
+        raise UnsupportedError("slidesparse bench vllm needs vLLM", remedy='pip install "slidesparse[vllm]"')
     if path.exists():
         raise InputError("the records file exists", got=path, remedy="name another; slidesparse report reads several")
     records = []

@@ -3,6 +3,9 @@
 A model has few linears, and a server has many numbers of tokens: the first call with a new number takes some tens of
 microseconds a linear here, later calls one look-up. With the logger ``slidesparse`` at DEBUG every runner is named when
 it is made: ``1024 tokens, 4608 outputs, int8: hopper 176x256``.
+
+A chain of four linears keeps 13 KB of the host's memory for each number of tokens, so the chains of a server that has
+met all numbers keep 52 MB; the least recently used ones are made again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ vLLM calls :func:`register` once in every process, through the entry point ``vll
 and must not touch CUDA, since workers may fork afterwards. The rest of the plugin, in the order of its use:
 
 ================== ==============================================================================================
+``releases.py``    the releases of vLLM that are tested
 ``options.py``     what a user may say in ``--additional-config``
 ``names.py``       which checkpoints and which of their layers belong to us, in plain Python
 ``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
@@ -26,15 +27,12 @@ and must not touch CUDA, since workers may fork afterwards. The rest of the plug
 from __future__ import annotations
 
 import logging
-import re
 from importlib import metadata
+
+from slidesparse.integrations.vllm.releases import describe_tested
 
 NAME = "slidesparse"
 """The quantisation method: ``vllm serve DIR --quantization slidesparse``."""
-
-OLDEST = (0, 20)
-NEWEST = (0, 22)
-"""Releases of vLLM that were tried, the newest on a GPU. Older ones are refused, newer ones with a line in the log."""
 
 LOGGER = "vllm.plugins.slidesparse"
 """A child of vLLM's logger, so that its level and format hold."""
@@ -50,31 +48,10 @@ def register() -> None:
         from slidesparse.integrations.vllm.config import SlideSparseConfig
     except ImportError as error:  # vLLM moved what we build on; other models must go on working
         logging.getLogger(LOGGER).warning(
-            "slidesparse cannot work with vLLM %s (%s): sparse checkpoints run dense. Tried: vLLM %s to %s.",
+            "slidesparse cannot work with vLLM %s (%s): sparse checkpoints run dense. Tried: vLLM %s.",
             metadata.version("vllm"),
             error,
-            version_text(OLDEST),
-            version_text(NEWEST),
+            describe_tested(),
         )
         return
     register_quantization_config(NAME)(SlideSparseConfig)
-
-
-def parse_version(text: str) -> tuple[int, int] | None:
-    """Read release and feature number; None for a build whose version does not tell them.
-
-    >>> parse_version("0.33rc1"), parse_version("0.22.1+cu130")
-    ((0, 33), (0, 22))
-
-    A build from a source tree without tags is ``0.1.dev`` and the number of a commit, whatever its age:
-
-    >>> parse_version("0.1.dev123+g0a1b2c3") is None
-    True
-    """
-    found = re.match(r"(\d+)\.(\d+)(?!\d|\.dev)", text)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def version_text(version: tuple[int, int]) -> str:
-    """Return ``0.22`` of (0, 22)."""
-    return ".".join(map(str, version))

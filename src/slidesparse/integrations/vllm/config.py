@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
@@ -23,7 +22,7 @@ from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import MARKER_KEY, Marker
-from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
+from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
@@ -34,15 +33,13 @@ from slidesparse.integrations.vllm.names import (
     require_marker,
     why_left_to_vllm,
 )
+from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 
 log = logging.getLogger(LOGGER)
 
-UNQUANTISED = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
-    "sparsity_scheme_map": {},  # up to vLLM 0.20
-    "sparsity_ignore_list": [],
-}
+UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
@@ -52,11 +49,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
     """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_platform()
         self.quantised = bool(args or kwargs)
-        if not self.quantised:
-            known = inspect.signature(CompressedTensorsConfig.__init__).parameters
-            kwargs = {name: empty for name, empty in UNQUANTISED.items() if name in known}
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **(kwargs if self.quantised else UNQUANTISED))
         self.marker: Marker | None = None
         self._model: ModelState | None = None
 
@@ -87,7 +82,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read the marker, which is outside of ``quantization_config``."""
-        require_platform()
         self.marker = require_marker(hf_config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -159,12 +153,12 @@ def require_platform() -> None:
         UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
     """
     text = metadata.version("vllm")
-    version = parse_version(text)
-    tried = f"{version_text(OLDEST)} to {version_text(NEWEST)}"
-    if version is not None and version < OLDEST:
-        raise UnsupportedError("slidesparse with this vLLM", got=text, needed=tried, remedy='pip install -U "vllm"')
-    if version is None or version > NEWEST:
-        _say_once(f"slidesparse was tried with vLLM {tried}; this is {text}")
+    if is_older(text):
+        raise UnsupportedError(
+            "slidesparse with this vLLM", got=text, needed=describe_tested(), remedy='pip install -U "vllm"'
+        )
+    if is_newer(text):
+        _say_once(f"slidesparse was tried with vLLM {describe_tested()}; this is {text}")
     capability = current_platform.get_device_capability()
     if capability is None:
         return

@@ -142,6 +142,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         if scale is not None:
             del layer.weight_scale
         layer.add_module(SUBMODULE, slide)
+        layer.requires_unquantized_input = True  # from vLLM 0.33 on a model may else hand over quantised activations
         model.add_layer(named.name, slide)
         on_gpu = weight.is_cuda
         del weight, scale  # the dense weight's memory is free again

@@ -1,0 +1,104 @@
+"""The tested releases of vLLM, which pages, extras and CI name too, and the commands that try releases."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from slidesparse.integrations.vllm.releases import TESTED, describe_tested, is_newer, is_older, parse_version
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("0.22.1", (0, 22)),
+        ("0.33rc1", (0, 33)),
+        ("0.26.0rc2.dev13+g0a1b2c3.cu130", (0, 26)),
+        ("0.19.1", (0, 19)),
+        ("1.0", (1, 0)),
+        ("0.1.dev123+g0a1b2c3", None),
+        ("0.1.dev1", None),
+        ("dev", None),
+    ],
+)
+def test_versions_of_vllm(text: str, version: tuple[int, int] | None) -> None:
+    assert parse_version(text) == version
+
+
+def test_each_tested_release_is_inside_the_range_and_they_are_in_order() -> None:
+    assert not any(is_older(release) or is_newer(release) for release in TESTED)
+    assert [*TESTED] == sorted(TESTED, key=parse_version)  # type: ignore[arg-type] # releases have numbers
+    assert is_older("0.21.9")
+    assert is_newer("1.0")
+
+
+def test_pages_name_the_tested_releases() -> None:
+    serving = (ROOT / "docs/serving.md").read_text()
+    table = serving.partition("| vLLM | tested |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| (\d\S*) \|", table, re.MULTILINE)) == TESTED
+    oldest = ".".join(TESTED[0].split(".")[:2])
+    assert f"Releases before vLLM {oldest} are refused" in serving
+    assert f"a vLLM before {oldest}" in serving
+    troubles = (ROOT / "docs/troubleshooting.md").read_text()
+    assert f"slidesparse was tried with vLLM {describe_tested()}; this is" in troubles
+    assert f"vLLM is older than {oldest}" in troubles
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/serving.md", "docs/quickstart.md"])
+def test_pages_install_the_tested_releases(name: str) -> None:
+    assert 'pip install ".[vllm]"' in (ROOT / name).read_text()
+
+
+def test_the_extra_takes_exactly_the_tested_range() -> None:
+    """Read as text: Python 3.10 has no reader of TOML."""
+    (extra,) = re.findall(r'^vllm = \[.*"vllm(\S+)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    allowed, (major, minor) = SpecifierSet(extra), parse_version(TESTED[-1]) or (0, 0)
+    assert [release for release in TESTED if release not in allowed] == []
+    assert f"{major}.{minor}.9" in allowed  # patches of a tested release
+    assert f"{major}.{minor + 1}.0" not in allowed
+    assert "0.21.0" not in allowed
+
+
+# -- the commands --------------------------------------------------------------------------------------------------
+
+
+def command(name: str) -> Any:
+    """One of the scripts next to this file, as a module."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["fetch_vllm", "try_vllm"])
+def test_examples_of_the_commands(name: str) -> None:
+    found = doctest.testmod(command(name))
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_a_release_that_breaks_something_says_what(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    case, cause = '<testcase name="{}">{}</testcase>', "ModuleNotFoundError: No module named 'orjson'"
+    broken = [f'<error message="{cause}&#10;more"/>', f'<failure message="{cause}"/>', '<failure message="assert 1"/>']
+    report.write_text(f"<testsuites>{''.join(case.format(i, b) for i, b in enumerate(['', *broken]))}</testsuites>")
+    tests, causes = command("try_vllm").read_report(report)
+    assert (tests, causes) == (4, {cause: 2, "assert 1": 1})
+    text = command("try_vllm").describe("9.9", SimpleNamespace(tests=tests, broken=causes, seconds=61.2))
+    assert text.splitlines() == ["vLLM 9.9: 4 tests, 3 broken, 61 s", f"  2 x {cause}", "  1 x assert 1"]
+
+
+def test_without_a_report_nothing_ran(tmp_path: Path) -> None:
+    assert command("try_vllm").read_report(tmp_path / "none.xml") == (0, {})
