@@ -127,6 +127,22 @@ def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
     return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
 
 
+def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
+    """Refuse tokens that a model does not have, as a tokenizer with a larger vocabulary makes them.
+
+    Raises:
+        CheckpointError: Naming the largest.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer of {folder} does not fit its model",
+            got=f"token {int(tokens.max())}",
+            needed=f"less than {vocabulary}",
+        )
+
+
 def sample_windows(
     tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text"
 ) -> torch.Tensor:
@@ -171,11 +187,5 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
     text = read_text(calibration.file)
     tokens = encode(load_tokenizer(folder), text)
-    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
-    if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
-        raise CheckpointError(
-            f"the tokenizer of {folder} does not fit its model",
-            got=f"token {int(tokens.max())}",
-            needed=f"less than {vocabulary}",
-        )
+    check_tokens(tokens, config, folder)
     return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file))
