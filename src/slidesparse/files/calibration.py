@@ -11,6 +11,7 @@ import torch
 
 from slidesparse.base.typed_json import parse_json
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.models.causal import text_config, vocabulary_of
 
 SAMPLES = 128
 MAX_LENGTH = 2048
@@ -124,7 +125,8 @@ def encode(tokenizer: Any, text: str) -> torch.Tensor:
 
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
     """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
-    return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
+    known = getattr(text_config(config), "max_position_embeddings", None)
+    return min(known, at_most) if isinstance(known, int) and known > 0 else at_most  # XLNet's -1: no limit
 
 
 def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
@@ -133,8 +135,7 @@ def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
     Raises:
         CheckpointError: Naming the largest.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    vocabulary = vocabulary_of(config)
     if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
         raise CheckpointError(
             f"the tokenizer of {folder} does not fit its model",

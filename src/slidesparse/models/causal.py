@@ -36,9 +36,9 @@ def require_causal(model: Any) -> None:
             later tokens.
     """
     refuse_masked(type(model))
-    ids = torch.arange(TOKENS, device=next(iter(model.parameters())).device)[None] % _vocabulary(model)
-    other = ids.clone()
-    other[:, SAME:] = ids[:, SAME:].flip(1)
+    ids = torch.arange(TOKENS, device=next(iter(model.parameters())).device)[None]
+    other = torch.cat([ids[:, :SAME], ids[:, SAME:] + TOKENS], 1)
+    ids, other = (tokens % (vocabulary_of(model.config) or TOKENS) for tokens in (ids, other))
     answers = [_logits(model, tokens)[:, :SAME].to(torch.float32) for tokens in (ids, other)]
     change = (answers[0] - answers[1]).abs().max()
     limit = NOISE.get(model.dtype, NOISE_16_BITS) * (answers[0].max() - answers[0].min())
@@ -60,10 +60,15 @@ def refuse_masked(model_class: type) -> None:
         )
 
 
-def _vocabulary(model: Any) -> int:
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "vocab_size", 0) or TOKENS)
+def vocabulary_of(config: Any) -> int:
+    """Return how many tokens a model of this config knows; 0 where the config does not say."""
+    size = getattr(text_config(config), "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else 0
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of a model's language part, which in most models is the whole."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 @torch.no_grad()
