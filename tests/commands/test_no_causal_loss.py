@@ -17,6 +17,8 @@ from slidesparse.commands.evaluate import evaluate, load_any
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration
+from slidesparse.files.check_config import require_family
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.causal import require_causal
 from slidesparse.models.choose_patterns import Target
 
@@ -116,7 +118,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1, vocab_size=20)
     add_tokenizer(tmp_path / "m")
     text = write_text(tmp_path / "text.txt", words=60)
-    with pytest.raises(CheckpointError, match=r"the tokenizer of .* does not fit its model; got token \d+; needed less"):
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer of .* does not fit its model; got token \d+; needed less"
+    ):
         evaluate(tmp_path / "m", text=text)
 
 
@@ -136,3 +140,15 @@ def test_more_layers_than_tensors(tmp_path: Path, key: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: 1_000_000}))
     with pytest.raises(CheckpointError, match=rf"{key} of .*; got 1000000; needed at most 256"):
         load_any(tmp_path / "m", "cpu")
+
+
+def test_families_that_share_a_class(tmp_path: Path) -> None:
+    """transformers itself runs some model types by another family's class, or by a part of their config."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    checkpoint = Checkpoint(tmp_path / "m")
+    llama4 = transformers.Llama4Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
+    require_family(checkpoint, transformers.Llama4ForCausalLM, llama4)
+    if hasattr(transformers, "InternLM3Config"):  # of transformers 5.2x
+        require_family(checkpoint, transformers.LlamaForCausalLM, transformers.InternLM3Config())
+    with pytest.raises(CheckpointError, match="the one of LlamaForCausalLM"):
+        require_family(checkpoint, transformers.LlamaForCausalLM, llama4)

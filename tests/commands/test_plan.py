@@ -306,7 +306,7 @@ def test_a_file_without_a_measurement_stops_nobody(content: str, tmp_path: Path)
 
 def test_a_pipe_in_the_place_of_measurements(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p")
-    with pytest.raises(InputError, match="is a named pipe; needed a file"):
+    with pytest.raises(InputError, match="cannot be read; got a pipe; needed a file"):
         SensitivityFile(tmp_path / "p", {"model": "m"})
 
 

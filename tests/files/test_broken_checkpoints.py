@@ -82,7 +82,10 @@ def with_row(row: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 NAN = with_row(3, float("nan"))
 
 SCALES: dict[str, tuple[Damage, str]] = {
-    "negative scale": (put(f"{Q}.weight_scale", with_row(3, -1.0)), f"{Q}.weight_scale is not positive; got -1 at row 3"),
+    "negative scale": (
+        put(f"{Q}.weight_scale", with_row(3, -1.0)),
+        f"{Q}.weight_scale is not positive; got -1 at row 3",
+    ),
     "zero scale": (put(f"{Q}.weight_scale", with_row(3, 0.0)), f"{Q}.weight_scale is not positive; got 0 at row 3"),
     "NaN scale": (put(f"{Q}.weight_scale", NAN), f"{Q}.weight_scale holds NaN or Inf"),
     "bool scale": (put(f"{Q}.weight_scale", lambda t: t > 0), f"type of {Q}.weight_scale; got BOOL"),
@@ -92,7 +95,10 @@ SCALES: dict[str, tuple[Damage, str]] = {
         put(f"{Q}.weight_scale", lambda t: t.to(torch.float8_e4m3fn)),
         f"type of {Q}.weight_scale; got F8_E4M3",
     ),
-    "short scale": (put(f"{Q}.weight_scale", lambda t: t[1:]), f"shape of {Q}.weight_scale; got [63, 1]; needed [64, 1]"),
+    "short scale": (
+        put(f"{Q}.weight_scale", lambda t: t[1:]),
+        f"shape of {Q}.weight_scale; got [63, 1]; needed [64, 1]",
+    ),
     "no scale": (lambda tensors, _: tensors.pop(f"{Q}.weight_scale"), f"the checkpoint holds no {Q}.weight_scale"),
 }
 

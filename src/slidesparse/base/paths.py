@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from slidesparse.errors import InputError
-
-KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-"""Kinds of files on which reading may never end."""
 
 
 def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
@@ -45,15 +36,3 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     except OSError as error:
         raise InputError(f"{name} {shown:.80} cannot be used", got=error.strerror) from error
     return Path(text)
-
-
-def require_file(path: Path) -> None:
-    """Refuse a path at which there is something other than a file or a folder: reading it may never end.
-
-    Raises:
-        InputError: It is a named pipe, a socket or a device.
-        OSError: It cannot be looked at; there may be nothing.
-    """
-    kind = KINDS.get(stat.S_IFMT(path.stat().st_mode))
-    if kind is not None:
-        raise InputError(f"{path} is {kind}", needed="a file")

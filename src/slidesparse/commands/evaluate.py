@@ -147,9 +147,7 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model, found = known.from_pretrained(
-            str(path), config=config, dtype="auto", output_loading_info=True, **local
-        )
+        model, found = known.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **local)
         model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error

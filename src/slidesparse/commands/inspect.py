@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.check_tensors import find_faults
+from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import MARKER_KEY, Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
@@ -121,7 +121,6 @@ class Inspection:
         lines += [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join(lines)
 
-
     def _problems(self) -> list[str]:
         return [*(layer.problem for layer in self.layers if layer.problem), *self.faults]
 
@@ -175,12 +174,13 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         targets = find_targets(meta.model)
     else:
         targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
-    present = [name for name in targets.linears if f"{name}.weight" in meta.tensors]
+    stored = stored_names(meta)
+    present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
-    faults = _faults(meta, checkpoint, set(present))
+    faults = _faults(meta, checkpoint, present)
     with progress_bar("inspect", len(present), unit="layers", show=progress) as advance:
-        for name in present:
-            weight = checkpoint.tensor(meta.tensors[f"{name}.weight"])
+        for name, tensor in present.items():
+            weight = checkpoint.tensor(tensor)
             try:
                 check_form(weight, name)
             except SlideSparseError as error:
@@ -206,9 +206,14 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
             found.append(str(error))
+    stored = stored_names(meta)
     for name, _ in meta.model.named_parameters():
-        tensor = meta.tensors.get(name)
-        if tensor is not None and name.removesuffix(".weight") not in shown and not is_finite(checkpoint.tensor(tensor)):
+        tensor = stored.get(name)
+        if (
+            tensor is not None
+            and name.removesuffix(".weight") not in shown
+            and not is_finite(checkpoint.tensor(tensor))
+        ):
             found.append(f"{tensor} holds NaN or Inf")
     return found
 

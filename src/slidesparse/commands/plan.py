@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
 from slidesparse.commands.sensitivity_file import SensitivityFile, sensitivity_file
@@ -94,7 +95,7 @@ def plan_checkpoint(
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
         CheckpointError: The source cannot be used, or the measurements are of another one.
     """
-    out, device = Path(out), usable_device(device)
+    out, device = usable_path(out, "plan"), usable_device(device)
     if out.exists():
         raise InputError(
             f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
@@ -179,7 +180,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         InputError: It is no such file.
     """
     try:
-        plan = read_json(Path(path))
+        plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
         raise InputError("plan", got=str(error)) from error
     method, layers = plan.get("method"), plan.get("layers")

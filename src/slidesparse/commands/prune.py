@@ -18,10 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
-from slidesparse.files.check_tensors import check_finite, refuse_faults
+from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -166,9 +168,12 @@ def prune_checkpoint(
 
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
-        InputError: An option cannot be used.
+        InputError: An option or a path cannot be used.
+        UnsupportedError: There is no such device here.
     """
-    checkpoint = Checkpoint(source)
+    where = usable_device(device)
+    checkpoint = Checkpoint(usable_path(source, "source"))
+    destination = usable_path(destination, "destination")
     job = _Job(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
@@ -176,8 +181,8 @@ def prune_checkpoint(
     plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
-    with staged(Path(destination), checkpoint.path, plan, size) as (folder, finished):
-        job.calibrate(folder / CALIBRATED, torch.device(device), progress)
+    with staged(destination, checkpoint.path, plan, size) as (folder, finished):
+        job.calibrate(folder / CALIBRATED, where, progress)
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
                 if shard in finished:
@@ -226,7 +231,8 @@ class _Job:
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
-        self.parameters = {self.meta.tensors[n] for n, _ in self.meta.model.named_parameters() if n in self.meta.tensors}
+        stored = stored_names(self.meta)
+        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
 

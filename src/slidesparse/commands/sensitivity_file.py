@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slidesparse.base.paths import require_file
 from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
 from slidesparse.models.sensitivity import Sensitivity
 
@@ -58,7 +58,7 @@ class SensitivityFile:
 
 def _read(path: Path) -> str:
     try:
-        require_file(path)
+        require_regular(path)
         return path.read_text(encoding="utf-8")
     except SlideSparseError:
         raise

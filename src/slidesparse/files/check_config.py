@@ -50,9 +50,20 @@ def require_family(checkpoint: Checkpoint, model_class: Any, config: Any) -> Non
         CheckpointError: Naming both.
     """
     needed = getattr(model_class, "config_class", None)
-    if needed is not None and not isinstance(config, needed):
-        raise CheckpointError(
-            f"model_type of {checkpoint.path}/config.json",
-            got=repr(checkpoint.config.get("model_type")),
-            needed=f"{needed.model_type!r}, the one of {model_class.__name__}",
-        )
+    inside = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    if needed is None or any(isinstance(one, needed) for one in (config, *inside)) or _is_listed(model_class, config):
+        return
+    raise CheckpointError(
+        f"model_type of {checkpoint.path}/config.json",
+        got=repr(checkpoint.config.get("model_type")),
+        needed=f"{needed.model_type!r}, the one of {model_class.__name__}",
+    )
+
+
+def _is_listed(model_class: Any, config: Any) -> bool:
+    """Return whether transformers itself makes that class of this model type, as Llama's of InternLM3's."""
+    from transformers.models.auto import modeling_auto
+
+    lists = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    found = [classes[config.model_type] for classes in lists if config.model_type in classes]
+    return any(model_class.__name__ in ((name,) if isinstance(name, str) else name) for name in found)

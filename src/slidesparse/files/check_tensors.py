@@ -7,7 +7,7 @@ show, and the values of scales, which are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -36,6 +36,11 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
         raise fault
 
 
+def stored_names(meta: MetaModel) -> Mapping[str, str]:
+    """Return the name that the checkpoint has for each value of the model's state that it stores as it is."""
+    return meta.tensors
+
+
 def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     """Yield an error for every fault, each naming its tensor.
 
@@ -49,10 +54,10 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
     for tensor, stored in ((name, checkpoint.stored(name)) for name in checkpoint.files):
         if stored.dtype not in ITEM_BYTES:
             yield CheckpointError(f"type of {tensor}", got=stored.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
-    allowed = _Allowed(meta, checkpoint)
+    allowed, tensors = _Allowed(meta, checkpoint), stored_names(meta)
     parameters = dict(meta.model.named_parameters(remove_duplicate=False))
     for name, expected in meta.model.state_dict(keep_vars=True).items():
-        tensor = meta.tensors.get(name)
+        tensor = tensors.get(name)
         if tensor is None:
             continue
         found = checkpoint.stored(tensor)
