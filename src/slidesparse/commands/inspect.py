@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.progress import progress_bar, table
+from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
@@ -116,8 +116,8 @@ class Inspection:
             for group in kinds.values()
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
-        lines = [table(columns, rows), *_describe_choices(self.layers)]
-        lines += describe_dense(self.dense)
+        lines = [table(columns, rows)]
+        lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense(self.dense)])
         lines += [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.errors import CheckpointError, SlideSparseError, first_line
+from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
@@ -101,6 +101,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
         warnings.warn(
             f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
             f" loaded: {', '.join(meta.unexpected[:3])}",
+            SlideSparseWarning,
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
