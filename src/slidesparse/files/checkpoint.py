@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import load_json
 from slidesparse.errors import CheckpointError, InputError
 
@@ -74,7 +75,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = usable_path(path, "checkpoint folder")
         if not self.path.is_dir():
             raise CheckpointError(
                 f"no checkpoint folder at {self.path}",
