@@ -10,17 +10,20 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.log import LOG
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear
+from slidesparse.linear import SlideLinear, packed_problem
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import FLOATS
+from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
+from slidesparse.tuning.measure import SIZES
 
 GENERATION_FILE = "generation_config.json"
 
@@ -31,6 +34,7 @@ def load(
     *,
     backend: str = "auto",
     fallback: Fallback = "dense",
+    tune: Tune = "auto",
 ) -> nn.Module:
     """Load a pruned checkpoint for inference.
 
@@ -39,6 +43,8 @@ def load(
         device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
+        tune: ``auto`` measures, on a GPU and for ``backend="auto"``, the kinds of layers of which this machine has no
+            times, once, some seconds for a model; ``off`` goes by a prior.
 
     Returns:
         The transformers model of the checkpoint's architecture, in evaluation mode.
@@ -46,8 +52,10 @@ def load(
     Raises:
         CheckpointError: The folder is not such a checkpoint, or is damaged.
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
+        InputError: An unknown value of ``tune``.
         UnsupportedError: There is no such device here.
     """
+    check_tune(tune, "tune")
     device = usable_device(device)
     checkpoint = Checkpoint(path)
     marker = Marker.require(checkpoint.config, path)
@@ -55,6 +63,7 @@ def load(
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
     meta.require_complete()
+    tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(meta.model), LOG)
     filled = set()
     for name, linear in meta.linears(marker).items():
         prefix = meta.prefix(name)
@@ -65,10 +74,23 @@ def load(
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
+        if tuner is not None:
+            _measure(tuner, packed, backend, fallback)
         meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
     return meta.model.to(device).eval()
+
+
+def _float_type(model: Any) -> torch.dtype:
+    """Return the type of a model's activations."""
+    return model.config.dtype if model.config.dtype in FLOATS else torch.bfloat16
+
+
+def _measure(tuner: LoadTuner, packed: PackedWeight, backend: str, fallback: Fallback) -> None:
+    problem = packed_problem(packed)
+    if tuner.wants(problem, backend, fallback):
+        tuner.measure(problem, packed, fallback)
 
 
 def _read_and_pack(
