@@ -3,7 +3,7 @@
     python benchmarks/hopper_few_tokens.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtypes int8 fp8]
 
 Needs an H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a tile goes
-round so many copies of the weight that together they exceed three L2 caches (``slidesparse.bench.timing``). The same
+round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``). The same
 calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape take
 turns, so that they share one clock. Operands are random bytes, since the kernel waits for memory whatever they say.
 """
@@ -24,7 +24,6 @@ import torch
 from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
-from slidesparse.bench.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
@@ -32,6 +31,7 @@ from slidesparse.layout import SLAB_BYTES
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
 from slidesparse.records import LAYERS
+from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
 
 MODEL = "Qwen2.5-7B"
 TOKENS = (16, 32, 64, 128, 256, 512)

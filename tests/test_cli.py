@@ -165,9 +165,7 @@ def test_whatever_happens_is_one_line(
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_how_much_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_much_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> dict[str, object]:
         LOG.info("on which backend")
         LOG.warning("slidesparse: slow")
@@ -247,7 +245,10 @@ def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
     if target == "pipe":
         assert (done.returncode, done.stderr) == (141, "")
     else:
-        assert (done.returncode, done.stderr) == (1, "slidesparse: a file cannot be used; got No space left on device\n")
+        assert (done.returncode, done.stderr) == (
+            1,
+            "slidesparse: a file cannot be used; got No space left on device\n",
+        )
 
 
 @pytest.mark.parametrize("arguments", [[], ["prune", "a"], ["prune", "a", "b", "--pattern", "6:8", "--patern", "x"]])

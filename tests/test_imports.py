@@ -27,7 +27,7 @@ LAYERS = [
     {"lifting"},
     {"gemm", "packing"},
     {"ops", "weight_form"},
-    {"linear"},
+    {"linear", "tuning"},
     {"models"},
     {"files", "recovery"},
     {"commands", "integrations"},

@@ -27,7 +27,6 @@ ALLOWED = {
     r"no link|a link (leads|gives|under|to)": "a link of a file system",
     r"\bswitch(es|ed|ing| (on|off))\b|switching": "to change from one thing to another, or a setting",
     r"besides": "a word of its own",
-    r"judged": "decided",
     r"PIECE_TOKENS": "the kernel's PIECE, which a warpgroup transposes at a time",
     r"in one piece|pieces? of memory|into pieces": "a contiguous range, or its opposite",
     r"\b(checkpoint|pattern|it) claims|not claimed": "said without proof",

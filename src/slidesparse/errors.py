@@ -5,7 +5,6 @@ A message answers four questions in one line: what is wrong, what was got, what 
 
 from __future__ import annotations
 
-
 LONGEST = 500
 """Most characters of another library's message that one of ours repeats."""
 

@@ -69,9 +69,7 @@ class SlideLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
         self.weight_dtype = packed.dtype
-        slid = any(segment.kind == "2:4" for segment in packed.segments)
-        problem = Problem(packed.pattern, packed.dtype, self.out_features, self.in_features, packed.device, slid)
-        self.choice = choose(problem, backend, fallback)
+        self.choice = choose(packed_problem(packed), backend, fallback)
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
@@ -260,6 +258,12 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
+
+
+def packed_problem(packed: PackedWeight) -> Problem:
+    """Return a packed weight as the problem by which its backends are chosen."""
+    slid = any(segment.kind == "2:4" for segment in packed.segments)
+    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid)
 
 
 @contextmanager

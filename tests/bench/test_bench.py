@@ -18,10 +18,17 @@ import torch
 from bench_records import IDLE, LOADED, MACHINE, case, too_old
 
 from slidesparse.bench import environment, gemm, problems, runner
-from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
+from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.kernels import any_weight
 from slidesparse.bench.problems import PATTERNS, PROFILES, Profile
-from slidesparse.bench.timing import (
+from slidesparse.cli import main
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.reference import Reference, product
+from slidesparse.pattern import Pattern
+from slidesparse.quant import QUANT_NAMES
+from slidesparse.records import ALL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, Record, read_records
+from slidesparse.tuning.checking import ends, relative_error
+from slidesparse.tuning.timing import (
     MAX_COPIES,
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -35,12 +42,6 @@ from slidesparse.bench.timing import (
     time_laps,
     time_passes,
 )
-from slidesparse.cli import main
-from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.reference import Reference, product
-from slidesparse.pattern import Pattern
-from slidesparse.quant import QUANT_NAMES
-from slidesparse.records import ALL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, Record, read_records
 
 CPU = torch.device("cpu")
 
@@ -241,9 +242,9 @@ def test_in_laps_a_variant_has_its_own_clock_where_turns_share_the_hungriest_one
     shared, _ = time_passes([hungry, thrifty], 0.1)
     assert statistics.median(shared[1]) == pytest.approx(150, rel=0.15)
     queued: list[str] = []
-    samples, noise = time_laps([[hungry, hungry], [thrifty, thrifty]], lambda: queued.append("once"))
+    laps = [[hungry, hungry], [thrifty, thrifty]]
+    samples = time_laps(laps, when_queued=lambda: queued.append("once"))
     assert [[statistics.median(times) for times in lap] for lap in samples] == [[200, 200], [100, 100]]
-    assert noise == [0, 0]
     assert queued == ["once"]
 
 

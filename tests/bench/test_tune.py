@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +13,19 @@ import torch
 from bench_records import MACHINE, case, record, too_old
 from test_bench import FakeStopwatch, session
 
-from slidesparse.bench import problems, runner, speed, timing, tune
+from slidesparse.bench import comparison, problems, runner, speed, tune
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import Problem
+from slidesparse.gemm import Problem, speed_files
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.speed import LayerSpeed, load_speeds, tuned_path
+from slidesparse.gemm.speed import Installation, LayerSpeed
+from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.records import DENSE_VARIANT, Case, Record
 
 GPU = "Test GPU"
+LIBRARIES = {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"}
+HERE = Installation(GPU, "9.0", MACHINE.driver, LIBRARIES)
 
 
 def _linear(tokens: int, **options: Any) -> Case:
@@ -39,14 +41,13 @@ def _ours(of: Case, dense: float, sparse: float | None, **options: Any) -> list[
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU as far as its name goes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: GPU)
-    monkeypatch.setattr(speed, "libraries", lambda: {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"})
-    yield
-    load_speeds.cache_clear()
+    monkeypatch.setattr(tune, "libraries", lambda: LIBRARIES)
+    monkeypatch.setattr(tune, "installation", lambda: HERE)
 
 
 # -- layer times ---------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def test_records_without_layers_are_refused() -> None:
 @pytest.fixture
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of 10 us fill a stretch."""
-    monkeypatch.setattr(timing, "STRETCH_S", 0.01)
+    monkeypatch.setattr(comparison, "STRETCH_S", 0.01)
 
 
 @pytest.mark.usefixtures("short_stretches")
@@ -161,9 +162,33 @@ def test_layer_times_of_records_become_the_users_table(tmp_path: Path, capsys: p
     assert main(["tune", "--from", str(path)]) == 0
     assert "cusparselt 6:8" in (out := capsys.readouterr().out)
     assert "64: 0.75" in out
-    table = load_speeds(tuned_path(GPU))
+    table = load_speeds(tuned_path(HERE))
     assert table is not None
     assert table.layers[0].us == {"dense": (4.0,), "cusparselt 6:8": (3.0,)}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_records_of_another_driver_are_kept_as_its_times(tmp_path: Path) -> None:
+    path, older = tmp_path / "r.jsonl", replace(MACHINE, driver="570.1")
+    path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(64), 4.0, 3.0, machine=older)))
+    assert main(["tune", "--from", str(path)]) == 0
+    assert load_speeds(tuned_path(HERE)) is None
+    table = load_speeds(tuned_path(replace(HERE, driver="570.1")))
+    assert table is not None
+    assert table.installation.driver == "570.1"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_table_that_cannot_be_kept_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(64), 4.0, 3.0)))
+    (tmp_path / "cache").write_text("no folder")
+    assert main(["tune", "--from", str(path)]) == 1
+    assert "the times cannot be kept in " in (err := capsys.readouterr().err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("gpu")
@@ -191,7 +216,7 @@ def test_records_of_other_libraries_are_refused(
     path.write_text(_ours(_linear(64), 4.0, 3.0, machine=replace(MACHINE, **then))[0].to_line())
     assert main(["tune", "--from", str(path)]) == 1
     assert f"records of other libraries; got {got}; needed " in capsys.readouterr().err
-    assert not tuned_path(GPU).exists()
+    assert not tuned_path(HERE).exists()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -204,7 +229,7 @@ def test_the_command_searches_then_measures(
     monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]
-    table = load_speeds(tuned_path(GPU))
+    table = load_speeds(tuned_path(HERE))
     assert table is not None
     assert table.layers == (layer,)
     monkeypatch.setattr(tune, "measure_layers", lambda job, where: pytest.fail("it measured"))

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slidesparse.bench import timing
 from slidesparse.gemm import autotune
 from slidesparse.gemm.autotune import cold_copies, copies_to_rotate, l2_bytes
+from slidesparse.tuning import timing
 
 H200_L2 = 50 << 20
 

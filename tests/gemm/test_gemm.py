@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense, _has_kernels
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback
+from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback, backends_to_compare
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import LayerSpeed, SpeedTable
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.slide import gather
 
 PROBLEM = Problem(Pattern(6, 8), torch.int8, 8, 16, torch.device("cpu"))
@@ -121,8 +122,15 @@ def _measured(monkeypatch: pytest.MonkeyPatch, **us: tuple[float | None, ...]) -
     times = {name.replace("_", " ").replace("at", ":"): column for name, column in us.items()}
     layer = LayerSpeed("int8", 8, 64, (16, 256, 4096), times)
     libraries = {name: get_backend(name).library() for name in BACKENDS}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
-    monkeypatch.setattr(select, "tables_for", lambda gpu: [SpeedTable(gpu, libraries, (layer,))])
+    _use_gpu(monkeypatch, "Test GPU")
+    table = SpeedTable(Installation("Test GPU", "9.0", "580.1", libraries), (layer,))
+    monkeypatch.setattr(select, "tables_for", lambda here: [table])
+
+
+def _use_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
 
 
 def test_without_an_accelerated_backend_the_fallback_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +167,7 @@ def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.M
         "slow",
     ]
     assert choice.describe() == "dense up to 255 tokens, fast up to 4095, slow beyond"
-    assert choice.reason == "measured at 8x64"
+    assert choice.reason == "measured here"
 
 
 def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,19 +176,50 @@ def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pyt
     monkeypatch.setattr(Dense, "library", lambda _: "vLLM 0.99, torch 2.99")
     choice = choose(ABLE)
     assert choice.backends == ("fast",)
-    assert choice.reason == f"measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
+    assert choice.reason == f"prior: measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
     assert choice.measured is not None
 
 
 @pytest.mark.parametrize("here", ["vLLM 0.26, torch 2.11", "vLLM 0.33, torch 2.14", "torch 2.14"])
-def test_the_table_that_ships_serves_other_releases_of_vllm(monkeypatch: pytest.MonkeyPatch, here: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+def test_the_table_that_ships_serves_other_releases_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _use_gpu(monkeypatch, "NVIDIA H200")
+    monkeypatch.setattr(select, "driver_version", lambda: "580.159.04")
     monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
     monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: "not here")
     monkeypatch.setattr(Dense, "library", lambda _: here)
     choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
     assert "hopper" in choice.backends
-    assert choice.reason == f"measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+    assert choice.reason == f"prior: measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+
+
+def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _use_gpu(monkeypatch, "NVIDIA H100 PCIe")
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: "not here")
+    problem = Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda"))
+    choice = choose(problem)
+    assert "hopper" in choice.backends
+    assert choice.reason.startswith("prior: measured at 4608x3584 with NVIDIA H200 and ")
+    assert "; this is NVIDIA H100 PCIe and " in choice.reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1))
+    assert choose(problem).reason == NOT_MEASURED
+
+
+def test_times_are_asked_for_where_only_they_can_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    assert backends_to_compare(ABLE) == backends_to_compare(ABLE, fallback="none") == ["dense", "fast", "slow"]
+    for problem in (PROBLEM, replace(ABLE, slid=False), replace(ABLE, in_features=16)):
+        assert backends_to_compare(problem) == []
+    assert backends_to_compare(ABLE, "fast") == []
+    monkeypatch.delitem(BACKENDS, "slow")
+    assert backends_to_compare(ABLE) == ["dense", "fast"]
+    assert backends_to_compare(ABLE, fallback="none") == []
 
 
 def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

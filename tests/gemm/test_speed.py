@@ -1,28 +1,22 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from slidesparse import InputError
-from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, describe_routes, parse_weight
 from slidesparse.gemm.speed import (
-    DENSE,
     MARGIN,
-    PACKAGED,
+    Installation,
     LayerSpeed,
+    MeasuredLayer,
     SpeedTable,
-    add_layers,
     fastest,
-    file_name,
     find_nearest,
-    load_speeds,
     switching,
-    tables_for,
-    tuned_path,
 )
 
 TOKENS = (64, 1024, 16384)
@@ -34,8 +28,22 @@ def _layer(out: int = 4096, columns: int = 4096, dtype: str = "int8", **us: tupl
     return LayerSpeed(dtype, out, columns, TOKENS, us)
 
 
-def _table(*layers: LayerSpeed) -> SpeedTable:
-    return SpeedTable("Test GPU", LIBRARIES, layers)
+HERE = Installation("Test GPU", "9.0", "580.1", LIBRARIES)
+
+
+def _table(*layers: LayerSpeed, packaged: bool = False, **there: Any) -> SpeedTable:
+    return SpeedTable(replace(HERE, **there), layers, packaged)
+
+
+def _find(
+    tables: Sequence[SpeedTable],
+    libraries: dict[str, str],
+    dtype: str = "int8",
+    pattern: str = "6:8",
+    out: int = 4096,
+    columns: int = 4096,
+) -> MeasuredLayer | None:
+    return find_nearest(tables, replace(HERE, libraries=libraries), dtype, pattern, out, columns)
 
 
 # -- routes --------------------------------------------------------------------------------------------------------
@@ -86,19 +94,19 @@ def test_times_of_a_layer_by_name_and_of_another_size() -> None:
 def test_the_nearest_layer_speaks() -> None:
     near = _layer(4096, 8192, dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     far = _layer(8192, 2048, dense=(1.0,) * 3, **{"quick 6:8": (0.9,) * 3})
-    found = find_nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
+    found = _find([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 7000)
     assert found is not None
     assert (found.layer.out, found.layer.columns) == (4096, 8192)
     assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
-    assert find_nearest([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
-    assert find_nearest([_table(far, near)], LIBRARIES, "fp8", "6:8", 4096, 8192) is None
-    assert find_nearest([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
+    assert _find([_table(far, near)], LIBRARIES, "int8", "6:8", 4096, 1000) is None
+    assert _find([_table(far, near)], LIBRARIES, "fp8", "6:8", 4096, 8192) is None
+    assert _find([_table(far, near)], LIBRARIES, "int8", "4:6", 4096, 8192) is None
 
 
 def test_the_users_table_counts_before_the_packages() -> None:
     users = _layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3})
     packages = _layer(dense=(2.0,) * 3, **{"quick 6:8": (9.9,) * 3})
-    found = find_nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.us["quick"] == (0.5,) * 3
 
@@ -106,7 +114,7 @@ def test_the_users_table_counts_before_the_packages() -> None:
 def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256, 512), {"dense": (1.0, 1.0), "quick 6:8": (0.5, None)})
     packages = _layer(dense=(2.0, 3.0, 4.0), **{"quick 6:8": (1.0, 1.5, 2.0)})
-    found = find_nearest([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
+    found = _find([_table(users), _table(packages)], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.tokens == (64, 256, 512, 1024, 16384)
     assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
@@ -116,8 +124,8 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     near = _layer(4096, 4097, dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3})
     for mine, theirs in ((wide, packages), (users, more), (users, near)):
         libraries = LIBRARIES | {"sparse": "Sparse 1.0"}
-        tables = [SpeedTable("Test GPU", libraries, (layer,)) for layer in (mine, theirs)]
-        found = find_nearest(tables, libraries, "int8", "6:8", 4096, 4096)
+        tables = [_table(layer, libraries=libraries) for layer in (mine, theirs)]
+        found = _find(tables, libraries, "int8", "6:8", 4096, 4096)
         assert found is not None
         assert found.layer.tokens == mine.tokens
 
@@ -126,28 +134,28 @@ def test_times_of_another_library_are_used_where_there_are_no_better_ones_and_na
     table = _table(_layer(dense=(1.0,) * 3, **{"quick 6:8": (0.5,) * 3, "sparse 6:8": (0.4,) * 3}))
     here = {"dense": "torch 2.12", "quick": "Quick 1.1"}
     for now, told in (
-        (LIBRARIES, "measured at 4096x4096"),
-        (LIBRARIES | {"dense": "torch 2.12"}, "measured at 4096x4096 with torch 2.11; this is torch 2.12"),
-        (here, "measured at 4096x4096 with torch 2.11 and Quick 1.0; this is torch 2.12 and Quick 1.1"),
+        (LIBRARIES, "measured here"),
+        (LIBRARIES | {"dense": "torch 2.12"}, "prior: measured at 4096x4096 with torch 2.11; this is torch 2.12"),
+        (here, "prior: measured at 4096x4096 with torch 2.11 and Quick 1.0; this is torch 2.12 and Quick 1.1"),
     ):
-        found = find_nearest([table], now, "int8", "6:8", 4096, 4096)
+        found = _find([table], now, "int8", "6:8", 4096, 4096)
         assert found is not None
         assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
         assert found.describe() == told
     # Dense is not asked for: the packed forms compare among themselves.
-    found = find_nearest([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
+    found = _find([table], {"quick": "Quick 1.0"}, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert set(found.layer.us) == {"quick"}
     assert found.others == ()
 
 
 def test_times_of_the_same_libraries_go_before_nearer_ones_of_others() -> None:
-    old = SpeedTable("Test GPU", {"dense": "torch 2.10", "quick": "Quick 0.9"}, (_layer(dense=(9.0,) * 3, **QUICK),))
-    older_kernel = SpeedTable("Test GPU", {**LIBRARIES, "quick": "Quick 0.9"}, (_layer(dense=(8.0,) * 3, **QUICK),))
+    old = _table(_layer(dense=(9.0,) * 3, **QUICK), libraries={"dense": "torch 2.10", "quick": "Quick 0.9"})
+    older_kernel = _table(_layer(dense=(8.0,) * 3, **QUICK), libraries={**LIBRARIES, "quick": "Quick 0.9"})
     same = _table(_layer(4096, 8000, dense=(7.0,) * 3, **QUICK))
 
     def dense_time(*tables: SpeedTable) -> float | None:
-        found = find_nearest(tables, LIBRARIES, "int8", "6:8", 4096, 4096)
+        found = _find(tables, LIBRARIES, "int8", "6:8", 4096, 4096)
         return None if found is None else found.layer.us["dense"][0]
 
     assert dense_time(old, older_kernel, same) == 7.0
@@ -157,83 +165,73 @@ def test_times_of_the_same_libraries_go_before_nearer_ones_of_others() -> None:
 
 def test_where_the_users_tokens_end_times_of_another_library_go_on_and_are_named() -> None:
     users = LayerSpeed("int8", 4096, 4096, (256,), {"dense": (1.0,), "quick 6:8": (0.5,)})
-    packaged = SpeedTable("Test GPU", {**LIBRARIES, "dense": "torch 2.10"}, (_layer(dense=(2.0,) * 3, **QUICK),))
-    found = find_nearest([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
+    packaged = _table(_layer(dense=(2.0,) * 3, **QUICK), packaged=True, libraries={**LIBRARIES, "dense": "torch 2.10"})
+    found = _find([_table(users), packaged], LIBRARIES, "int8", "6:8", 4096, 4096)
     assert found is not None
     assert found.layer.tokens == (64, 256, 1024, 16384)
-    assert found.describe() == "measured at 4096x4096 with torch 2.10; this is torch 2.11"
+    prior = "prior: measured at 4096x4096 with torch 2.10; this is torch 2.11"
+    assert found.describe() == f"measured here from 256 to 256 tokens; past them {prior}"
 
 
-# -- files ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "speed.json"
-    layer = _layer(dense=(1.0, 2.5, 3.0), **{"quick 6:8": (0.5, None, 0.25)})
-    assert load_speeds(path) is None
-    written = add_layers(path, "Test GPU", LIBRARIES, [layer])
-    assert load_speeds(path) == written == _table(layer)
-    other, again = _layer(8, dense=(1.0,) * 3), _layer(dense=(7.0,) * 3)
-    assert add_layers(path, "Test GPU", LIBRARIES, [other, again]).layers == (other, again)
-    # One table, one set of libraries: what older ones took is not compared with the new.
-    newer = {**LIBRARIES, "quick": "Quick 2.0"}
-    assert add_layers(path, "Test GPU", newer, [other]).layers == (other,)
-    assert load_speeds(path) == SpeedTable("Test GPU", newer, (other,))
-
-
-def test_tables_are_found_by_the_name_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tables_for("Test GPU") == []
-    add_layers(tuned_path("Test GPU"), "Test GPU", LIBRARIES, [_layer(dense=(1.0,) * 3)])
-    assert [table.gpu for table in tables_for("Test GPU")] == ["Test GPU"]
-    assert tables_for("Test-GPU") == []  # the file has the same name, and says whose it is
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
-def test_the_packages_tables_are_in_order(path: Path) -> None:
-    table = load_speeds(path)
-    assert table is not None
-    assert path.name == file_name(table.gpu)
-    assert DENSE in table.libraries
-    for layer in table.layers:
-        assert {name.partition(" ")[0] for name in layer.us} <= set(table.libraries)
-
-
-GOOD = {
-    "version": 1,
-    "gpu": "Test GPU",
-    "libraries": {},
-    "layers": [{"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "us": {"dense": [1.0, None]}}],
-}
-
-
-def test_the_good_table_is_good(tmp_path: Path) -> None:
-    path = tmp_path / "good.json"
-    path.write_text(json.dumps(GOOD))
-    assert load_speeds(path) is not None
+# -- here, or a prior ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("there", "told"),
     [
-        ({"version": 2}, "version of the table"),
-        ({"gpu": 7}, "table.gpu"),
-        ({"libraries": {"dense": 1}}, "libraries"),
-        ({"layers": [{**GOOD["layers"][0], "tokens": [2, 1]}]}, "ascending"),
-        ({"layers": [{**GOOD["layers"][0], "tokens": []}]}, "sizes"),
-        ({"layers": [{**GOOD["layers"][0], "out": 0}]}, "sizes"),
-        ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0]}}]}, "times of dense"),
-        ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0, 0.0]}}]}, "times of dense"),
-        ({"layers": [{**GOOD["layers"][0], "ms": 1}]}, "'ms'"),
+        ({"driver": "570.9"}, "with driver 570.9; this is driver 580.1"),
+        ({"driver": None}, ""),  # unknown: whether it is this one, too
+        ({"packaged": True}, ""),  # another machine's, though all is the same
+        ({"libraries": {**LIBRARIES, "quick": "Quick 0.9"}}, "with Quick 0.9; this is Quick 1.0"),
+        ({"gpu": "Other GPU"}, "with Other GPU; this is Test GPU"),
     ],
 )
-def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps({**GOOD, **change}))
-    with pytest.raises(InputError, match=r"damaged .*bad\.json") as error:
-        load_speeds(path)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+def test_what_was_not_measured_here_is_a_prior(there: dict[str, Any], told: str) -> None:
+    prior = _table(_layer(dense=(2.0,) * 3, **QUICK), **there)
+    found = _find([prior], LIBRARIES)
+    assert found is not None
+    assert found.here == ()
+    assert found.describe() == f"prior: measured at 4096x4096 {told}".strip()
+    here = _find([prior, _table(_layer(dense=(3.0,) * 3, **QUICK))], LIBRARIES)
+    assert here is not None
+    assert (here.layer.us["dense"][0], here.here, here.describe()) == (3.0, TOKENS, "measured here")
+
+
+def test_a_layer_of_another_size_is_a_prior_too() -> None:
+    near = _table(_layer(4096, 4097, dense=(3.0,) * 3, **QUICK))
+    found = _find([near], LIBRARIES)
+    assert found is not None
+    assert found.describe() == "prior: measured at 4096x4097"
+
+
+def test_an_older_table_of_this_gpu_goes_before_another_gpus() -> None:
+    older = _table(_layer(dense=(2.0,) * 3, **QUICK), driver="570.9", libraries={**LIBRARIES, "dense": "torch 2.10"})
+    other = _table(_layer(dense=(3.0,) * 3, **QUICK), gpu="Other GPU")
+    for tables in ([older, other], [other, older]):
+        found = _find(tables, LIBRARIES)
+        assert found is not None
+        assert found.layer.us["dense"][0] == 2.0
+
+
+def test_comparisons_of_one_size_are_one_layer_and_the_newest_counts() -> None:
+    older = _layer(dense=(9.0,) * 3, **{"quick 6:8": (8.0,) * 3, "quick 4:6": (7.0,) * 3})
+    newer = LayerSpeed("int8", 4096, 4096, (256, 1024), {"dense": (2.0, 3.0), "quick 6:8": (1.0, 1.5)})
+    found = _find([_table(older, newer)], LIBRARIES)
+    assert found is not None
+    assert found.layer.tokens == (64, 256, 1024, 16384)
+    assert found.layer.us == {"dense": (9.0, 2.0, 3.0, 9.0), "quick": (8.0, 1.0, 1.5, 8.0)}
+    other = _find([_table(older, newer)], LIBRARIES, pattern="4:6")
+    assert other is not None
+    assert other.layer.us == {"dense": (9.0,) * 3, "quick": (7.0,) * 3}
+
+
+def test_a_form_that_could_not_run_here_is_not_brought_back_by_a_prior() -> None:
+    broken = LayerSpeed("int8", 4096, 4096, (16, 1024), {"dense": (1.0, 1.0), "quick 6:8": (None, None)})
+    prior = _table(_layer(dense=(2.0,) * 3, **QUICK), packaged=True)
+    found = _find([_table(broken), prior], LIBRARIES)
+    assert found is not None
+    assert found.layer.tokens == (16, 1024, 16384)
+    assert switching(found.layer) == (Route(0, "dense"),)
 
 
 # -- the spec of a weight ------------------------------------------------------------------------------------------
@@ -266,10 +264,3 @@ def test_a_spec_takes_another_route_for_a_while(first: int, last: int, routes: l
 
 def test_one_route_is_described_without_a_limit() -> None:
     assert describe_routes((Route(0, "dense"),)) == "dense for any number of tokens"
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
-def test_packaged_times_are_of_the_kernel_in_the_package(path: Path) -> None:
-    table = load_speeds(path)
-    assert table is not None
-    assert dict(table.libraries)["hopper"] == Hopper().library()  # else every log would name an older kernel

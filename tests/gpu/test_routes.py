@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from slidesparse.bench import speed
 from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm.select import installation
 from slidesparse.gemm.spec import Route
-from slidesparse.gemm.speed import LayerSpeed, add_layers, load_speeds, tuned_path
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed_files import add_layers
 from slidesparse.linear import SlideLinear
 from slidesparse.pattern import Pattern
 
@@ -29,11 +30,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.skip(why)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     us = {"dense": (1.0, 1.0, 1.0, 1.0), "cusparselt 6:8": (2.0, 0.5, 0.5, 2.0)}
-    layers = [LayerSpeed(dtype, OUT, K, (8, 32, 512, 4096), us) for dtype in ("int8", "fp8", "bf16")]
-    gpu = torch.cuda.get_device_name()
-    add_layers(tuned_path(gpu), gpu, speed.libraries(), layers)
-    yield
-    load_speeds.cache_clear()
+    add_layers(installation(), [LayerSpeed(dtype, OUT, K, (8, 32, 512, 4096), us) for dtype in ("int8", "fp8", "bf16")])
 
 
 def _layers(dtype: str) -> tuple[SlideLinear, SlideLinear]:

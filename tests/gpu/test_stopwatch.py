@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from slidesparse.bench import problems, runner
-from slidesparse.bench.comparison import WrongResult
-from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.records import read_records
+from slidesparse.tuning.checking import WrongResult
+from slidesparse.tuning.timing import CudaStopwatch
 
 pytestmark = pytest.mark.gpu
 

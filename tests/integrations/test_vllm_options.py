@@ -21,7 +21,15 @@ def test_options_are_read_strictly() -> None:
     given = {"backend": "cusparselt", "fallback": "none", "fuse": False, "host_us": 50}
     assert Options.parse({"slidesparse": given}) == Options("cusparselt", "none", False, 50.0)
     assert Options.parse({"slidesparse": {"host_us": 0}}).host_us == 0
-    for wrong in ({"back": "auto"}, {"backend": "fast"}, {"fallback": "sparse"}, {"fuse": 1}, ["auto"]):
+    assert Options.parse({"slidesparse": {"tune": "off"}}) == Options(tune="off")
+    for wrong in (
+        {"back": "auto"},
+        {"backend": "fast"},
+        {"fallback": "sparse"},
+        {"fuse": 1},
+        {"tune": False},
+        ["auto"],
+    ):
         with pytest.raises(InputError, match="additional-config"):
             Options.parse({"slidesparse": wrong})
 
@@ -49,8 +57,15 @@ def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCa
     assert model.warmup is not None
     assert (model.warmup.most, model.warmup.dtype) == (2048, torch.bfloat16)
     assert caplog.messages == [
-        'slidesparse options: {"backend": "auto", "fallback": "dense", "fuse": true, "host_us": 60.0}'
+        'slidesparse options: {"backend": "auto", "fallback": "dense", "fuse": true, "host_us": 60.0, "tune": "auto"}'
     ]
+
+
+def test_layers_are_measured_unless_the_user_wants_none() -> None:
+    tuner = ModelState.create(vllm_config()).tuner
+    assert tuner is not None
+    assert (tuner.sizes[-1], tuner.source) == (2048, torch.bfloat16)
+    assert ModelState.create(vllm_config(tune="off")).tuner is None
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,20 @@ def test_a_checkpoint_without_any_pattern_is_refused() -> None:
     status.expect_layer("a", layer)
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         status.note_outcome("a", NO_PATTERN, LOG)
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("measured here", "a sparser pattern gains more; "),
+        ("prior: measured at 8x8", "slidesparse tune measures this GPU"),
+    ],
+)
+def test_the_warning_names_a_remedy_that_helps(reason: str, remedy: str, caplog: pytest.LogCaptureFixture) -> None:
+    status, layer = ModelStatus(), _Layer()
+    status.expect_layer("a", layer)
+    status.note_outcome("a", Outcome(False, True, f"6:8; {reason}", eligible=True), LOG)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"({f'6:8; {reason}'})" in warning
+    assert remedy in warning
+    assert ("tune" in warning) == ("tune" in remedy)

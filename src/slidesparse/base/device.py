@@ -1,6 +1,11 @@
-"""Check whether a device can be used; if not, say why in one line."""
+"""Check whether a device can be used, and if not, say why in one line; and name the driver."""
 
 from __future__ import annotations
+
+import re
+import subprocess
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -36,3 +41,18 @@ def usable_device(device: str | torch.device) -> torch.device:
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"no device {where} here", needed=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return where
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, ``580.159.04``; None where it cannot be found out."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return None
+    found = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return None if found is None else found[0]

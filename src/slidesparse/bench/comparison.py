@@ -10,31 +10,22 @@ from typing import Any
 
 import torch
 
-from slidesparse.bench.timing import (
+from slidesparse.errors import SlideSparseError
+from slidesparse.records import Case, Clocks, Machine, Record, Timing, Tried
+from slidesparse.tuning.checking import require_right
+from slidesparse.tuning.timing import (
+    STRETCH_S,
+    STRETCHES,
     Pass,
     Stopwatch,
     copies_needed,
     copies_of,
+    noise_of,
     poison,
     summarize,
     time_laps,
     time_passes,
 )
-from slidesparse.errors import SlideSparseError
-from slidesparse.records import Case, Clocks, Machine, Record, Timing, Tried
-
-TOLERANCE = 1e-2
-"""Relative error, ``|y - reference| / |reference|``, of a right result: rounding to bf16 costs 2e-3, a bf16
-intermediate and FP8 tensor cores' short accumulators as much again; a wrong scale, index or tile costs 0.1 and more."""
-
-CHECKED_ROWS = 128
-"""Rows checked at either end of the output; the last ones lie past 2^31 elements when a problem is that large."""
-
-WRONG = "WRONG RESULT"
-
-
-class WrongResult(SlideSparseError):
-    """A kernel computed a wrong result, so its time means nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +87,6 @@ class Session:
     patterns: Callable[[Case], Sequence[str]]
     backends: tuple[str, ...]
     device: torch.device
-
-
-def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ``|result - reference| / |reference|`` over all elements; NaN when a result holds NaN."""
-    wide, exact = result.to(torch.float64), reference.to(torch.float64)
-    return float(torch.linalg.vector_norm(wide - exact) / torch.linalg.vector_norm(exact))
-
-
-def ends(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the first and last :data:`CHECKED_ROWS` rows."""
-    if tensor.shape[0] <= 2 * CHECKED_ROWS:
-        return tensor
-    return torch.cat([tensor[:CHECKED_ROWS], tensor[-CHECKED_ROWS:]])
 
 
 @dataclass
@@ -184,9 +162,10 @@ def compare_laps(session: Session, laps: Sequence[Sequence[tuple[Case, Subject]]
     if ready:
         under_load: list[Clocks] = []
         passes = [[attempt.made for _, attempt in lap if attempt.made is not None] for lap in ready]
-        samples, differences = time_laps(passes, lambda: under_load.append(session.clocks()))
+        twice = [*passes, passes[0]]
+        *samples, again = time_laps(twice, STRETCH_S, STRETCHES, lambda: under_load.append(session.clocks()))
         after = under_load[0]
-        noise = dict(zip((case for case, _ in ready[0]), differences, strict=True))
+        noise = dict(zip((case for case, _ in ready[0]), map(noise_of, samples[0], again), strict=True))
         for lap, made, times in zip(ready, passes, samples, strict=True):
             for (_, attempt), one, own in zip(lap, made, times, strict=True):
                 attempt.timing = summarize(own, one)
@@ -202,8 +181,7 @@ def _prepare(stopwatch: Stopwatch, subject: Subject, rivals: int) -> _Attempt:
 
     def check(result: Any) -> None:
         attempt.error = subject.check(result)
-        if not attempt.error <= TOLERANCE:  # NaN is wrong too
-            raise WrongResult(WRONG, got=f"relative error {attempt.error:.2g}", needed=f"at most {TOLERANCE:g}")
+        require_right(attempt.error)
 
     try:
         poison(subject.run(*subject.operands))  # the allocator hands the same memory out again

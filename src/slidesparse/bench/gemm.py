@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from slidesparse import ops
-from slidesparse.bench.comparison import Refusal, Session, Subject, compare, ends, relative_error
+from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import kernels
 from slidesparse.bench.operands import activations, expected, float_type, lifted, operand, packed_weight, problem_of
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
@@ -18,6 +18,7 @@ from slidesparse.layout import Layout
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import QUANTISED
 from slidesparse.records import ALONE, DENSE_VARIANT, LIBRARY, Case, Record, Tried
+from slidesparse.tuning.checking import ends, relative_error
 
 FINALISTS = 3
 """Algorithms of a library with which its backend's choice is compared."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from slidesparse import ops
-from slidesparse.bench.comparison import Session, Subject, compare, ends, relative_error
+from slidesparse.bench.comparison import Session, Subject, compare
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
-from slidesparse.bench.operands import activations, gaussian
+from slidesparse.bench.operands import activations
 from slidesparse.bench.problems import HEADLINE
 from slidesparse.layout import ColumnOrder
 from slidesparse.packed import PackedWeight
@@ -25,6 +25,8 @@ from slidesparse.prologue import add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.records import CONTROL, COPY, DENSE_VARIANT, QUANTIZE, Case, Record
 from slidesparse.slide import gather
+from slidesparse.tuning.checking import ends, relative_error
+from slidesparse.tuning.measure import gaussian
 
 MULTIPLE = 32
 """Columns of each segment are padded to a multiple of this, as sparse GEMMs ask."""

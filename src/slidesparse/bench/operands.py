@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 
 from slidesparse import ops
-from slidesparse.bench.comparison import ends
 from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
 from slidesparse.gemm.reference import apply_scales, product
@@ -21,15 +20,11 @@ from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
 from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
 from slidesparse.records import DENSE_VARIANT, Case
+from slidesparse.tuning.checking import ends
+from slidesparse.tuning.measure import gaussian
 
 KEPT = 32
 """Packed weights and operands kept: those of one linear in every pattern, for three backends."""
-
-
-def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Draw normally distributed numbers, the same on every call."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
 
 def float_type(dtype: str) -> torch.dtype:

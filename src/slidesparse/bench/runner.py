@@ -12,13 +12,14 @@ import torch
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.bench import environment, gemm, kernels, linear, pack, problems
-from slidesparse.bench.comparison import WRONG, Session, now
+from slidesparse.bench.comparison import Session, now
 from slidesparse.bench.problems import Profile
-from slidesparse.bench.timing import CudaStopwatch
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import ALL, DTYPE_NAMES, SQUARE, Case, Record, open_records
+from slidesparse.tuning.checking import WRONG
+from slidesparse.tuning.timing import CudaStopwatch
 
 MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "pack": pack.measure,

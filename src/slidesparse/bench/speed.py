@@ -21,7 +21,7 @@ def measure(session: Session, cases: Sequence[Case], backends: Sequence[str]) ->
     """Time some layers of a model as the model would run them: one variant at a time, layer after layer.
 
     Our dense layers, and every backend at the session's patterns. Dense and packed layers so have the clocks that each
-    of them gets under the GPU's power limit (:func:`slidesparse.bench.timing.time_laps`).
+    of them gets under the GPU's power limit (:func:`slidesparse.tuning.timing.time_laps`).
 
     Args:
         session: The run's settings.
@@ -53,20 +53,8 @@ def accelerated() -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if get_backend(name).accelerated)
 
 
-def libraries() -> dict[str, str]:
-    """Return the backends that ``auto`` may take here, with their libraries."""
-    found = {}
-    for name in BACKENDS:
-        if name == DENSE_VARIANT or name in accelerated():
-            try:
-                found[name] = get_backend(name).library()
-            except UnsupportedError:
-                continue  # it is missing here
-    return found
-
-
 def libraries_of(machine: Machine) -> dict[str, str]:
-    """Return what :func:`libraries` gave where records were made, as far as the records tell."""
+    """Return what :func:`slidesparse.gemm.select.libraries` gave where records were made, as far as they tell."""
     dense = release("torch", machine.torch)
     if machine.vllm is not None:
         dense = f"{release('vLLM', machine.vllm)}, {dense}"

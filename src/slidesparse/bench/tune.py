@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slidesparse.base.file_lock import file_lock
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
 from slidesparse.bench.problems import MODELS, select
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
-from slidesparse.gemm.speed import LayerSpeed, add_layers, tuned_path
+from slidesparse.gemm.select import installation, libraries
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANT_NAMES, parse_dtype
 from slidesparse.records import DTYPE_NAMES, LAYERS, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 SEARCHED = "cusparselt"
+
+LOCK_S = 60.0
+"""Seconds to wait for a process that measures while it loads a model."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,11 @@ def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]
             yield speed.layer_speeds(records)
 
 
-def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
-    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU.
+def recorded_layers(paths: Sequence[Path]) -> tuple[list[LayerSpeed], str | None]:
+    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU, and their driver.
 
     Raises:
-        InputError: They are of another GPU or of other libraries, or hold no such times.
+        InputError: They are of another GPU, of other libraries or of two drivers, or hold no such times.
         UnsupportedError: There is no CUDA device.
     """
     environment.require_cuda("tune")
@@ -135,8 +141,8 @@ def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
     other_gpus = {record.machine.gpu for record in records} - {here}
     if other_gpus:
         raise InputError("records of another GPU", got=", ".join(sorted(other_gpus)), needed=here)
-    now = speed.libraries()
-    for machine in {record.machine for record in records}:
+    now, machines = libraries(), {record.machine for record in records}
+    for machine in machines:
         then = speed.libraries_of(machine)
         other = [name for name in then if name in now and then[name] != now[name]]
         if other:  # filed under the libraries of today, their times would count for those
@@ -146,14 +152,35 @@ def recorded_layers(paths: Sequence[Path]) -> list[LayerSpeed]:
                 needed="; ".join(now[name] for name in other),
                 remedy="measure again: slidesparse bench linear",
             )
-    return speed.layer_speeds(records)
+    layers, drivers = speed.layer_speeds(records), {machine.driver for machine in machines}
+    if len(drivers) > 1:
+        raise InputError("records of several drivers", got=sorted(map(str, drivers)), needed="those of one at a time")
+    return layers, drivers.pop()
 
 
-def store_layers(layers: Sequence[LayerSpeed]) -> Path:
-    """Put layer times into the user's table, from which ``auto`` chooses from now on."""
-    gpu = torch.cuda.get_device_name()
-    path = tuned_path(gpu)
-    add_layers(path, gpu, speed.libraries(), layers)
+def store_layers(layers: Sequence[LayerSpeed], driver: str | None = None) -> Path:
+    """Put layer times into the user's table, from which ``auto`` chooses from now on.
+
+    Args:
+        layers: The times.
+        driver: The driver with which they were taken; None for the one here.
+
+    Raises:
+        UnsupportedError: The table cannot be written.
+    """
+    here = installation()
+    there = here if driver is None else replace(here, driver=driver)
+    try:
+        with file_lock(lock_path(there), LOCK_S) as held:
+            path = add_layers(there, layers) if held else None
+    except OSError:
+        path = None
+    if path is None:
+        raise UnsupportedError(
+            f"the times cannot be kept in {tuned_path(there)}",
+            got="a folder that cannot be written, or a process that has measured for long",
+            remedy="try again, or let XDG_CACHE_HOME name another folder",
+        )
     return path
 
 

@@ -44,13 +44,14 @@ def _tune(options: argparse.Namespace) -> int:
 
     from slidesparse.bench import runner, tune
     from slidesparse.bench.problems import PROFILES
+    from slidesparse.gemm.speed import LayerSpeed
 
     job = tune.make_job(options.models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(job)
-    path, layers = None, []
+    path, layers = None, list[LayerSpeed]()
     if options.records:
-        layers = tune.recorded_layers(options.records)
-        path = tune.store_layers(layers)
+        layers, driver = tune.recorded_layers(options.records)
+        path = tune.store_layers(layers, driver)
     elif not options.algorithms_only:
         profile = replace(PROFILES["quick"], model_patterns=job.patterns)
         for found in tune.measure_layers(job, runner.cuda_session(profile)):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.log import LOG
 from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint, read_json
@@ -17,11 +18,13 @@ from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear
+from slidesparse.linear import SlideLinear, packed_problem
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import FLOATS
+from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
+from slidesparse.tuning.measure import SIZES
 
 GENERATION_FILE = "generation_config.json"
 
@@ -32,6 +35,7 @@ def load(
     *,
     backend: str = "auto",
     fallback: Fallback = "dense",
+    tune: Tune = "auto",
 ) -> nn.Module:
     """Load a pruned checkpoint for inference.
 
@@ -40,6 +44,8 @@ def load(
         device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
+        tune: ``auto`` measures, on a GPU and for ``backend="auto"``, the kinds of layers of which this machine has no
+            times, once, some seconds for a model; ``off`` goes by a prior.
 
     Returns:
         The transformers model of the checkpoint's architecture, in evaluation mode.
@@ -47,8 +53,10 @@ def load(
     Raises:
         CheckpointError: The folder is not such a checkpoint, or is damaged.
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
+        InputError: An unknown value of ``tune``.
         UnsupportedError: There is no such device here.
     """
+    check_tune(tune, "tune")
     device = usable_device(device)
     checkpoint = Checkpoint(path)
     marker = Marker.require(checkpoint.config, path)
@@ -57,6 +65,7 @@ def load(
     meta = build_meta_model(checkpoint, real_buffers=True)
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
+    tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(meta.model), LOG)
     filled = set()
     for name, linear in linears.items():
         prefix = meta.prefix(name)
@@ -69,10 +78,23 @@ def load(
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
         if bias is not None:
             check_finite(bias, f"{prefix}.bias")
+        if tuner is not None:
+            _measure(tuner, packed, backend, fallback)
         meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
     return meta.model.to(device).eval()
+
+
+def _float_type(model: Any) -> torch.dtype:
+    """Return the type of a model's activations."""
+    return model.config.dtype if model.config.dtype in FLOATS else torch.bfloat16
+
+
+def _measure(tuner: LoadTuner, packed: PackedWeight, backend: str, fallback: Fallback) -> None:
+    problem = packed_problem(packed)
+    if tuner.wants(problem, backend, fallback):
+        tuner.measure(problem, packed, fallback)
 
 
 def _read_and_pack(

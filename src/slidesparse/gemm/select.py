@@ -2,9 +2,9 @@
 
 The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight without slid groups
 (a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Otherwise it asks which
-accelerated backends can run the problem, then looks for a layer of the same type and nearly the same size that was
-measured on this GPU (gemm/speed.py). Times measured with other versions of the libraries are used where there are no
-better ones, and the reason names both versions:
+accelerated backends can run the problem, then looks for the times of a layer of the same type (gemm/speed.py): of the
+same size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of
+this compute capability. The reason says which of the two, and names what differs:
 
 * ``fallback="dense"``: the dense weight runs, except for the numbers of tokens at which a packed form was measured
   faster; both are kept then. Without such a measured layer the dense weight runs alone.
@@ -17,12 +17,13 @@ A choice has a reason; ``slidesparse inspect`` prints both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
+from slidesparse.base.device import driver_version
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
@@ -30,7 +31,8 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
-from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, fastest, find_nearest, switching, tables_for
+from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, fastest, find_nearest, switching
+from slidesparse.gemm.speed_files import tables_for
 from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]
@@ -46,6 +48,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 NOTHING_SLID = "no group of this weight is slid"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
+"""The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,
+failed, or took too long."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         InputError: Unknown backend or fallback.
         UnsupportedError: The backend asked for cannot run the problem; the message says why.
     """
-    if fallback not in ("dense", "none"):
-        raise InputError("unknown fallback", got=repr(fallback), needed="dense or none")
+    _check_fallback(fallback)
     if backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
@@ -109,14 +112,12 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         return _only(backend, "asked for")
     if not problem.slid:
         return _only("dense", NOTHING_SLID)
-    accelerated = [candidate for name in BACKENDS if (candidate := get_backend(name)).accelerated]
-    answers = {candidate.name: candidate.why_not(problem) for candidate in accelerated}
+    answers = _ask_accelerated(problem)
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
         return _only("dense" if fallback == "dense" else "reference", refusals or "no accelerated backend is known")
-    names = ["dense", *able] if fallback == "dense" else able
-    measured = _measured(problem, names)
+    measured = find_measured(problem, ["dense", *able] if fallback == "dense" else able)
     if measured is None:
         return _only("dense" if fallback == "dense" else able[0], NOT_MEASURED)
     if fallback == "dense":
@@ -125,15 +126,58 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     return _only(able[0], NOT_MEASURED) if name is None else _only(name, measured.describe())
 
 
+def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
+    """Return the backends between which only times can decide, dense first; none where :func:`choose` asks for none."""
+    _check_fallback(fallback)
+    if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
+        return []
+    able = [name for name, why_not in _ask_accelerated(problem).items() if why_not is None]
+    return ["dense", *able] if len(able) > (fallback == "none") else []
+
+
+def _check_fallback(fallback: str) -> None:
+    if fallback not in ("dense", "none"):
+        raise InputError("unknown fallback", got=repr(fallback), needed="dense or none")
+
+
+def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
+    """Return why each accelerated backend cannot run a problem; None for one that can."""
+    known = map(get_backend, BACKENDS)
+    return {backend.name: backend.why_not(problem) for backend in known if backend.accelerated}
+
+
 def _only(backend: str, reason: str) -> Choice:
     return Choice((Route(0, backend),), reason)
 
 
-def _measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
-    """Return the measured layer by which a problem on a GPU is judged; None without one."""
-    if problem.device.type != "cuda":
+def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
+    """Return the measured layer by which some backends are chosen for a problem on a GPU; None without one."""
+    if not can_be_timed(problem.device):
         return None
-    tables = tables_for(torch.cuda.get_device_name(problem.device))
-    libraries = {name: get_backend(name).library() for name in names}
+    here = installation(problem.device)
+    compared = replace(here, libraries={name: get_backend(name).library() for name in names})
     size = problem.out_features, problem.in_features
-    return find_nearest(tables, libraries, dtype_name(problem.dtype), str(problem.pattern), *size)
+    return find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+
+
+def can_be_timed(device: torch.device) -> bool:
+    """Return whether layers on a device are measured, and chosen by times."""
+    return device.type == "cuda"
+
+
+def installation(device: torch.device | None = None) -> Installation:
+    """Return what times of a CUDA device, None for the current one, belong to."""
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return Installation(torch.cuda.get_device_name(device), capability, driver_version(), libraries())
+
+
+def libraries() -> dict[str, str]:
+    """Return the backends that ``auto`` may take, with their libraries, those that are installed."""
+    found = {}
+    for backend in map(get_backend, BACKENDS):
+        if backend.name == "dense" or backend.accelerated:
+            try:
+                found[backend.name] = backend.library()
+            except UnsupportedError:
+                continue
+    return found

@@ -1,37 +1,26 @@
 """Measured times of whole layers, and the backend that they show to be the fastest for each number of tokens.
 
-    {"version": 1, "gpu": "NVIDIA H200", "libraries": {"dense": "vLLM 0.22", "cusparselt": "cuSPARSELt 0.8"},
-     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
-                 "us": {"dense": [11.3, 52.9, 870.1], "cusparselt 2:4": [28.5, 55.7, null]}}]}
-
-There is one file a GPU: the package has some in ``speed_tables``, and ``slidesparse tune`` writes its own into the
-user's cache folder, which goes before the package's. A packed form is judged by its time over the dense time of the
-same comparison, quantisation and scales included. Times measured with the installed libraries are preferred; where
-there are none, those of other versions are used, and the choice names both versions.
+A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this very installation
+and of a layer's own size are *measured here*: the plugin and ``slidesparse.load`` take them when they load a model
+(:mod:`slidesparse.tuning`), ``slidesparse tune`` when it is asked to. All others, those that ship among them, are a
+*prior*: used where nothing was measured here, and named as such. A packed form is compared with the dense time of the
+same comparison, quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import TypeVar
 
-from slidesparse.base.cache_folder import cache_folder, replace_file
-from slidesparse.base.typed_json import decode, load_json
 from slidesparse.errors import InputError
 from slidesparse.gemm.spec import Route
 
-VERSION = 1
-
-PACKAGED = Path(__file__).parent / "speed_tables"
-
 SIZE_REACH = 2.0
 """A measured layer stands in for others whose sizes are within this factor of its own; the nearest one is taken."""
+
+TOKENS_REACH = 2.0
+"""A number of tokens needs no measuring where one within this factor of it was measured."""
 
 MARGIN = 0.98
 """A packed form is worth its extra memory when it takes at most this share of the dense time; the noise of a comparison
@@ -39,7 +28,7 @@ is of that size too."""
 
 DENSE = "dense"
 
-T = TypeVar("T")
+MEASURED_HERE = "measured here"
 
 
 @dataclass(frozen=True)
@@ -81,47 +70,101 @@ class LayerSpeed:
         us = {name: tuple(None if t is None else t * factor for t in times) for name, times in self.us.items()}
         return replace(self, out=out, columns=columns, us=us)
 
+    def column(self, index: int) -> dict[str, float | None]:
+        """Return the times at one M, by its index."""
+        return {name: times[index] for name, times in self.us.items()}
+
+    def updated(self, newer: LayerSpeed) -> LayerSpeed:
+        """Return these times with those of a newer comparison; at an M that both have, the newer one alone counts."""
+        columns = {
+            m: layer.column(i)
+            for layer in (self, newer)  # the last one counts
+            for i, m in enumerate(layer.tokens)
+        }
+        tokens, names = sorted(columns), dict.fromkeys((*self.us, *newer.us))
+        us = {name: tuple(columns[m].get(name) for m in tokens) for name in names}
+        return replace(self, tokens=tuple(tokens), us=us)
+
     def distance(self, out: int, columns: int) -> float:
         """Return how far another layer's size is: the larger difference of rows or of columns, in octaves."""
         return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
 
 
 @dataclass(frozen=True)
-class SpeedTable:
-    """The measured layers of one GPU, as a file has them.
+class Installation:
+    """The GPU, driver and libraries to which times belong.
 
     Attributes:
         gpu: Name of the device.
-        libraries: Backend -> :meth:`slidesparse.gemm.backend.Backend.library` on the machine that measured.
-        layers: The times.
-        version: Version of the format.
+        capability: Its compute capability: ``9.0``.
+        driver: Version of its driver; None where it cannot be found out.
+        libraries: Backend -> :meth:`slidesparse.gemm.backend.Backend.library`: the revision of our own kernels, the
+            version of a library.
     """
 
     gpu: str
+    capability: str
+    driver: str | None
     libraries: dict[str, str]
+
+    def differences(self, here: Installation, backends: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Return what differs from the installation here, for these backends: pairs (there, here), each once."""
+        pairs = [(self.gpu, here.gpu)]
+        if self.driver is not None and here.driver is not None:
+            pairs.append((f"driver {self.driver}", f"driver {here.driver}"))
+        pairs += [(self.libraries[name], here.libraries[name]) for name in backends]
+        return tuple(dict.fromkeys((there, own) for there, own in pairs if there != own))
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """The measured layers of one installation.
+
+    Attributes:
+        installation: The installation.
+        layers: The times, of older comparisons first.
+        packaged: The table ships with the package, so another machine was measured, whatever its installation.
+    """
+
+    installation: Installation
     layers: tuple[LayerSpeed, ...]
-    version: int = VERSION
+    packaged: bool = False
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A measured layer, and whether its times come from other versions of the libraries.
+    """A measured layer, and where it was measured.
 
     Attributes:
         layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
-        others: Libraries of these times that have another version here: pairs (there, here), each once.
+        here: The M's of its times that are of this installation and of the size asked for.
+        others: What differs between here and the installations of its other times: pairs (there, here), each once.
     """
 
     layer: LayerSpeed
+    here: tuple[int, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
-        """Return ``measured at 64x64 with torch 2.11; this is torch 2.14``; no libraries where they are the same."""
-        where = f"measured at {self.layer.out}x{self.layer.columns}"
-        if not self.others:
-            return where
-        there, here = (" and ".join(dict.fromkeys(names)) for names in zip(*self.others, strict=True))
-        return f"{where} with {there}; this is {here}"
+        """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
+        if self.here == self.layer.tokens:
+            return MEASURED_HERE
+        prior = f"prior: measured at {self.layer.out}x{self.layer.columns}"
+        if self.others:
+            there, here = (" and ".join(dict.fromkeys(names)) for names in zip(*self.others, strict=True))
+            prior += f" with {there}; this is {here}"
+        if not self.here:
+            return prior
+        return f"{MEASURED_HERE} from {self.here[0]} to {self.here[-1]} tokens; past them {prior}"
+
+
+def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
+    """Return those of the M's wanted without a measured one within :data:`TOKENS_REACH`.
+
+    >>> lacking([16, 4096, 16384], [64, 8192])
+    [16]
+    """
+    return [m for m in wanted if not any(m <= TOKENS_REACH * t and t <= TOKENS_REACH * m for t in measured)]
 
 
 def times_key(backend: str, pattern: str) -> str:
@@ -130,17 +173,16 @@ def times_key(backend: str, pattern: str) -> str:
 
 
 def find_nearest(
-    tables: Sequence[SpeedTable], libraries: Mapping[str, str], dtype: str, pattern: str, out: int, columns: int
+    tables: Sequence[SpeedTable], here: Installation, dtype: str, pattern: str, out: int, columns: int
 ) -> MeasuredLayer | None:
     """Find the measured layer of this type and pattern that is nearest in size, within :data:`SIZE_REACH`.
 
-    A layer measured with this machine's libraries goes before all others; then the layer of which fewer backends have
-    another version here.
+    A layer measured here goes before all others; then those of which less differs from the installation here.
 
     Args:
-        tables: Tables of this GPU; the first one is taken on a tie.
-        libraries: The backends to compare, with their libraries here. If dense is one of them, a layer without a dense
-            time is left out.
+        tables: Tables; the first one is taken on a tie.
+        here: The installation here, with the libraries of the backends to compare. If dense is one of them, a layer
+            without a dense time is left out.
         dtype: Type of the weight.
         pattern: Its pattern.
         out: Its rows.
@@ -152,22 +194,41 @@ def find_nearest(
         tokens keeps the packaged times of the others.
     """
     found = [
-        MeasuredLayer(replace(layer, us=times), _other_versions(table, libraries, times))
+        (table.installation.gpu != here.gpu, _seen_from(here, table, layer, (out, columns)))
         for table in tables
-        for layer in table.layers
-        if layer.dtype == dtype
-        and layer.distance(out, columns) <= math.log2(SIZE_REACH)
-        and _is_comparable(
-            times := _times(layer, pattern, (name for name in libraries if name in table.libraries)), libraries
-        )
+        for layer in _known_layers(table, here.libraries, dtype, pattern)
+        if layer.distance(out, columns) <= math.log2(SIZE_REACH)
     ]
-    if not found:
+
+    def rank(one: tuple[bool, MeasuredLayer]) -> tuple[bool, bool, int, float]:
+        foreign, measured = one
+        return not measured.here, foreign, len(measured.others), measured.layer.distance(out, columns)
+
+    ranked = [measured for _, measured in sorted(found, key=rank)]
+    if not ranked:
         return None
-    found.sort(key=lambda measured: (len(measured.others), measured.layer.distance(out, columns)))
-    best = found[0]
-    for other in found[1:]:
+    best = ranked[0]
+    for other in ranked[1:]:
         best = _extended(best, other)
     return best
+
+
+def _known_layers(table: SpeedTable, libraries: Mapping[str, str], dtype: str, pattern: str) -> list[LayerSpeed]:
+    """Return the layers of a type that have a packed time at a pattern, their comparisons at one size joined."""
+    by_size: dict[tuple[int, int], LayerSpeed] = {}
+    for layer in table.layers:
+        times = _times(layer, pattern, (name for name in libraries if name in table.installation.libraries))
+        if layer.dtype == dtype and _is_comparable(times, libraries):
+            own, size = replace(layer, us=times), (layer.out, layer.columns)
+            by_size[size] = by_size[size].updated(own) if size in by_size else own
+    return list(by_size.values())
+
+
+def _seen_from(here: Installation, table: SpeedTable, layer: LayerSpeed, size: tuple[int, int]) -> MeasuredLayer:
+    there = table.installation
+    others = there.differences(here, layer.us)
+    own = not others and not table.packaged and there.driver == here.driver and (layer.out, layer.columns) == size
+    return MeasuredLayer(layer, layer.tokens if own else (), others)
 
 
 def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
@@ -181,29 +242,19 @@ def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) ->
     return bool(times.keys() - {DENSE}) and (DENSE in times or DENSE not in libraries)
 
 
-def _other_versions(
-    table: SpeedTable, libraries: Mapping[str, str], backends: Iterable[str]
-) -> tuple[tuple[str, str], ...]:
-    """Return the libraries of these backends that differ between a table and this machine: (there, here)."""
-    pairs = ((table.libraries[name], libraries[name]) for name in backends)
-    return tuple((there, here) for there, here in pairs if there != here)
-
-
 def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
     """Return a layer with the times of another one, of the same size and backends, past its own numbers of tokens."""
     layer, other = measured.layer, more.layer
-    below = [i for i, m in enumerate(other.tokens) if m < layer.tokens[0]]
-    above = [i for i, m in enumerate(other.tokens) if m > layer.tokens[-1]]
+    past = [i for i, m in enumerate(other.tokens) if not layer.tokens[0] <= m <= layer.tokens[-1]]
     alike = (layer.out, layer.columns, layer.us.keys()) == (other.out, other.columns, other.us.keys())
-    if not alike or not (below or above):
+    if not alike or not past:
         return measured
-
-    def joined(own: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
-        return *(others[i] for i in below), *own, *(others[i] for i in above)
-
-    us = {name: joined(times, other.us[name]) for name, times in layer.us.items()}
-    longer = replace(layer, tokens=joined(layer.tokens, other.tokens), us=us)
-    return MeasuredLayer(longer, tuple(dict.fromkeys((*measured.others, *more.others))))
+    rest = {
+        name: tuple(times[i] if any(layer.us[name]) else None for i in past)  # a form that failed at all M's fails
+        for name, times in other.us.items()
+    }
+    longer = replace(other, tokens=tuple(other.tokens[i] for i in past), us=rest).updated(layer)
+    return MeasuredLayer(longer, measured.here, tuple(dict.fromkeys((*measured.others, *more.others))))
 
 
 def switching(layer: LayerSpeed) -> tuple[Route, ...]:
@@ -247,73 +298,3 @@ def fastest(layer: LayerSpeed) -> str | None:
 
 def _share(us: float | None, dense: float | None) -> float:
     return math.inf if us is None or dense is None else us / dense
-
-
-# -- the files -----------------------------------------------------------------------------------------------------
-
-
-def tuned_path(gpu: str) -> Path:
-    """Return the path at which ``slidesparse tune`` keeps the times of this GPU."""
-    return cache_folder() / file_name(gpu)
-
-
-def file_name(gpu: str) -> str:
-    """Return the name of the file of a GPU's table.
-
-    >>> file_name("NVIDIA H200")
-    'speed-nvidia-h200.json'
-    """
-    return f"speed-{re.sub('[^a-z0-9]+', '-', gpu.lower())}.json"
-
-
-def tables_for(gpu: str) -> list[SpeedTable]:
-    """Return the user's table of a GPU and the package's, those that there are."""
-    paths = (tuned_path(gpu), PACKAGED / file_name(gpu))
-    return [table for path in paths if (table := load_speeds(path)) is not None and table.gpu == gpu]
-
-
-@lru_cache(maxsize=8)
-def load_speeds(path: Path) -> SpeedTable | None:
-    """Return a file's table, None when there is no file; read once a process.
-
-    Raises:
-        InputError: For anything but the form at the top of this file.
-    """
-    try:
-        table: SpeedTable = decode(SpeedTable, load_json(path), "table")
-        if table.version != VERSION:
-            raise InputError("version of the table", got=table.version, needed=str(VERSION))
-    except FileNotFoundError:
-        return None
-    except InputError as error:
-        raise InputError(f"damaged {path}", got=error, remedy="delete it and run slidesparse tune") from error
-    return table
-
-
-def add_layers(path: Path, gpu: str, libraries: Mapping[str, str], layers: Iterable[LayerSpeed]) -> SpeedTable:
-    """Write layers into a table, replacing older ones of the same type and size.
-
-    Layers measured with another version of a library are dropped: times of two runs must not be compared.
-    """
-    load_speeds.cache_clear()
-    old = load_speeds(path)
-    added = {(layer.dtype, layer.out, layer.columns): layer for layer in layers}
-    kept = old.layers if old is not None and (old.gpu, old.libraries) == (gpu, libraries) else ()
-    rest = [layer for layer in kept if (layer.dtype, layer.out, layer.columns) not in added]
-    table = SpeedTable(gpu, dict(libraries), (*rest, *added.values()))
-    replace_file(path, _text(table))
-    load_speeds.cache_clear()
-    return table
-
-
-def _text(table: SpeedTable) -> str:
-    """Return a table as JSON with a line for each list of times."""
-    head = {"version": table.version, "gpu": table.gpu, "libraries": table.libraries}
-    layers = ",\n".join(map(_layer_text, table.layers))
-    return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'
-
-
-def _layer_text(layer: LayerSpeed) -> str:
-    head = {"dtype": layer.dtype, "out": layer.out, "columns": layer.columns, "tokens": layer.tokens}
-    times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
-    return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

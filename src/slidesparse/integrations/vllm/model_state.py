@@ -13,6 +13,7 @@ from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
+from slidesparse.tuning.at_load import LoadTuner
 
 log = logging.getLogger(LOGGER)
 
@@ -24,6 +25,7 @@ class ModelState:
     Attributes:
         options: The user's options; ``fuse`` is off where the model is not compiled.
         status: The outcome of every layer.
+        tuner: Measures a layer of each kind when it is loaded; None where the user or vLLM wants none.
         warmup: Runs a layer of each kind when it is loaded; None for layers that are built without a model.
         specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
             compiled graph keeps of the weight: sizes, column order, backends.
@@ -32,6 +34,7 @@ class ModelState:
 
     options: Options = field(default_factory=Options)
     status: ModelStatus = field(default_factory=ModelStatus)
+    tuner: LoadTuner | None = None
     warmup: WarmUp | None = None
     specs: dict[str, str] = field(default_factory=dict)
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
@@ -52,7 +55,9 @@ class ModelState:
         model = vllm_config.model_config
         if model is None:
             return cls(options)
-        return cls(options, warmup=WarmUp(vllm_config.scheduler_config.max_num_batched_tokens, model.dtype))
+        most = vllm_config.scheduler_config.max_num_batched_tokens
+        tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
+        return cls(options, tuner=tuner, warmup=WarmUp(most, model.dtype))
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from slidesparse.errors import InputError
 from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.integrations.vllm.host_bound import HOST_US
+from slidesparse.tuning.at_load import Tune, check_tune
 
 OPTIONS = "slidesparse"
 """The key of ``--additional-config`` that holds our options."""
@@ -25,12 +26,14 @@ class Options:
         fuse: Join RMSNorm, SiLU and neighbouring linears with our operators in compiled models.
         host_us: Microseconds that the host takes to launch one linear of a chain: see
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
+        tune: ``auto`` measures layers of which this machine has no times when they are loaded, ``off`` goes by a prior.
     """
 
     backend: str = "auto"
     fallback: Fallback = "dense"
     fuse: bool = True
     host_us: float = HOST_US
+    tune: Tune = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
@@ -50,6 +53,7 @@ class Options:
             _refuse("fallback", options.fallback, "dense or none")
         if not isinstance(options.fuse, bool):
             _refuse("fuse", options.fuse, "true or false")
+        check_tune(options.tune, "tune in --additional-config")
         if type(options.host_us) not in (int, float) or not 0 <= options.host_us < math.inf:
             _refuse("host_us", options.host_us, "microseconds, 0 or more")
         return replace(options, host_us=float(options.host_us))
@@ -58,7 +62,7 @@ class Options:
         """Return the options as a user would write them, defaults included.
 
         >>> Options(fuse=False).to_json()
-        '{"backend": "auto", "fallback": "dense", "fuse": false, "host_us": 75.0}'
+        '{"backend": "auto", "fallback": "dense", "fuse": false, "host_us": 75.0, "tune": "auto"}'
         """
         return json.dumps(asdict(self))
 

@@ -26,6 +26,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANTISED
 from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
+from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
@@ -135,7 +136,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     weight = layer.weight.data
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
-    packed, outcome = pack_shard(weight, scale, named, model.options, start)
+    packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
     if packed is not None:
         slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
         del layer.weight
@@ -153,7 +154,12 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
 
 
 def pack_shard(
-    weight: torch.Tensor, scale: torch.Tensor | None, named: NamedLayer, options: Options, start: int
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    named: NamedLayer,
+    options: Options,
+    start: int,
+    tuner: LoadTuner | None = None,
 ) -> tuple[PackedWeight | None, Outcome]:
     """Pack one rank's weight if it is to run sparse.
 
@@ -163,6 +169,7 @@ def pack_shard(
         named: The layer's name and pattern.
         options: The user's options.
         start: Column of the whole weight at which this rank's begin.
+        tuner: Measures the layer first where this machine has no times of its kind.
 
     Returns:
         The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense by
@@ -180,7 +187,12 @@ def pack_shard(
     if groups is not None and not len(groups):
         return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
-    choice = choose(Problem(pattern, weight.dtype, out, columns, weight.device), options.backend, options.fallback)
+    problem = Problem(pattern, weight.dtype, out, columns, weight.device)
+    if tuner is not None and tuner.wants(problem, options.backend, options.fallback):
+        packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
+        tuner.measure(problem, packed, options.fallback)
+        del packed  # a large layer of this kind may follow
+    choice = choose(problem, options.backend, options.fallback)
     dense, eligible = choice.backends == ("dense",), options.backend != "dense"
     if dense and not (options.fuse and weight.dtype in QUANTISED):
         return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)

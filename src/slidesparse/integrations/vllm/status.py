@@ -13,15 +13,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.speed import MEASURED_HERE
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed."
-    ' slidesparse tune measures this GPU; --additional-config \'{"slidesparse": {"backend": "hopper"}}\' runs them'
-    " sparse without a measurement"
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s;"
+    ' --additional-config \'{"slidesparse": {"backend": "hopper"}}\' runs them sparse whatever was measured'
 )
+MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does'
+PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ModelStatus:
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((why, _),) = Counter(outcome.text for outcome in eligible).most_common(1)
-            log.warning(NONE_SPARSE, len(eligible), why)
+            log.warning(NONE_SPARSE, len(eligible), why, PRUNE_MORE if MEASURED_HERE in why else MEASURE)
 
     def describe(self) -> list[str]:
         """Return a line of totals, and one line for every kind of layer and outcome."""

@@ -138,38 +138,40 @@ def time_passes(
 
 
 def time_laps(
-    laps: Sequence[Sequence[Pass]], when_queued: Callable[[], None] = lambda: None
-) -> tuple[list[list[list[float]]], list[float]]:
+    laps: Sequence[Sequence[Pass]],
+    stretch_s: float = STRETCH_S,
+    stretches: int = STRETCHES,
+    when_queued: Callable[[], None] = lambda: None,
+) -> list[list[list[float]]]:
     """Time passes that follow one another as the layers of a model do.
 
-    A lap is repeated for :data:`STRETCH_S` before the next one has its turn, and the later half of that counts: by then
-    the clock is what the power limit allows for this lap's own work.
+    A lap is repeated for a stretch before the next one has its turn, and the later half of that counts: by then the
+    clock is what the power limit allows for this lap's own work.
 
     Args:
         laps: For each variant a pass of each layer.
+        stretch_s: Seconds of a stretch.
+        stretches: Stretches of each lap.
         when_queued: Called when the first stretch is queued and the device works.
 
     Returns:
-        For each lap, for each of its passes, the samples, microseconds per call; and for each pass of the first lap,
-        which takes part twice, the noise.
+        For each lap, for each of its passes, the samples, microseconds per call.
     """
-    twice = [*laps, laps[0]]
-    samples: list[list[list[float]]] = [[[] for _ in lap] for lap in twice]
+    samples: list[list[list[float]]] = [[[] for _ in lap] for lap in laps]
     lengths = []
-    for lap in twice:
+    for lap in laps:
         _stretch(lap, 1)  # warms up
         (readings,) = _stretch(lap, 1)
         lap_us = sum(us * one.copies for us, one in zip(readings, lap, strict=True))
-        lengths.append(max(2, int(STRETCH_S * 1e6 / max(1e-3, lap_us))))
-    for number in range(STRETCHES):
-        for step in range(len(twice)):
-            at = (number + step) % len(twice)
-            taken = _stretch(twice[at], lengths[at], when_queued if number == step == 0 else lambda: None)
+        lengths.append(max(2, int(stretch_s * 1e6 / max(1e-3, lap_us))))
+    for number in range(stretches):
+        for step in range(len(laps)):
+            at = (number + step) % len(laps)
+            taken = _stretch(laps[at], lengths[at], when_queued if number == step == 0 else lambda: None)
             for times in taken[len(taken) // 2 :]:
                 for own, us in zip(samples[at], times, strict=True):
                     own.append(us)
-    *first, again = samples
-    return first, [noise_of(one, two) for one, two in zip(first[0], again, strict=True)]
+    return samples
 
 
 def _stretch(lap: Sequence[Pass], times: int, when_queued: Callable[[], None] = lambda: None) -> list[list[float]]:
@@ -257,9 +259,7 @@ class CudaStopwatch:
         if capture:
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
-                    for call in calls:
-                        result = call()
+                result = _capture(graph, self._pool, calls)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
@@ -288,3 +288,23 @@ class CudaStopwatch:
         elapsed = time.perf_counter() - start
         self.wait()
         return elapsed / HOST_CALLS * 1e6
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[], Any]]) -> Any:
+    """Record some calls; returns the result of the last one.
+
+    ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most times
+    that are measured here; and it would fail where another thread of a server calls CUDA meanwhile.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    result = None
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                result = call()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return result

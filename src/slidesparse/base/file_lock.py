@@ -1,0 +1,54 @@
+"""A lock between processes, on a file of its own: the system frees it when its holder ends, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POLL_S = 0.05
+
+
+@contextmanager
+def file_lock(
+    path: Path,
+    wait_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[bool]:
+    """Hold a lock as long as the block runs, if it is free within some seconds.
+
+    Args:
+        path: The lock's file; it and its folder are made, and the file stays.
+        wait_s: Seconds to wait; 0 tries once.
+        clock: Returns seconds.
+        sleep: Waits for some seconds.
+
+    Yields:
+        Whether the lock is held.
+
+    Raises:
+        OSError: The file cannot be made, or its file system has no locks.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield _is_locked(descriptor, clock() + wait_s, clock, sleep)
+    finally:
+        os.close(descriptor)  # frees it
+
+
+def _is_locked(descriptor: int, end: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock() >= end:
+                return False
+            sleep(POLL_S)
+        else:
+            return True

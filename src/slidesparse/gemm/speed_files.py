@@ -1,0 +1,183 @@
+"""The files of measured layer times: where they are, how they are read, and the one place that writes them.
+
+    {"version": 2, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
+     "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-3"},
+     "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
+                 "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}}]}
+
+A file holds the times of one installation: a GPU, its driver and the libraries. So a new driver, a new revision of a
+kernel or another vLLM gets a file of its own, and the old one's times remain as a prior. The package has some files in
+``speed_tables``; the user's are in the cache folder. A file that cannot be read is not used, and the log says so once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.log import log_once
+from slidesparse.base.typed_json import decode, load_json
+from slidesparse.errors import InputError
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
+
+VERSION = 2
+
+PACKAGED = Path(__file__).parent / "speed_tables"
+
+_UNWRITTEN: dict[Path, SpeedTable] = {}
+"""Tables of this process that the disk refused: it goes by them all the same."""
+
+
+@dataclass(frozen=True)
+class _StoredTable:
+    """A :class:`SpeedTable` as a file has it."""
+
+    version: int
+    gpu: str
+    capability: str
+    driver: str | None
+    libraries: dict[str, str]
+    layers: tuple[LayerSpeed, ...]
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise InputError("version of the table", got=self.version, needed=str(VERSION))
+
+
+def file_name(gpu: str, *more: str) -> str:
+    """Return the name of a file of a GPU's times.
+
+    >>> file_name("NVIDIA H200"), file_name("NVIDIA H200", "1a2b3c4d")
+    ('speed-nvidia-h200.json', 'speed-nvidia-h200-1a2b3c4d.json')
+    """
+    return f"{'-'.join(['speed', re.sub('[^a-z0-9]+', '-', gpu.lower()), *more])}.json"
+
+
+def tuned_path(here: Installation) -> Path:
+    """Return the path of the times that are measured here."""
+    installed = json.dumps([here.capability, here.driver, sorted(here.libraries.items())])
+    return cache_folder() / file_name(here.gpu, hashlib.sha256(installed.encode()).hexdigest()[:8])
+
+
+def lock_path(here: Installation) -> Path:
+    """Return the path of the lock that a process holds while it measures, or writes, the times of an installation."""
+    return tuned_path(here).with_suffix(".lock")
+
+
+def tables_for(here: Installation) -> list[SpeedTable]:
+    """Return the tables that say something about a GPU: the user's, then the package's.
+
+    The package's are also those of other GPUs of its compute capability, which run the same kernels.
+    """
+    own = tuned_path(here)
+    of_users = {own, *cache_folder().glob(f"{Path(file_name(here.gpu)).stem}*.json"), *_UNWRITTEN}
+    users = [_usable(path) for path in sorted(of_users, key=lambda path: (path != own, path.name))]
+    packaged = [_usable(path) for path in sorted(PACKAGED.glob("speed-*.json"))]
+    return [
+        *(table for table in users if table and table.installation.gpu == here.gpu),
+        *(table for table in packaged if table and table.installation.gpu == here.gpu),
+        *(table for table in packaged if table and _is_akin(table.installation, here)),
+    ]
+
+
+def _is_akin(there: Installation, here: Installation) -> bool:
+    return there.gpu != here.gpu and there.capability == here.capability
+
+
+def _usable(path: Path) -> SpeedTable | None:
+    try:
+        return load_speeds(path)
+    except InputError as error:
+        log_once(f"slidesparse: these times are not used: {error}", logging.WARNING)
+        return None
+
+
+def load_speeds(path: Path) -> SpeedTable | None:
+    """Return a file's table, None when there is no file; read once while the file is the same.
+
+    Raises:
+        InputError: For anything but the form at the top of this file.
+    """
+    if path in _UNWRITTEN:
+        return _UNWRITTEN[path]
+    try:
+        state = path.stat()
+        return _read(path, (state.st_ino, state.st_mtime_ns, state.st_size))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (InputError, OSError) as error:
+        remedy = "delete it; a model that is loaded, or slidesparse tune, measures again"
+        raise InputError(f"damaged {path}", got=error, remedy=remedy) from error
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, state: tuple[int, int, int]) -> SpeedTable:
+    return parse_table(load_json(path), packaged=path.parent == PACKAGED)
+
+
+def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
+    """Return the table that a file's JSON describes.
+
+    Raises:
+        InputError: It is not of the form at the top of this file.
+    """
+    if isinstance(value, dict) and value.get("version") == 1:  # slidesparse 0.2, which did not know the rest
+        value = {**value, "version": VERSION, "capability": "", "driver": None}
+    stored: _StoredTable = decode(_StoredTable, value, "table")
+    installation = Installation(stored.gpu, stored.capability, stored.driver, stored.libraries)
+    return SpeedTable(installation, stored.layers, packaged)
+
+
+def add_layers(here: Installation, layers: Iterable[LayerSpeed]) -> Path | None:
+    """Add layers to the times that are measured here; a newer time of the same M counts.
+
+    Whoever calls this holds the lock at :func:`lock_path`. A damaged file is written anew.
+
+    Returns:
+        The path; None where it cannot be written: this process keeps the times, and the log says why they will be
+        measured again.
+    """
+    path = tuned_path(here)
+    old = _usable(path)
+    kept = {_comparison(layer): layer for layer in (old.layers if old is not None else ())}
+    for layer in layers:
+        known = kept.pop(_comparison(layer), None)  # the newest one comes last
+        kept[_comparison(layer)] = layer if known is None else known.updated(layer)
+    table = SpeedTable(here, tuple(kept.values()))
+    try:
+        replace_file(path, table_text(table))
+    except OSError as error:
+        _UNWRITTEN[path] = table
+        log_once(
+            f"slidesparse: the times measured here cannot be kept, so the next start measures again: {error}",
+            logging.WARNING,
+        )
+        return None
+    _UNWRITTEN.pop(path, None)
+    return path
+
+
+def _comparison(layer: LayerSpeed) -> tuple[object, ...]:
+    return layer.dtype, layer.out, layer.columns, frozenset(layer.us)
+
+
+def table_text(table: SpeedTable) -> str:
+    """Return a table as JSON with a line for each list of times."""
+    there = table.installation
+    head = {"version": VERSION, "gpu": there.gpu, "capability": there.capability, "driver": there.driver}
+    layers = ",\n".join(map(_layer_text, table.layers))
+    return json.dumps({**head, "libraries": there.libraries})[:-1] + f', "layers": [\n{layers}\n]}}\n'
+
+
+def _layer_text(layer: LayerSpeed) -> str:
+    head = {"dtype": layer.dtype, "out": layer.out, "columns": layer.columns, "tokens": layer.tokens}
+    times = ",\n".join(f"  {json.dumps(name)}: {json.dumps(us)}" for name, us in layer.us.items())
+    return json.dumps(head)[:-1] + f', "us": {{\n{times}}}}}'

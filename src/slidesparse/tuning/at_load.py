@@ -1,0 +1,196 @@
+"""Measure the layers of a model while it is loaded, where this machine has no times of them yet.
+
+A start-up pays for it once: the times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of the
+processes that start together. The others wait for it and read. What takes longer than the budget is left to the next
+start; until then a prior decides, and the log says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from slidesparse.base.file_lock import file_lock
+from slidesparse.errors import InputError, SlideSparseError
+from slidesparse.gemm import Problem
+from slidesparse.gemm.select import Fallback, backends_to_compare, find_measured, installation
+from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.gemm.speed_files import add_layers, lock_path
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import dtype_name
+from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
+from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
+
+Tune = Literal["auto", "off"]
+
+BUDGET_S = 12.0
+"""Seconds by which measuring, and waiting for another process that measures, may make one start longer."""
+
+NOISE = 0.15
+"""Where dense timed twice differs by more, something else runs on the GPU, and the times mean nothing."""
+
+
+def check_tune(value: object, where: str) -> None:
+    """Refuse anything but the values of :data:`Tune`.
+
+    Raises:
+        InputError: With the place where it was given.
+    """
+    if value not in ("auto", "off"):
+        raise InputError(where, got=repr(value), needed="auto or off")
+
+
+class LoadTuner:
+    """Measures each kind of layer of one model once, before the first layer of that kind chooses its backends.
+
+    Args:
+        most: Tokens of the largest batch that the model will run.
+        source: Type of its activations.
+        log: Where its lines go.
+        budget_s: See :data:`BUDGET_S`.
+        stopwatch: Makes what times passes.
+        clock: Returns seconds.
+        sleep: Waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        source: torch.dtype,
+        log: logging.Logger,
+        *,
+        budget_s: float = BUDGET_S,
+        stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.sizes, self.source, self.log = sizes_up_to(min(most, SIZES[-1])), source, log
+        self.budget_s, self.spent_s = budget_s, 0.0
+        self._stopwatch, self._clock, self._sleep = stopwatch, clock, sleep
+        self._seen: set[object] = set()
+        self._told = False
+
+    def wants(self, problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> bool:
+        """Return whether a layer is the first one of a kind that is to be measured now."""
+        kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern)
+        if kind in self._seen:
+            return False
+        backends = backends_to_compare(problem, backend, fallback)
+        if not backends or torch.cuda.is_current_stream_capturing():
+            return False
+        self._seen.add(kind)
+        if not self._lacking(problem, backends):
+            return False
+        if self.spent_s >= self.budget_s:
+            self._tell_spent()
+            return False
+        return True
+
+    def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
+        """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line.
+
+        Args:
+            problem: The layer.
+            packed: Its weight.
+            fallback: As for :func:`slidesparse.gemm.select.choose`.
+        """
+        start = self._clock()
+        end = start + self.budget_s - self.spent_s
+        try:
+            with _current(problem.device), torch.no_grad(), ExitStack() as stack:
+                if self._is_alone(stack, problem, end):
+                    self._measure(problem, packed, fallback, end)
+        except (RuntimeError, SlideSparseError) as error:  # a broken device fails again where the layer runs
+            self.log.warning("slidesparse: %s is not measured: %s", _name(problem), str(error).partition("\n")[0])
+        self.spent_s += self._clock() - start
+
+    def _is_alone(self, stack: ExitStack, problem: Problem, end: float) -> bool:
+        """Return whether this process may measure now: it holds the lock, or there can be none."""
+        path = lock_path(installation(problem.device))
+        try:
+            if stack.enter_context(file_lock(path, 0)):
+                return True
+            self.log.info("slidesparse: waiting for another process that measures this GPU model")
+            wait_s = max(0.0, end - self._clock())
+            if stack.enter_context(file_lock(path, wait_s, clock=self._clock, sleep=self._sleep)):
+                return True
+        except OSError:  # where no lock can be made, nothing can be kept either: each process is on its own
+            return True
+        self._tell_spent()
+        return False
+
+    def _measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback, end: float) -> None:
+        backends = backends_to_compare(problem, "auto", fallback)
+        tokens = self._lacking(problem, backends)
+        if not tokens:
+            return  # the process that was waited for has measured it
+        name, start = _name(problem), self._clock()
+        self.log.info(
+            "slidesparse: measuring %s on this GPU: %s at %d to %d tokens", name, ", ".join(backends), *_ends(tokens)
+        )
+        measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
+        found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
+        self._keep(problem, found, self._clock() - start)
+        if self._clock() >= end:
+            self._tell_spent()
+
+    def _keep(self, problem: Problem, found: TakenTimes, seconds: float) -> None:
+        name = _name(problem)
+        for backend, fault in found.faults.items():
+            self.log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
+        if found.layer is None:
+            return
+        if found.noise > NOISE:
+            line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
+            self.log.warning(line, name, 100 * found.noise)
+            return
+        path = add_layers(installation(problem.device), [found.layer])
+        self.log.info(
+            "slidesparse: measured %s in %.1f s (%s): %s", name, seconds, path or "not kept", describe(found.layer)
+        )
+
+    def _known(self, problem: Problem, backends: list[str]) -> tuple[int, ...]:
+        measured = find_measured(problem, backends)
+        return () if measured is None else measured.here
+
+    def _lacking(self, problem: Problem, backends: list[str]) -> list[int]:
+        return lacking(self.sizes, self._known(problem, backends))
+
+    def _tell_spent(self) -> None:
+        if not self._told:
+            self._told = True
+            self.log.warning(
+                "slidesparse: measuring ends after %g s of this start; the kinds of layers that are left go by a prior,"
+                " and the next start, or slidesparse tune, measures them",
+                self.budget_s,
+            )
+
+
+def describe(layer: LayerSpeed) -> str:
+    """Return a layer's times over dense in words: ``hopper 6:8 over dense 0.77 at 16, 1.03 at 64 tokens``."""
+    lines = []
+    for name, times in layer.us.items():
+        if name != DENSE:
+            dense = layer.us[DENSE]
+            shares = [
+                f"{us / base:.2f} at {m}" for m, us, base in zip(layer.tokens, times, dense, strict=True) if us and base
+            ]
+            lines.append(f"{name} over dense {', '.join(shares)} tokens" if shares else f"{name} cannot run")
+    return "; ".join(lines)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _ends(tokens: list[int]) -> tuple[int, int]:
+    return tokens[0], tokens[-1]
+
+
+def _name(problem: Problem) -> str:
+    return f"{dtype_name(problem.dtype)} {problem.out_features}x{problem.in_features} {problem.pattern}"

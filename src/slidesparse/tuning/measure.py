@@ -1,0 +1,240 @@
+"""Measure one kind of layer where it is loaded: dense and each packed form, quantisation and scales included.
+
+The weight is the one that was just loaded, and activations are Gaussian: zeros would draw less power. Every form has a
+stretch of its own at each number of tokens (:func:`slidesparse.tuning.timing.time_laps`). It is short where the GPU
+stays below its power limit anyway, and long enough for the clock to settle where it does not. CUDA graphs hold the
+calls, as they do in vLLM up to some 512 tokens; beyond, the GPU takes longer than a launch, and where memory is short
+the calls are launched one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from slidesparse import ops
+from slidesparse.errors import SlideSparseError
+from slidesparse.gemm.spec import Route, WeightSpec
+from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
+from slidesparse.packed import PackedWeight
+from slidesparse.quant import dtype_name
+from slidesparse.tuning.checking import ends, relative_error, require_right
+from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_laps
+from slidesparse.weight_form import WeightForm
+
+SIZES = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
+"""The numbers of tokens to measure, as far as an engine makes such batches."""
+
+SHORT_S, LONG_S = 0.02, 0.3
+"""Seconds that a form runs at one number of tokens. Shorter bursts miss the power limit and rank large M wrongly."""
+
+LONG_FROM = 4096
+"""The fewest tokens that are timed for :data:`LONG_S`."""
+
+TRANSIENT_BYTES = 1 << 30
+"""Most memory that measuring takes: forms of the weight, copies of them, activations, products. It ends where they
+would need more, or more than half of what is free."""
+
+RIVAL = 1.25
+"""A packed form that takes this much longer than the fastest one is not timed where that takes long."""
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """Return the numbers of tokens to measure for an engine whose largest batch has ``most``.
+
+    >>> sizes_up_to(16384) == list(SIZES), sizes_up_to(8192)[-3:], sizes_up_to(1100)[-2:]
+    (True, [2048, 4096, 8192], [512, 1024])
+    """
+    sizes = [m for m in SIZES if m <= most]
+    more = most < SIZES[-1] and 2 * most >= 3 * (sizes[-1] if sizes else 0)
+    return [*sizes, most] if more else sizes
+
+
+def gaussian(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Draw normally distributed numbers, the same on every call."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+
+@dataclass(frozen=True)
+class TakenTimes:
+    """The times of one kind of layer, as far as they were taken.
+
+    Attributes:
+        layer: The times; None where there is none.
+        noise: The relative difference of dense timed twice at one M, the median over all short ones; 0 without any.
+        faults: Backend -> why it has no time at some M.
+    """
+
+    layer: LayerSpeed | None
+    noise: float
+    faults: dict[str, str]
+
+
+@dataclass
+class _Form:
+    """A weight through one backend."""
+
+    backend: str
+    packed: PackedWeight
+    module: WeightForm
+    spec: str
+
+    @classmethod
+    def of(cls, packed: PackedWeight, backend: str) -> _Form:
+        module = WeightForm(packed, backend)
+        routes = (Route(0, backend),)
+        spec = WeightSpec(packed.shape[0], dtype_name(packed.dtype), (module.spec(),), routes)
+        return cls(backend, packed, module, spec.text)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.module.tensors)
+
+    def run(self, module: WeightForm, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = ops.linear(x, module.tensors, self.packed.scale, None, self.spec)
+        return y
+
+    def bytes_for(self, tokens: int, source: torch.dtype) -> int:
+        """Return the bytes that a call allocates: lifted activations, their scales, the product."""
+        lifted = len(self.module.column_map) * self.packed.dtype.itemsize + 4
+        return tokens * (lifted + self.packed.shape[0] * source.itemsize)
+
+
+@dataclass
+class LayerMeasurement:
+    """The measurement of one weight.
+
+    Args:
+        packed: The weight, on the device to measure.
+        backends: Names of the backends to compare, dense first.
+        source: Type of the activations.
+        stopwatch: Times passes.
+    """
+
+    packed: PackedWeight
+    backends: Sequence[str]
+    source: torch.dtype
+    stopwatch: Stopwatch
+    _faults: dict[str, str] = field(default_factory=dict)
+    _noises: list[float] = field(default_factory=list)
+
+    def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
+        """Time every form at some numbers of tokens.
+
+        Args:
+            tokens: The numbers, ascending.
+            known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
+                unless it is near one of these.
+            is_over: Whether the time for measuring is spent; asked before every number of tokens.
+        """
+        columns: dict[int, dict[str, float]] = {}
+        forms = self._make_forms()
+        for wanted in tokens:
+            m = self._fitting(wanted, forms)
+            done = m < wanted and not lacking([m], [*known, *columns])
+            if m == 0 or done or is_over():
+                break
+            columns[m] = self._time(_rivals(forms, columns, m), m)
+            if m < wanted:
+                break
+        self.stopwatch.begin()  # frees what the last graphs held
+        return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
+
+    def _make_forms(self) -> list[_Form]:
+        forms = []
+        for name in self.backends:
+            try:
+                forms.append(_Form.of(self.packed, name))
+            except SlideSparseError as error:
+                self._faults[name] = str(error)
+        return forms
+
+    def _fitting(self, tokens: int, forms: Sequence[_Form]) -> int:
+        """Return ``tokens``, or the largest power of two of them that memory suffices for; 0 for none."""
+        most = next((1 << k for k in range(tokens.bit_length() - 1, -1, -1) if self._fits(1 << k, forms, 1)), 0)
+        return tokens if self._fits(tokens, forms, 1) else most
+
+    def _fits(self, tokens: int, forms: Sequence[_Form], times: int) -> bool:
+        return self._spare(tokens, forms, times) >= 0
+
+    def _spare(self, tokens: int, forms: Sequence[_Form], times: int) -> int:
+        """Return the bytes left for copies where calls allocate theirs ``times`` times: a graph has its own."""
+        kept = sum(form.n_bytes for form in forms)
+        most = min(TRANSIENT_BYTES - kept, self.stopwatch.free_bytes())
+        x = tokens * self.packed.shape[1] * self.source.itemsize
+        return most - x - times * max((form.bytes_for(tokens, self.source) for form in forms), default=0)
+
+    def _time(self, forms: Sequence[_Form], tokens: int) -> dict[str, float]:
+        """Return the microseconds of each form that can run this many tokens; none where memory ends all the same."""
+        x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device)
+        self.stopwatch.begin()
+        try:
+            passes = self._prepare(forms, x)
+        except torch.OutOfMemoryError:
+            self._faults[DENSE] = f"out of memory at {tokens} tokens"
+            return {}
+        if not passes:
+            return {}
+        laps, long = [[one] for one in passes.values()], tokens >= LONG_FROM
+        again = [] if long else laps[:1]  # the first one twice, for the noise
+        samples = [taken for (taken,) in time_laps([*laps, *again], LONG_S if long else SHORT_S, 1)]
+        if again:
+            self._noises.append(noise_of(samples[0], samples[-1]))
+        return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=False)}
+
+    def _prepare(self, forms: Sequence[_Form], x: torch.Tensor) -> dict[str, Pass]:
+        passes: dict[str, Pass] = {}
+        reference: torch.Tensor | None = None
+        capture = self._fits(len(x), forms, 2)
+        spare = self._spare(len(x), forms, 2 if capture else 1) // len(forms)
+        for form in forms:
+            try:
+                result = ends(form.run(form.module, x)).clone()
+                reference = result if reference is None else reference
+                check = partial(_require_equal, reference=reference)
+                check(result)
+                passes[form.backend] = self.stopwatch.prepare(self._calls(form, x, spare), capture, check)
+            except torch.OutOfMemoryError:
+                raise
+            except SlideSparseError as error:
+                self._faults[form.backend] = str(error)
+            except RuntimeError as error:  # torch and vLLM refuse a shape so
+                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
+                self._faults[form.backend] = str(error).partition("\n")[0]
+            if form.backend == DENSE and DENSE not in passes:
+                return {}  # nothing to compare with
+        return passes
+
+    def _calls(self, form: _Form, x: torch.Tensor, spare: int) -> list[Callable[[], Any]]:
+        n_bytes = form.n_bytes + x.nbytes
+        count = copies_needed(n_bytes, self.stopwatch.l2_bytes, n_bytes + max(0, spare))
+        return [partial(form.run, *operands) for operands in copies_of((form.module, x), count)]
+
+    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
+        tokens = sorted(m for m, times in columns.items() if times)
+        if not tokens:
+            return None
+        out, k = self.packed.shape
+        us = {
+            times_key(name, str(self.packed.pattern)): tuple(columns[m].get(name) for m in tokens)
+            for name in self.backends
+        }
+        return LayerSpeed(dtype_name(self.packed.dtype), out, k, tuple(tokens), us)
+
+
+def _require_equal(result: torch.Tensor, reference: torch.Tensor) -> None:
+    require_right(relative_error(ends(result), reference))
+
+
+def _rivals(forms: Sequence[_Form], columns: Mapping[int, Mapping[str, float]], tokens: int) -> list[_Form]:
+    """Return the forms to time: where that takes long, not those that were much slower than another packed one."""
+    last = columns[max(columns)] if columns else {}
+    best = min((us for name, us in last.items() if name != DENSE), default=0.0)
+    slow = {name for name, us in last.items() if name != DENSE and us > RIVAL * best}
+    return [form for form in forms if tokens < LONG_FROM or form.backend not in slow]

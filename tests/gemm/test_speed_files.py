@@ -1,0 +1,187 @@
+"""The files of measured times: what is read, what is written, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slidesparse import InputError
+from slidesparse.base import log
+from slidesparse.gemm import speed_files
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds, tables_for, tuned_path
+
+TOKENS = (64, 1024, 16384)
+LIBRARIES = {"dense": "torch 2.11", "quick": "Quick 1.0"}
+HERE = Installation("Test GPU", "9.9", "580.1", LIBRARIES)
+
+
+def _layer(out: int = 4096, tokens: tuple[int, ...] = TOKENS, **us: tuple[float | None, ...]) -> LayerSpeed:
+    return LayerSpeed("int8", out, 4096, tokens, us)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The user's cache folder, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    log.log_once.cache_clear()
+    return tmp_path / "cache/slidesparse"
+
+
+def test_a_table_is_read_as_it_was_written(cache: Path) -> None:
+    layer = _layer(dense=(1.0, 2.5, 3.0), **{"quick 6:8": (0.5, None, 0.25)})
+    assert load_speeds(tuned_path(HERE)) is None
+    path = add_layers(HERE, [layer])
+    assert path == tuned_path(HERE)
+    assert path.parent == cache
+    assert load_speeds(path) == SpeedTable(HERE, (layer,))
+
+
+def test_times_of_a_comparison_are_joined_with_older_ones_and_the_newest_come_last() -> None:
+    first, other = _layer(dense=(1.0,) * 3, quick=(2.0,) * 3), _layer(8, dense=(1.0,) * 3)
+    again = _layer(tokens=(1024, 4096), dense=(7.0, 8.0), quick=(5.0, 6.0))
+    more = _layer(dense=(3.0,) * 3, slow=(4.0,) * 3)  # another comparison: its dense is its own
+    for layers in ([first, other], [again, more]):
+        path = add_layers(HERE, layers)
+    table = load_speeds(path)
+    assert table is not None
+    joined = _layer(tokens=(64, 1024, 4096, 16384), dense=(1.0, 7.0, 8.0, 1.0), quick=(2.0, 5.0, 6.0, 2.0))
+    assert table.layers == (other, joined, more)
+
+
+def test_each_installation_has_a_file_of_its_own_and_the_others_remain(cache: Path) -> None:
+    newer = replace(HERE, libraries={**LIBRARIES, "quick": "Quick 2.0"})
+    others = [newer, replace(HERE, driver="590.1"), replace(HERE, driver=None)]
+    for installation in (HERE, *others):
+        add_layers(installation, [_layer(dense=(1.0,) * 3)])
+    assert len(list(cache.glob("*.json"))) == 4
+    assert tables_for(newer)[0].installation == newer
+    assert len(tables_for(newer)) == 4
+
+
+def test_tables_are_found_by_the_name_of_the_gpu(cache: Path) -> None:
+    assert tables_for(HERE) == []
+    add_layers(HERE, [_layer(dense=(1.0,) * 3)])
+    assert [table.installation.gpu for table in tables_for(HERE)] == ["Test GPU"]
+    assert tables_for(replace(HERE, gpu="Test-GPU")) == []  # a file of the same name says whose it is
+    (cache / file_name("Test GPU")).write_text(json.dumps(GOOD))  # an older version's name
+    assert len(tables_for(HERE)) == 2
+
+
+def test_packaged_tables_serve_gpus_of_their_capability() -> None:
+    h100 = Installation("NVIDIA H100 PCIe", "9.0", None, LIBRARIES)
+    assert {table.installation.gpu for table in tables_for(h100)} == {"NVIDIA H200"}
+    assert all(table.packaged for table in tables_for(h100))
+    assert tables_for(replace(h100, gpu="NVIDIA A100", capability="8.0")) == []
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_one_warning_and_is_written_anew(caplog: pytest.LogCaptureFixture) -> None:
+    path = tuned_path(HERE)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    for _ in range(3):
+        assert tables_for(HERE) == []
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "these times are not used: damaged" in warning.getMessage()
+    assert "\n" not in warning.getMessage()
+    add_layers(HERE, [_layer(dense=(1.0,) * 3)])
+    assert len(tables_for(HERE)) == 1
+
+
+def test_what_the_disk_refuses_is_kept_by_the_process(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.parent.write_text("a file where the folder would be")
+    layer, more = _layer(dense=(1.0,) * 3), _layer(8, dense=(1.0,) * 3)
+    assert add_layers(HERE, [layer]) is None
+    assert add_layers(HERE, [more]) is None
+    assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "the times measured here cannot be kept, so the next start measures again: " in warnings[0]
+    cache.parent.unlink()
+    assert add_layers(HERE, []) == tuned_path(HERE)
+    assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
+
+
+def test_a_file_that_another_process_wrote_is_read_again() -> None:
+    path = add_layers(HERE, [_layer(dense=(1.0,) * 3)])
+    assert path is not None
+    before = load_speeds(path)
+    other = path.with_suffix(".other")
+    other.write_text(path.read_text().replace("1.0", "2.0"))
+    other.replace(path)
+    assert load_speeds(path) != before
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
+def test_the_packages_tables_are_in_order(path: Path) -> None:
+    table = load_speeds(path)
+    assert table is not None
+    assert path.name == file_name(table.installation.gpu)
+    assert table.installation.capability
+    assert DENSE in table.installation.libraries
+    for layer in table.layers:
+        assert {name.partition(" ")[0] for name in layer.us} <= set(table.installation.libraries)
+
+
+GOOD = {
+    "version": 2,
+    "gpu": "Test GPU",
+    "capability": "9.9",
+    "driver": None,
+    "libraries": {},
+    "layers": [{"dtype": "int8", "out": 8, "columns": 8, "tokens": [1, 2], "us": {"dense": [1.0, None]}}],
+}
+
+
+def test_the_good_table_is_good(tmp_path: Path) -> None:
+    path = tmp_path / "good.json"
+    path.write_text(json.dumps(GOOD))
+    assert load_speeds(path) is not None
+
+
+def test_a_table_of_the_first_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({name: GOOD[name] for name in ("gpu", "libraries", "layers")} | {"version": 1}))
+    table = load_speeds(path)
+    assert table is not None
+    assert table.installation == Installation("Test GPU", "", None, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 3}, "version of the table"),
+        ({"gpu": 7}, "table.gpu"),
+        ({"driver": 580}, "table.driver"),
+        ({"libraries": {"dense": 1}}, "libraries"),
+        ({"layers": [{**GOOD["layers"][0], "tokens": [2, 1]}]}, "ascending"),
+        ({"layers": [{**GOOD["layers"][0], "tokens": []}]}, "sizes"),
+        ({"layers": [{**GOOD["layers"][0], "out": 0}]}, "sizes"),
+        ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0]}}]}, "times of dense"),
+        ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0, 0.0]}}]}, "times of dense"),
+        ({"layers": [{**GOOD["layers"][0], "ms": 1}]}, "'ms'"),
+    ],
+)
+def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(InputError, match=r"damaged .*bad\.json") as error:
+        load_speeds(path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
+def test_packaged_times_are_of_the_kernel_in_the_package(path: Path) -> None:
+    table = load_speeds(path)
+    assert table is not None
+    assert table.installation.libraries["hopper"] == Hopper().library()  # else every log would name an older kernel

@@ -1,0 +1,84 @@
+"""Layers are measured on the spot, on a GPU: what is kept, what it costs, and that it happens once."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+import slidesparse
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.gemm import choose
+from slidesparse.gemm.select import backends_to_compare, installation
+from slidesparse.gemm.speed import MEASURED_HERE
+from slidesparse.gemm.speed_files import load_speeds, tuned_path
+from slidesparse.linear import SlideLinear, packed_problem
+from slidesparse.packing import pack
+from slidesparse.prune import prune_mask
+from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
+from slidesparse.tuning.measure import TRANSIENT_BYTES
+
+pytestmark = pytest.mark.gpu
+
+OUT, K = 4608, 3584
+LOG = logging.getLogger("slidesparse.test")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_a_layer_is_measured_once_within_its_memory_and_time(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    weight = torch.randn(OUT, K, device="cuda") * 30
+    weight = (weight * prune_mask(weight, "6:8")).to(dtype)
+    scale = torch.full((OUT,), 1e-3, device="cuda") if dtype != torch.bfloat16 else None
+    packed = pack(weight, "6:8", scale=scale)
+    problem = packed_problem(packed)
+    if not (backends := backends_to_compare(problem)):
+        pytest.skip("no accelerated backend runs here")
+    before, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+    tuner = LoadTuner(16384, torch.bfloat16, LOG)
+    assert tuner.wants(problem)
+    tuner.measure(problem, packed)
+    assert torch.cuda.max_memory_allocated() - before < 1.25 * TRANSIENT_BYTES  # estimated, not counted
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
+    assert tuner.spent_s < BUDGET_S
+    table = load_speeds(tuned_path(installation()))
+    assert table is not None
+    assert table.installation.driver
+    (layer,) = table.layers
+    assert layer.tokens == tuple(tuner.sizes)
+    assert set(layer.us) == {"dense", *(f"{name} 6:8" for name in backends[1:])}
+    assert None not in layer.us["dense"]
+    growth = [later / former for former, later in zip(layer.us["dense"], layer.us["dense"][1:], strict=False)]
+    assert growth[-1] > 2.5, "four times the tokens take about four times as long"  # not the host's time
+    assert choose(problem).reason == MEASURED_HERE
+    assert not LoadTuner(16384, torch.bfloat16, LOG).wants(problem)
+    assert [line for line in caplog.messages if "measured int8" in line or "measured f" in line or "measured b" in line]
+
+
+def test_a_second_load_measures_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+    make_checkpoint(tmp_path / "m", **sizes)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    tokens = torch.randint(3, 90, (2, 11), device="cuda")
+    first = slidesparse.load(tmp_path / "s", device="cuda")
+    layers = [module for module in first.modules() if isinstance(module, SlideLinear)]
+    kinds = {(layer.out_features, layer.in_features) for layer in layers}
+    if not any("measuring" in line for line in caplog.messages):
+        pytest.skip("no accelerated backend runs here")
+    assert sum("slidesparse: measured int8" in line for line in caplog.messages) == len(kinds)
+    assert {layer.choice.reason for layer in layers} == {MEASURED_HERE}
+    caplog.clear()
+    second = slidesparse.load(tmp_path / "s", device="cuda")
+    assert not [line for line in caplog.messages if "measur" in line and "slidesparse:" in line]
+    assert torch.equal(first(tokens).logits, second(tokens).logits)

@@ -1,0 +1,304 @@
+"""Layers are measured when they are loaded: once, by one process, within a budget, and served whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tuning_fakes import FakeClock, FakeStopwatch, Quick
+
+from slidesparse.base import log
+from slidesparse.base.file_lock import file_lock
+from slidesparse.errors import InputError
+from slidesparse.gemm import BACKENDS, Problem, choose, select, speed_files
+from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.reference import Reference
+from slidesparse.gemm.select import installation
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed_files import add_layers, load_speeds, lock_path, tuned_path
+from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.tuning import at_load
+from slidesparse.tuning.at_load import BUDGET_S, LoadTuner, check_tune
+from slidesparse.tuning.measure import TakenTimes
+
+OUT, K = 24, 64
+CPU = torch.device("cpu")
+PROBLEM = Problem(Pattern(6, 8), torch.int8, OUT, K, CPU)
+LOGGER = logging.getLogger("slidesparse.test")
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The CPU passes for a GPU, with one accelerated backend."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    log.log_once.cache_clear()
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for backend in (Reference, Dense, Quick):
+        monkeypatch.setitem(BACKENDS, backend.name, backend)
+    monkeypatch.setattr(select, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 9))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The lines of the tuner so far, which are forgotten then."""
+    caplog.set_level(logging.INFO)
+
+    def read() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name == LOGGER.name]
+        caplog.clear()
+        return found
+
+    return read
+
+
+def packed(out: int = OUT, pattern: str = "6:8") -> PackedWeight:
+    weight = torch.randint(1, 128, (out, K)).to(torch.int8) * prune_mask(torch.ones(out, K), pattern).to(torch.int8)
+    return pack_segments(weight, pattern, scale=torch.full((out,), 1e-2))
+
+
+def tuner(most: int = 1024, budget_s: float = BUDGET_S, dense_us: float = 2e3, **options: Any) -> LoadTuner:
+    clock = FakeClock()
+    stopwatch = FakeStopwatch(lambda backend, _: dense_us if backend == "dense" else 1e3, clock, **options)
+    return LoadTuner(
+        most, torch.bfloat16, LOGGER, budget_s=budget_s, stopwatch=lambda: stopwatch, clock=clock, sleep=clock.sleep
+    )
+
+
+def loaded(by: LoadTuner, problem: Problem = PROBLEM) -> bool:
+    """Load a layer; returns whether it was measured."""
+    if not by.wants(problem):
+        return False
+    by.measure(problem, packed(problem.out_features, str(problem.pattern)))
+    return True
+
+
+def test_a_layer_is_measured_once_and_read_by_the_next_start(lines: Callable[[], list[str]]) -> None:
+    assert choose(PROBLEM).backends == ("dense",)
+    by = tuner()
+    assert loaded(by)
+    assert not loaded(by)  # the next layer of this kind
+    choice = choose(PROBLEM)
+    assert (choice.backends, choice.reason) == (("quick",), "measured here")
+    table = load_speeds(tuned_path(installation(CPU)))
+    assert table is not None
+    (layer,) = table.layers
+    assert (layer.out, layer.columns, layer.tokens) == (OUT, K, (16, 64, 256, 512, 1024))
+    assert layer.us == {"dense": (2e3,) * 5, "quick 6:8": (1e3,) * 5}
+    start, end = lines()
+    assert start == "slidesparse: measuring int8 24x64 6:8 on this GPU: dense, quick at 16 to 1024 tokens"
+    assert end.startswith("slidesparse: measured int8 24x64 6:8 in 0.")
+    assert end.endswith("quick 6:8 over dense 0.50 at 16, 0.50 at 64, 0.50 at 256, 0.50 at 512, 0.50 at 1024 tokens")
+    before = tuned_path(installation(CPU)).stat()
+    assert not loaded(tuner())
+    assert lines() == []
+    assert tuned_path(installation(CPU)).stat() == before
+
+
+def test_each_kind_of_layer_is_measured_and_none_is_lost() -> None:
+    by = tuner()
+    kinds = [PROBLEM, replace(PROBLEM, out_features=32), replace(PROBLEM, pattern=Pattern(4, 6))]
+    assert all(loaded(by, kind) for kind in kinds)
+    assert [choose(kind).reason for kind in kinds] == ["measured here"] * 3
+
+
+def test_more_tokens_are_measured_when_an_engine_takes_more(lines: Callable[[], list[str]]) -> None:
+    assert loaded(tuner(most=256))
+    lines()
+    assert not loaded(tuner(most=512))  # 256 is near enough
+    assert loaded(tuner(most=2048))
+    assert lines()[0].endswith("dense, quick at 1024 to 2048 tokens")
+    table = load_speeds(tuned_path(installation(CPU)))
+    assert table is not None
+    assert table.layers[0].tokens == (16, 64, 256, 1024, 2048)
+
+
+@pytest.mark.parametrize("what", ["driver", "kernel"])
+def test_a_new_driver_or_kernel_makes_old_times_a_prior(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(tuner())
+    if what == "driver":
+        monkeypatch.setattr(select, "driver_version", lambda: "590.1")
+        told = "prior: measured at 24x64 with driver 580.1; this is driver 590.1"
+    else:
+        monkeypatch.setattr(Quick, "library", lambda _: "Quick 2.0")
+        told = "prior: measured at 24x64 with Quick 1.0; this is Quick 2.0"
+    choice = choose(PROBLEM)
+    assert (choice.backends, choice.reason) == (("quick",), told)
+    assert loaded(tuner(dense_us=1e3))
+    choice = choose(PROBLEM)
+    assert (choice.backends, choice.reason) == (("dense",), "measured here")
+
+
+@pytest.mark.parametrize(
+    ("problem", "backend", "fallback"),
+    [
+        (PROBLEM, "quick", "dense"),  # the user chose
+        (PROBLEM, "auto", "none"),  # one packed form alone
+        (replace(PROBLEM, slid=False), "auto", "dense"),
+    ],
+)
+def test_nothing_is_measured_where_no_time_decides(problem: Problem, backend: str, fallback: Any) -> None:
+    assert not tuner().wants(problem, backend, fallback)
+
+
+def test_nothing_is_measured_on_a_cpu_or_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not tuner().wants(PROBLEM)
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "can_be_timed", lambda device: device.type == "cuda")
+        assert not tuner().wants(PROBLEM)
+    assert tuner().wants(PROBLEM)
+
+
+def test_after_the_budget_a_prior_decides_and_the_next_start_goes_on(lines: Callable[[], list[str]]) -> None:
+    by, other = tuner(budget_s=0.2), replace(PROBLEM, out_features=32)
+    assert loaded(by)
+    assert not loaded(by, other)
+    assert by.spent_s < 0.4
+    assert choose(PROBLEM).reason == "measured here"
+    assert choose(other).reason.startswith("prior: measured at 24x64")
+    (told,) = [line for line in lines() if "measuring ends after 0.2 s of this start" in line]
+    assert "go by a prior, and the next start, or slidesparse tune, measures them" in told
+    again = tuner()
+    assert loaded(again)
+    assert loaded(again, other)
+    assert choose(other).reason == "measured here"
+
+
+def test_a_busy_gpu_gives_no_times(lines: Callable[[], list[str]]) -> None:
+    loaded(tuner(disturbance=1.1))
+    assert "so the GPU is busy" in lines()[1]
+    assert choose(PROBLEM).backends == ("dense",)
+    assert not tuned_path(installation(CPU)).exists()
+
+
+def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: unknown\nmore")
+
+    monkeypatch.setattr(at_load.LayerMeasurement, "measure", fail)
+    loaded(tuner())
+    assert lines()[1:] == ["slidesparse: int8 24x64 6:8 is not measured: CUDA error: unknown"]
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_measured_anew() -> None:
+    path = tuned_path(installation(CPU))
+    path.parent.mkdir(parents=True)
+    path.write_text('{"version": 2')
+    assert loaded(tuner())
+    assert choose(PROBLEM).reason == "measured here"
+    assert load_speeds(path) is not None
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    assert loaded(tuner())
+    assert choose(PROBLEM).reason == "measured here"
+    assert "(not kept)" in lines()[-1]
+    assert not loaded(tuner())  # this process knows
+
+
+def test_the_file_of_another_gpu_is_not_read() -> None:
+    assert loaded(tuner())
+    path = tuned_path(installation(CPU))
+    path.write_text(path.read_text().replace("Test GPU", "Fest GPU"))
+    assert choose(PROBLEM).backends == ("dense",)
+    assert loaded(tuner())
+    assert choose(PROBLEM).reason == "measured here"
+
+
+# -- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_waits_for_another_one_and_reads_its_times(lines: Callable[[], list[str]]) -> None:
+    here = installation(CPU)
+    times = LayerSpeed("int8", OUT, K, (16, 64, 256, 512, 1024), {"dense": (1.0,) * 5, "quick 6:8": (0.5,) * 5})
+    with ExitStack() as held:
+        held.enter_context(file_lock(lock_path(here), 0))
+        by = tuner()
+
+        def other_ends(seconds: float) -> None:
+            add_layers(here, [times])
+            held.close()
+
+        by._sleep = other_ends
+        loaded(by)
+    assert lines() == ["slidesparse: waiting for another process that measures this GPU model"]
+    assert choose(PROBLEM).measured == replace(times, us={"dense": (1.0,) * 5, "quick": (0.5,) * 5})
+
+
+def test_a_process_waits_no_longer_than_the_budget(lines: Callable[[], list[str]]) -> None:
+    with file_lock(lock_path(installation(CPU)), 0):
+        by = tuner(budget_s=3.0)
+        loaded(by)
+    assert by.spent_s == pytest.approx(3.0, abs=0.1)
+    assert len(lines()) == 2
+    assert not loaded(by, replace(PROBLEM, out_features=32))
+    assert lines() == []
+    assert choose(PROBLEM).backends == ("dense",)
+
+
+def _start(results: Any) -> None:
+    measured = []
+
+    def measure(self: Any, *_: Any) -> TakenTimes:
+        measured.append(1)
+        time.sleep(0.3)
+        return TakenTimes(
+            LayerSpeed("int8", OUT, K, (16, 64, 256, 1024), {"dense": (2.0,) * 4, "quick 6:8": (1.0,) * 4}), 0, {}
+        )
+
+    at_load.LayerMeasurement.measure = measure  # type: ignore[method-assign]
+    try:
+        by = LoadTuner(1024, torch.bfloat16, LOGGER, stopwatch=lambda: None)  # type: ignore[arg-type,return-value]
+        if by.wants(PROBLEM):
+            by.measure(PROBLEM, None)  # type: ignore[arg-type]
+    finally:
+        results.put((len(measured), choose(PROBLEM).reason))
+
+
+def test_of_several_processes_that_start_at_once_one_measures() -> None:
+    forked: Any = multiprocessing.get_context("fork")
+    results = forked.SimpleQueue()
+    processes = [forked.Process(target=_start, args=(results,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(found) == [(0, "measured here")] * 3 + [(1, "measured here")]
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "new/x.lock"
+    with file_lock(path, 0) as held, file_lock(path, 0) as again:
+        assert (held, again) == (True, False)
+    with file_lock(path, 0) as held:
+        assert held
+
+
+def test_the_options_values_are_two() -> None:
+    for good in ("auto", "off"):
+        check_tune(good, "tune")
+    for bad in (True, None, "on"):
+        with pytest.raises(InputError, match=r"^tune; got .*; needed auto or off"):
+            check_tune(bad, "tune")

@@ -1,0 +1,172 @@
+"""Measuring one weight on a CPU: what is timed, for how long, within what memory, and what is not believed."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+import torch
+from tuning_fakes import FakeStopwatch, Quick, Us, Wrong
+
+from slidesparse.gemm import BACKENDS
+from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.prune import prune_mask
+from slidesparse.tuning import measure
+from slidesparse.tuning.measure import LONG_FROM, LONG_S, SHORT_S, LayerMeasurement, TakenTimes, sizes_up_to
+
+OUT, K = 24, 64
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (Quick, Wrong):
+        monkeypatch.setitem(BACKENDS, backend.name, backend)
+
+
+def packed(dtype: torch.dtype = torch.int8) -> PackedWeight:
+    weight = torch.randint(1, 128, (OUT, K)).to(torch.int8) * prune_mask(torch.ones(OUT, K), "6:8").to(torch.int8)
+    if dtype != torch.int8:
+        return pack_segments(weight.to(dtype), "6:8")
+    return pack_segments(weight, "6:8", scale=torch.full((OUT,), 1e-2))
+
+
+def taken(
+    stopwatch: FakeStopwatch,
+    tokens: list[int],
+    names: tuple[str, ...] = ("dense", "quick"),
+    known: tuple[int, ...] = (),
+    weight: PackedWeight | None = None,
+    until: float = 1e9,
+) -> TakenTimes:
+    chosen = packed() if weight is None else weight
+    measurement = LayerMeasurement(chosen, names, torch.bfloat16, stopwatch)
+    return measurement.measure(tokens, known, lambda: stopwatch.clock() >= until)
+
+
+def by(**us: float) -> Us:
+    return lambda backend, tokens: us[backend]
+
+
+def test_every_backend_is_timed_at_every_number_of_tokens() -> None:
+    times = {("dense", 16): 2000.0, ("dense", 64): 3000.0, ("quick", 16): 1000.0, ("quick", 64): 1500.004}
+    stopwatch = FakeStopwatch(lambda backend, tokens: times[backend, tokens])
+    found = taken(stopwatch, [16, 64])
+    assert found == TakenTimes(
+        LayerSpeed("int8", OUT, K, (16, 64), {"dense": (2000.0, 3000.0), "quick 6:8": (1000.0, 1500.0)}), 0.0, {}
+    )
+    floats = taken(stopwatch, [16], weight=packed(torch.bfloat16))
+    assert floats.layer is not None
+    assert floats.layer.dtype == "bf16"
+
+
+def test_operands_are_copied_so_that_the_cache_is_cold_and_calls_are_captured() -> None:
+    stopwatch = FakeStopwatch(by(dense=1e3, quick=1e3), l2_bytes=10 * OUT * K)
+    taken(stopwatch, [16])
+    assert all(capture and copies > 4 for _, _, capture, copies in stopwatch.prepared)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(16, SHORT_S), (LONG_FROM, LONG_S)])
+def test_a_backend_runs_alone_for_its_time(tokens: int, seconds: float) -> None:
+    stopwatch = FakeStopwatch(by(dense=2e3, quick=1e3))
+    taken(stopwatch, [tokens])
+    runs = [(name, len(list(group))) for name, group in groupby(stopwatch.launches)]
+    copies = stopwatch.prepared[0][3]
+    in_turn = [run for run in runs if run[1] > 4]  # the others warm up and estimate
+    length = {"dense": seconds / 2e-3 / copies, "quick": seconds / 1e-3 / copies}
+    again = ["dense"] if tokens < LONG_FROM else []  # twice for the noise, where that takes little
+    assert [name for name, _ in in_turn] == ["dense", "quick", *again]
+    assert all(count == pytest.approx(length[name], abs=3) for name, count in in_turn)
+
+
+def test_what_else_runs_on_the_gpu_shows() -> None:
+    quiet, busy = (FakeStopwatch(by(dense=1e3, quick=1e3), disturbance=by_launch) for by_launch in (1.0, 1.02))
+    assert taken(quiet, [16]).noise == 0
+    assert taken(busy, [16]).noise > 0.3
+
+
+def test_a_wrong_product_has_no_time_and_its_reason_is_told() -> None:
+    found = taken(FakeStopwatch(by(dense=1e3, quick=1e3, wrong=1.0)), [16], ("dense", "wrong", "quick"))
+    assert found.layer is not None
+    assert found.layer.us == {"dense": (1e3,), "wrong 6:8": (None,), "quick 6:8": (1e3,)}
+    assert found.faults.keys() == {"wrong"}
+    assert found.faults["wrong"].startswith("WRONG RESULT; got relative error 1")
+
+
+def test_without_a_dense_time_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel image\nmore")
+
+    monkeypatch.setattr(Dense, "matmul", broken)
+    assert taken(FakeStopwatch(by(quick=1e3)), [16]) == TakenTimes(None, 0.0, {"dense": "no kernel image"})
+
+
+def test_measuring_ends_with_its_time_and_keeps_what_it_has() -> None:
+    stopwatch = FakeStopwatch(by(dense=1e3, quick=1e3))
+    found = taken(stopwatch, [16, 64, 256], until=0.07)
+    assert found.layer is not None
+    assert found.layer.tokens == (16, 64)  # some 0.06 s each
+
+
+def test_a_form_that_is_far_slower_is_not_timed_where_that_takes_long() -> None:
+    stopwatch = FakeStopwatch(by(dense=1e3, quick=4e3, wrong=1.0))
+    found = taken(stopwatch, [1024, LONG_FROM], ("dense", "quick"))
+    assert found.layer is not None
+    assert found.layer.us["quick 6:8"] == (4e3, 4e3)  # the only packed one
+    slow = {"dense": 1e3, "quick": 1e3, "slow": 1.3e3}
+    BACKENDS["slow"] = type("Slow", (Quick,), {"name": "slow"})
+    try:
+        found = taken(FakeStopwatch(by(**slow)), [1024, LONG_FROM], ("dense", "quick", "slow"))
+    finally:
+        del BACKENDS["slow"]
+    assert found.layer is not None
+    assert found.layer.us["slow 6:8"] == (1.3e3, None)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_limits_the_number_of_tokens() -> None:
+    stopwatch = FakeStopwatch(by(dense=1e5, quick=1e5))
+    token_bytes = 2 * K + 2 * OUT + 96 + 4  # activations, products, lifted ones (6:8: 1.5 times as many), a scale
+    stopwatch.memory = 700 * token_bytes
+    found = taken(stopwatch, [16, 64, 1024, 4096])
+    assert found.layer is not None
+    assert found.layer.tokens == (16, 64, 512)
+    # There is no memory for the products of a graph besides, so these calls are launched one by one.
+    assert [capture for _, tokens, capture, _ in stopwatch.prepared if tokens == 512] == [False, False]
+    assert [capture for _, tokens, capture, _ in stopwatch.prepared if tokens == 16] == [True, True]
+    assert taken(stopwatch, [4096], known=(1024,)).layer is None  # near enough to 512
+    assert taken(FakeStopwatch(by(), memory=10), [16]).layer is None
+
+
+def test_measuring_takes_no_more_than_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "TRANSIENT_BYTES", 1 << 17)
+    found = taken(FakeStopwatch(by(dense=1e5, quick=1e5)), [16, 4096])
+    assert found.layer is not None
+    assert found.layer.tokens == (16, 256)
+
+
+def test_out_of_memory_all_the_same_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch = FakeStopwatch(by(dense=1e3, quick=1e3))
+    prepare = stopwatch.prepare
+
+    def full(calls, capture, check):  # type: ignore[no-untyped-def]
+        if len(calls[0].args[1]) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prepare(calls, capture, check)
+
+    monkeypatch.setattr(stopwatch, "prepare", full)
+    found = taken(stopwatch, [16, 64])
+    assert found.layer is not None
+    assert found.layer.tokens == (16,)
+    assert found.faults == {"dense": "out of memory at 64 tokens"}
+
+
+def test_sizes_end_with_the_engines_largest_batch() -> None:
+    assert sizes_up_to(2048) == [16, 64, 256, 512, 1024, 2048]
+    assert sizes_up_to(8192)[-2:] == [4096, 8192]
+    assert sizes_up_to(5000)[-1] == 4096
+    assert sizes_up_to(10**6) == list(measure.SIZES)
+    assert sizes_up_to(8) == [8]
