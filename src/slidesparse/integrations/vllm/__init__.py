@@ -7,6 +7,7 @@ and must not touch CUDA, since workers may fork afterwards. The rest of the plug
 ``options.py``     what a user may say in ``--additional-config``
 ``names.py``       which checkpoints and which of their layers belong to us, in plain Python
 ``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
+``refused.py``     options of vLLM that sparse layers cannot follow
 ``engine.py``      what is prepared once for each model: its state, the graph pass, stack room
 ``model_state.py`` what the layers of a model share: options, status, warm-up, specs, measured speeds
 ``scheme.py``      a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why

@@ -34,6 +34,7 @@ from slidesparse.integrations.vllm.names import (
     require_marker,
     why_left_to_vllm,
 )
+from slidesparse.integrations.vllm.refused import SERVE_DENSE
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 
@@ -44,8 +45,6 @@ UNQUANTISED = {"target_scheme_map": {}, "ignore": [], "quant_format": ""} | {
     "sparsity_ignore_list": [],
 }
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
-
-SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):

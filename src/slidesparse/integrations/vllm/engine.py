@@ -6,6 +6,7 @@ from typing import Any
 
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.refused import require_supported
 from slidesparse.integrations.vllm.stack_room import add_stack_room
 
 
@@ -17,7 +18,9 @@ def prepare_engine(vllm_config: Any) -> ModelState:
 
     Raises:
         InputError: An unknown option.
+        UnsupportedError: An option of vLLM's that sparse layers cannot follow.
     """
+    require_supported(vllm_config)
     state = ModelState.create(vllm_config)
     install_pass(vllm_config.compilation_config, state)
     add_stack_room()

@@ -28,6 +28,7 @@ class ModelState:
         specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
             compiled graph keeps of the weight: sizes, column order, backends.
         speeds: Spec -> the times that decided its routes.
+        adapters: The engine may put LoRA adapters around layers.
     """
 
     options: Options = field(default_factory=Options)
@@ -35,6 +36,7 @@ class ModelState:
     warmup: WarmUp | None = None
     specs: dict[str, str] = field(default_factory=dict)
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
+    adapters: bool = False
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
@@ -52,7 +54,8 @@ class ModelState:
         model = vllm_config.model_config
         if model is None:
             return cls(options)
-        return cls(options, warmup=WarmUp(vllm_config.scheduler_config.max_num_batched_tokens, model.dtype))
+        warmup = WarmUp(vllm_config.scheduler_config.max_num_batched_tokens, model.dtype)
+        return cls(options, warmup=warmup, adapters=vllm_config.lora_config is not None)
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""

@@ -21,9 +21,18 @@ ATTRIBUTE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
 
 
-def keep(layer: Any, slide: SlideLinear) -> None:
-    """Put a SlideLinear into a layer of vLLM's, as a plain attribute and not as a submodule."""
+def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
+    """Put a SlideLinear into a layer of vLLM's, as a plain attribute and not as a submodule.
+
+    Args:
+        layer: The layer.
+        slide: Its packed weight.
+        adapters: LoRA adapters will be put around the layer. They call its method, and ask for the device of a tensor
+            under one of three names, of which this one does not promise a matrix.
+    """
     object.__setattr__(layer, ATTRIBUTE, slide)
+    if adapters:
+        object.__setattr__(layer, "weight_packed", slide.forms[0].tensors[-1])
 
 
 def kept(layer: Any) -> SlideLinear | None:

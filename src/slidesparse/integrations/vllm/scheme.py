@@ -142,7 +142,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         del layer.weight
         if scale is not None:
             del layer.weight_scale
-        keep(layer, slide)
+        keep(layer, slide, model.adapters)
         model.add_layer(named.name, slide)
         on_gpu = weight.is_cuda
         del weight, scale  # the dense weight's memory is free again
