@@ -230,16 +230,33 @@ class SlideLinear(nn.Module):
         groups = None if whole else following_groups(weight, self.pattern, self.k_offset)
         scale = None if scale is None else scale.detach().to(self.device)
         packed = pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
-        forms, spec, before = self.forms, self.spec, self._tensors()
-        self._set_forms(packed)
-        if self.spec == spec and [t.shape for t in before] == [t.shape for t in self._tensors()]:
-            for own, new in zip(before, self._tensors(), strict=True):  # captured graphs hold their addresses
-                own.copy_(new)
-            self.forms, self._forms = forms, tuple(forms)
-            if self.device.type == "cuda":  # as in Backend.prepare: a product may fetch weights early
-                torch.cuda.current_stream(self.device).synchronize()
+        if not self.refill(packed):
+            self._set_forms(packed)
+            if self.weight_scale is not None and packed.scale is not None:
+                self.weight_scale.copy_(packed.scale)
+
+    @torch.no_grad()
+    def refill(self, packed: PackedWeight) -> bool:
+        """Copy another packed weight into this layer's tensors, whose addresses captured CUDA graphs hold.
+
+        Returns:
+            False, with nothing changed, for a weight of other sizes or with other numbers of groups that follow the
+            pattern: its tensors do not fit, or compiled graphs would read them in the wrong order.
+        """
+        forms = [WeightForm(packed, name) for name in self.choice.backends]
+        new = [tensor for form in forms for tensor in form.tensors]
+        own = self._tensors()
+        if [form.spec() for form in forms] != [form.spec() for form in self._forms]:
+            return False
+        if [(t.shape, t.dtype) for t in new] != [(t.shape, t.dtype) for t in own]:
+            return False
+        for kept, tensor in zip(own, new, strict=True):
+            kept.copy_(tensor)
         if self.weight_scale is not None and packed.scale is not None:
             self.weight_scale.copy_(packed.scale)
+        if self.device.type == "cuda":  # as in Backend.prepare: a product may fetch weights early
+            torch.cuda.current_stream(self.device).synchronize()
+        return True
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for form in self._forms for tensor in form.tensors]

@@ -293,30 +293,7 @@ def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
         loaded(configured(checkpoints("dense"), quantization="slidesparse"), REFERENCE)
 
 
-# -- weights that are loaded again ---------------------------------------------------------------------------------
-
-
-def test_weights_are_not_loaded_again_and_nothing_is_lost(checkpoints: Any) -> None:
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-    model = loaded(configured(checkpoints("6:8")), REFERENCE)
-    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    before = model.model.layers[0].mlp.down_proj(x)[0]
-    with pytest.raises(
-        UnsupportedError, match=r"loaded again.*model\.layers\.0\.\S+_proj, whose dense.*start vLLM again"
-    ):
-        initialize_layerwise_reload(model)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert torch.equal(model.model.layers[0].mlp.down_proj(x)[0], before)
-
-
-def test_a_layer_that_is_processed_again_says_so(checkpoints: Any) -> None:
-    layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
-    kept, layer.weight = layer.slide, torch.nn.Parameter(torch.zeros(256, 512))
-    with pytest.raises(UnsupportedError, match=r"loaded again.*model\.layers\.0\.mlp\.down_proj") as error:
-        layer.quant_method.process_weights_after_loading(layer)
-    assert "\n" not in str(error.value)
-    assert layer.slide is kept
+# -- layers that stay vLLM's -----------------------------------------------------------------------------------------
 
 
 def test_a_layer_that_was_left_to_vllm_is_left_to_it_again(vllm_config: Any) -> None:
@@ -331,9 +308,6 @@ def test_a_layer_that_was_left_to_vllm_is_left_to_it_again(vllm_config: Any) -> 
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "slide")
     assert layer.quant_method.converted is False
-
-
-# -- what latent attention reads -----------------------------------------------------------------------------------
 
 
 def replicated(config: Any, name: str, weight: torch.Tensor) -> Any:

@@ -307,4 +307,5 @@ def _profiled(call: Callable[[], Any], times: int) -> dict[str, tuple[float, int
 
 
 def _bytes(model: Any) -> int:
-    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    packed = [vars(module)["slide"] for module in model.modules() if "slide" in vars(module)]  # they are no submodules
+    return sum(tensor.nbytes for each in (model, *packed) for tensor in (*each.parameters(), *each.buffers()))

@@ -8,7 +8,8 @@ and must not touch CUDA, since workers may fork afterwards. The rest of the plug
 ``options.py``     what a user may say in ``--additional-config``
 ``names.py``       which checkpoints and which of their layers belong to us, in plain Python
 ``config.py``      the quantisation method ``slidesparse``: vLLM's compressed-tensors with our linears
-``engine.py``      what is prepared once for each model: its state, the graph pass, stack room, no reloading
+``refused.py``     options of vLLM that sparse layers cannot follow
+``engine.py``      what is prepared once for each model: its state, the graph pass, stack room
 ``model_state.py`` what the layers of a model share: options, status, warm-up, specs, measured speeds
 ``scheme.py``      a loaded and sharded layer becomes a SlideLinear, or stays as vLLM made it, and says why
 ``status.py``      what became of every layer, logged once
@@ -20,7 +21,7 @@ and must not touch CUDA, since workers may fork afterwards. The rest of the plug
 ``cache_key.py``   a hash of the package's sources, for the key of vLLM's compile cache
 ``private.py``     the one door to what vLLM does not offer to plugins
 ``stack_room.py``  vLLM's busy loops get room on CPython's stack
-``reload.py``      weights that are loaded again are refused
+``reload.py``      weights that are loaded again are packed into the same tensors
 ================== ==============================================================================================
 """
 

@@ -33,6 +33,7 @@ from slidesparse.integrations.vllm.names import (
     require_marker,
     why_left_to_vllm,
 )
+from slidesparse.integrations.vllm.refused import SERVE_DENSE
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
@@ -41,8 +42,6 @@ log = logging.getLogger(LOGGER)
 
 UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
-
-SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):

@@ -6,21 +6,22 @@ from typing import Any
 
 from slidesparse.integrations.vllm.graph_pass import install_pass
 from slidesparse.integrations.vllm.model_state import ModelState
-from slidesparse.integrations.vllm.reload import refuse_reloading
+from slidesparse.integrations.vllm.refused import require_supported
 from slidesparse.integrations.vllm.stack_room import add_stack_room
 
 
 def prepare_engine(vllm_config: Any) -> ModelState:
     """Create a model's state, and change what its process does with the model.
 
-    The changes: vLLM's compilation gets our graph pass, its busy loops get room on Python's stack, and reloading of
-    weights is refused. All but the first are made once a process, however many models it holds.
+    The changes: vLLM's compilation gets our graph pass, and its busy loops get room on Python's stack, once a process
+    however many models it holds.
 
     Raises:
         InputError: An unknown option.
+        UnsupportedError: An option of vLLM's that sparse layers cannot follow.
     """
+    require_supported(vllm_config)
     state = ModelState.create(vllm_config)
     install_pass(vllm_config.compilation_config, state)
     add_stack_room()
-    refuse_reloading()
     return state

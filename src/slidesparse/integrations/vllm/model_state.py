@@ -30,6 +30,7 @@ class ModelState:
         specs: Name of a layer that runs on our operators -> the spec of its weight, as text. It holds all that a
             compiled graph keeps of the weight: sizes, column order, backends.
         speeds: Spec -> the times that decided its routes.
+        adapters: The engine may put LoRA adapters around layers.
     """
 
     options: Options = field(default_factory=Options)
@@ -38,6 +39,7 @@ class ModelState:
     warmup: WarmUp | None = None
     specs: dict[str, str] = field(default_factory=dict)
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
+    adapters: bool = False
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
@@ -57,7 +59,8 @@ class ModelState:
             return cls(options)
         most = vllm_config.scheduler_config.max_num_batched_tokens
         tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
-        return cls(options, tuner=tuner, warmup=WarmUp(most, model.dtype))
+        adapters = vllm_config.lora_config is not None
+        return cls(options, tuner=tuner, warmup=WarmUp(most, model.dtype), adapters=adapters)
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""

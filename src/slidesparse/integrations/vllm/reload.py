@@ -1,53 +1,81 @@
-"""Refuse weights that are loaded again into a running engine, before anything of the engine is lost.
+"""Pack weights that are loaded again into a running engine, where captured CUDA graphs read them.
 
-The dense weight is gone, and captured CUDA graphs hold the addresses of the packed one: a reload would pack the new
-weight elsewhere, and the graphs would go on to read memory that is another tensor's by then.
+``reload_weights`` and all weight transfer (reinforcement learning) go layer by layer: vLLM takes every tensor out of
+the layer, puts its unpacked parameters back, loads them, and calls the layer's method as when the engine started. So
+the packed tensors are kept where vLLM does not look for tensors (:func:`keep`), and a new weight is copied into them:
+a captured graph holds their addresses. A weight that does not fit into them is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, wraps
-from importlib import import_module
 from typing import Any
 
-from torch import nn
-
-from slidesparse.errors import UnsupportedError
+from slidesparse.errors import PatternViolation, UnsupportedError
+from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.linear import SlideLinear
+from slidesparse.packing import pack
+from slidesparse.pattern import DENSE
+from slidesparse.support import check_groups, following_groups
 
-FIRST_STEP = ("vllm.model_executor.model_loader.reload.layerwise", "get_layer_params_buffers")
-"""The function with which vLLM's reload (``reload_weights`` and all weight transfer) begins, and where it is looked up:
-it lists the tensors of a module, of the whole model first, before the first of them is taken away."""
-
-
-def refusal(name: str) -> UnsupportedError:
-    """Return the error for a model in which the layer of that name runs on packed weights."""
-    return UnsupportedError(
-        "weights cannot be loaded again into a running engine with sparse layers",
-        got=f"{name}, whose dense weight is gone",
-        remedy="start vLLM again, or serve dense (--quantization compressed-tensors)",
-    )
+ATTRIBUTE = "slide"
+"""The attribute of a converted layer that holds its SlideLinear."""
 
 
-@lru_cache  # once a process
-def refuse_reloading() -> None:
-    """Make vLLM's reload refuse models with sparse layers; where it has no such function, the layers refuse later."""
-    module, function = FIRST_STEP
+def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
+    """Put a SlideLinear into a layer of vLLM's, as a plain attribute and not as a submodule.
+
+    Args:
+        layer: The layer.
+        slide: Its packed weight.
+        adapters: LoRA adapters will be put around the layer. They call its method, and ask for the device of a tensor
+            under one of three names, of which this one does not promise a matrix.
+    """
+    object.__setattr__(layer, ATTRIBUTE, slide)
+    if adapters:
+        object.__setattr__(layer, "weight_packed", slide.forms[0].tensors[-1])
+
+
+def kept(layer: Any) -> SlideLinear | None:
+    """Return the SlideLinear of a converted layer, or None."""
+    slide: SlideLinear | None = vars(layer).get(ATTRIBUTE)
+    return slide
+
+
+def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: int) -> None:
+    """Pack a layer's new weight into the tensors of the old one.
+
+    Args:
+        layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1]. Both are
+            gone afterwards, also when they are refused.
+        slide: The layer's SlideLinear.
+        named: Its name and pattern.
+        in_features: ``in`` of the whole weight.
+
+    Raises:
+        UnsupportedError: The weight does not satisfy the layer's pattern, or another number of its groups follows it.
+    """
+    weight = layer.weight.data
+    scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+    del layer.weight
+    if scale is not None:
+        del layer.weight_scale
+    k_offset = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0)) % slide.pattern.group
+    whole = slide.pattern == DENSE or slide.pattern.is_uniform
+    groups = None if whole else following_groups(weight, slide.pattern, k_offset)
     try:
-        found = import_module(module)
-    except ImportError:  # before it reloaded layer by layer
-        return
-    if hasattr(found, function):
-        setattr(found, function, _asking(getattr(found, function)))
+        check_groups(weight, slide.pattern, groups, k_offset=k_offset, name=named.name)
+    except PatternViolation as violation:
+        raise _refusal(named, violation.what, f"zeros of {slide.pattern}, as when the engine started") from violation
+    packed = pack(weight, slide.pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
+    if not slide.refill(packed):
+        needed = "as many as when the engine started, for which CUDA graphs were captured"
+        raise _refusal(named, "another number of column groups that follow the pattern", needed)
 
 
-def _asking(step: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    @wraps(step)
-    def ask_and_step(layer: nn.Module) -> Any:
-        for name, module in layer.named_modules():
-            if isinstance(module, SlideLinear):
-                raise refusal(name.rpartition(".")[0] or "a layer")
-        return step(layer)
-
-    return ask_and_step
+def _refusal(named: NamedLayer, got: str, needed: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the weight of {named.name} cannot be loaded into the running engine",
+        got=got,
+        needed=needed,
+        remedy="start vLLM again, since some layers have new weights by now and others old ones",
+    )

@@ -18,7 +18,7 @@ from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm.options import Options
-from slidesparse.integrations.vllm.reload import refusal
+from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.linear import SlideLinear
 from slidesparse.packed import PackedWeight
@@ -30,9 +30,6 @@ from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
-
-SUBMODULE = "slide"
-"""The attribute of a converted layer that holds its SlideLinear."""
 
 log = logging.getLogger(LOGGER)
 
@@ -118,6 +115,8 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
     """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
 
+    A layer that is a SlideLinear already gets the new weight, if it fits.
+
     Args:
         layer: With ``weight`` [out, in of this rank] and, of a quantised layer, ``weight_scale`` [out, 1].
         named: Its name and pattern.
@@ -129,10 +128,12 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
 
     Raises:
         PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
-        UnsupportedError: The backend that the user named cannot run it, or it is a SlideLinear already.
+        UnsupportedError: The backend that the user named cannot run it, or a new weight does not fit.
     """
-    if hasattr(layer, SUBMODULE):
-        raise refusal(named.name)
+    before = kept(layer)
+    if before is not None:
+        pack_again(layer, before, named, in_features)
+        return True
     weight = layer.weight.data
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
@@ -142,7 +143,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         del layer.weight
         if scale is not None:
             del layer.weight_scale
-        layer.add_module(SUBMODULE, slide)
+        keep(layer, slide, model.adapters)
         layer.requires_unquantized_input = True  # from vLLM 0.33 on a model may else hand over quantised activations
         model.add_layer(named.name, slide)
         on_gpu = weight.is_cuda

@@ -1,0 +1,52 @@
+"""Refuse what vLLM offers and sparse layers cannot do, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slidesparse.errors import UnsupportedError
+
+SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
+
+_SAVED = "tensors as another engine held them, which sparse layers do not have"
+LOAD_FORMATS = {
+    "dummy": "random weights, which follow no pattern",
+    "ipc_cache": "tensors of another process, after they were processed there",
+    "runai_streamer_sharded": _SAVED,
+    "sharded_state": _SAVED,
+    "tensorizer": _SAVED,
+}
+"""``--load-format`` that sparse layers cannot be made from -> what it brings instead of a checkpoint's weights."""
+
+OFFLOADING = {"uva": ("cpu_offload_gb", "--cpu-offload-gb"), "prefetch": ("offload_group_size", "--offload-group-size")}
+"""Part of vLLM's ``offload_config`` -> its size, which is 0 where it is off, and the option that sets it."""
+
+
+def require_supported(vllm_config: Any) -> None:
+    """Refuse options of an engine that sparse layers cannot follow.
+
+    Raises:
+        UnsupportedError: A load format that brings other tensors than a checkpoint's, or weights kept in host memory.
+    """
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    if load_format in LOAD_FORMATS:
+        raise UnsupportedError(
+            f"--load-format {load_format} with sparse layers",
+            got=LOAD_FORMATS[load_format],
+            needed="the checkpoint that slidesparse prune wrote",
+            remedy=f"leave the option out, or {SERVE_DENSE}",
+        )
+    for option, size in offloaded(getattr(vllm_config, "offload_config", None)).items():
+        raise UnsupportedError(
+            f"{option} with sparse layers",
+            got=size,
+            needed="0, since packed weights are made on the GPU and stay there",
+            remedy=f"leave the option out, or {SERVE_DENSE}",
+        )
+
+
+def offloaded(config: Any) -> Mapping[str, object]:
+    """Return the options with which a user keeps weights in host memory, and their values."""
+    sizes = {option: getattr(getattr(config, part, None), size, 0) for part, (size, option) in OFFLOADING.items()}
+    return {option: size for option, size in sizes.items() if size}

@@ -1,0 +1,73 @@
+"""Options of vLLM that sparse layers cannot follow: one line, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from vllm_models import REFERENCE, configured, loaded_by
+
+from slidesparse.errors import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+
+def offload(**sizes: Any) -> dict[str, Any]:
+    from vllm.config.offload import OffloadConfig
+
+    return {"offload_config": OffloadConfig(**sizes)}
+
+
+def load_format(name: str) -> dict[str, Any]:
+    from vllm.config.load import LoadConfig
+
+    return {"load_config": LoadConfig(load_format=name)}
+
+
+def test_formats_that_bring_no_checkpoint_are_refused() -> None:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader import LoadFormats
+
+    from slidesparse.integrations.vllm.refused import LOAD_FORMATS, require_supported
+
+    known = set(get_args(LoadFormats))
+    assert known - LOAD_FORMATS.keys() >= {"auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"}
+    assert LOAD_FORMATS.keys() - known <= {"ipc_cache"}  # not in older releases
+    for name in known:
+        config = VllmConfig(**load_format(name))
+        if name not in LOAD_FORMATS:
+            require_supported(config)
+            continue
+        with pytest.raises(UnsupportedError, match=f"--load-format {name} with sparse layers; .*compressed-tensors"):
+            require_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        (lambda: load_format("dummy"), "--load-format dummy with sparse layers; got random weights, which follow no"),
+        (lambda: offload(uva={"cpu_offload_gb": 2}), r"--cpu-offload-gb with sparse layers; got 2(\.0)?; needed 0"),
+        (lambda: offload(prefetch={"offload_group_size": 4}), "--offload-group-size with sparse layers; got 4; needed"),
+    ],
+)
+def test_a_model_is_refused_before_it_is_loaded(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, refused: Any, told: str
+) -> None:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    model = configured(checkpoints("6:8"))
+    config = VllmConfig(model_config=model, additional_config=REFERENCE, **refused())
+    with pytest.raises(UnsupportedError, match=told) as error:
+        loaded_by(config)
+    assert "\n" not in str(error.value)
+    assert "serve it dense with --quantization compressed-tensors" in str(error.value)
+
+
+def test_the_defaults_are_not_refused() -> None:
+    from vllm.config import VllmConfig
+
+    from slidesparse.integrations.vllm.refused import require_supported
+
+    require_supported(VllmConfig(**offload()))

@@ -1,0 +1,161 @@
+"""Weights that vLLM loads again into a model that is there, as ``reload_weights`` and weight transfer do; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_models import REFERENCE, configured, loaded
+
+import slidesparse as ss
+from slidesparse.errors import UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def rolled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Another weight that has the same zeros in every group: its rows in another order."""
+    return tensor.roll(1, 0) if "_proj" in name else tensor
+
+
+def weights(path: Path, change: Change) -> Weights:
+    """The tensors of a checkpoint, changed."""
+    checkpoint = Checkpoint(path)
+    for name in checkpoint.files:
+        yield name, change(name, checkpoint.tensor(name))
+
+
+def reload(model: Any, config: Any, given: Weights) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    model.load_weights(given)
+    finalize_layerwise_reload(model, config)
+
+
+def linears(model: Any) -> dict[str, Any]:
+    """The converted layers of a model."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "slide")}
+
+
+def outputs(model: Any) -> dict[str, torch.Tensor]:
+    """What each converted layer makes of the same input."""
+    made = {}
+    for name, layer in linears(model).items():
+        x = torch.randn(3, layer.input_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        made[name] = layer(x)[0]
+    return made
+
+
+def addresses(model: Any) -> list[int]:
+    """Of everything that a captured graph of a model's layers reads."""
+    layers = linears(model).values()
+    tensors = [tensor for layer in layers for tensor in (*layer.slide.buffers(), *layer.parameters())]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_new_weights_are_packed_where_captured_graphs_read_them(checkpoints: Any, pattern: str) -> None:
+    path = checkpoints(pattern)
+    config = configured(path)
+    model = loaded(config, REFERENCE)
+    before, places = outputs(model), addresses(model)
+    assert len(before) == 4
+    reload(model, config, weights(path, rolled))
+    for name, y in outputs(model).items():
+        if "qkv" in name or "gate_up" in name:  # several weights in one, each with its rows rolled
+            assert not torch.equal(y, before[name])
+        else:
+            assert torch.equal(y, before[name].roll(1, 1))
+    assert addresses(model) == places
+    reload(model, config, weights(path, lambda name, tensor: tensor))
+    after = outputs(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert addresses(model) == places
+    assert not any(hasattr(layer, "weight") for layer in linears(model).values())
+
+
+def test_weights_of_a_float_checkpoint_are_loaded_again(checkpoints: Any) -> None:
+    path = checkpoints("6:8", torch.bfloat16)
+    config = configured(path, quantization="slidesparse")
+    model = loaded(config, REFERENCE)
+    before, places = outputs(model), addresses(model)
+    reload(model, config, weights(path, lambda name, tensor: 2 * tensor if "_proj" in name else tensor))
+    after = outputs(model)
+    assert all(torch.equal(after[name], 2 * before[name]) for name in before)
+    assert addresses(model) == places
+
+
+def test_what_is_loaded_only_in_part_keeps_its_other_weights(checkpoints: Any) -> None:
+    path = checkpoints("6:8")
+    config = configured(path)
+    model = loaded(config, REFERENCE)
+    before, places = outputs(model), addresses(model)
+    reload(model, config, ((name, tensor) for name, tensor in weights(path, rolled) if "mlp" in name))
+    after = outputs(model)
+    assert [name for name in after if not torch.equal(after[name], before[name])] == [
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.mlp.down_proj",
+    ]
+    assert addresses(model) == places
+
+
+def test_packed_weights_are_counted_though_no_submodule_holds_them(checkpoints: Any) -> None:
+    from slidesparse.bench.vllm_engine import _bytes
+
+    model = loaded(configured(checkpoints("6:8")), REFERENCE)
+    packed = sum(tensor.nbytes for layer in linears(model).values() for tensor in layer.slide.buffers())
+    assert _bytes(model) == packed + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert packed > 0
+
+
+def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(tensor) if name.endswith("proj.weight") else tensor
+
+
+def more_follow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """With more groups that follow the pattern than the checkpoint's."""
+    if not name.endswith("proj.weight"):
+        return tensor
+    return tensor * ss.prune_mask(torch.ones(tensor.shape), "4:6").to(tensor.dtype)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change", "told"),
+    [
+        ("6:8", dense, "proj violates 6:8 at row 0, group 0.*needed zeros of 6:8, as when the engine started"),
+        ("4:6@50%", more_follow, "got another number of column groups.*needed as many as when the engine started"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(checkpoints: Any, pattern: str, change: Change, told: str) -> None:
+    path = checkpoints(pattern)
+    config = configured(path)
+    model = loaded(config, REFERENCE)
+    before = outputs(model)
+    start = r"the weight of model\.layers\.0\.\S+_proj cannot be loaded into the running engine; "
+    with pytest.raises(UnsupportedError, match=start + f".*{told}.*start vLLM again") as error:
+        reload(model, config, weights(path, change))
+    assert "\n" not in str(error.value)
+    name = str(error.value).split()[3]
+    assert torch.equal(outputs(model)[name], before[name])
+
+
+def test_compiled_code_reads_new_weights(checkpoints: Any) -> None:
+    path = checkpoints("6:8")
+    config = configured(path)
+    model = loaded(config, REFERENCE)
+    mlp = model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: mlp(x)[0], fullgraph=True, backend="aot_eager")
+        before = compiled(x)
+        reload(model, config, weights(path, rolled))
+        assert torch.equal(compiled(x), before.roll(1, 1))

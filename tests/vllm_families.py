@@ -1,0 +1,141 @@
+"""Tiny random models of the families that vLLM serves, pruned by ``slidesparse prune``.
+
+transformers makes and writes them, so the tensors have the names that a downloaded model's have. Shapes are such that
+every kernel takes them: heads of 64 columns, and sizes that are multiples of 64.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import MARKER_KEY, Marker, quantization_config
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.quant import parse_dtype, quantize_weight
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+VISION = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256} | {
+    "fullatt_block_indexes": [1],
+    "patch_size": 14,
+}
+MARKS = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+
+
+VISION_MODEL = "qwen2.5-vl"
+
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+        model: Class of transformers.
+        config: Class of its configuration.
+        changes: Entries of the configuration besides :data:`SMALL`.
+    """
+
+    model: str
+    config: str
+    changes: Mapping[str, Any] = {}
+
+
+FAMILIES = {
+    "llama3": Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 256,
+            }
+        },
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config"),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config"),  # q, k, v and gate, up are one tensor each
+    "glm4": Family("Glm4ForCausalLM", "Glm4Config", {"partial_rotary_factor": 0.5}),
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config"),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {"tie_word_embeddings": True, "sliding_window": 64, "query_pre_attn_scalar": 64}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    VISION_MODEL: Family("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
+}
+
+
+def write_model(folder: Path, name: str, seed: int = 0) -> None:
+    """Write a random model of a family in bfloat16, whose activations keep their size from layer to layer."""
+    family = FAMILIES[name]
+    made = getattr(transformers, family.config)
+    if name == VISION_MODEL:
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+        config = made(text_config=SMALL | {"rope_parameters": rope}, vision_config=VISION, **MARKS)
+    else:
+        config = made(**SMALL | dict(family.changes))
+    torch.manual_seed(seed)
+    model = getattr(transformers, family.model)(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+        model.get_input_embeddings().weight.normal_()
+    model.save_pretrained(folder)
+
+
+def write_pruned(folder: Path, name: str, pattern: str = "6:8", dtype: str = "int8", seed: int = 0) -> Path:
+    """Write a random model of a family and prune its language part into ``folder/pruned``."""
+    source, pruned = folder / "source", folder / "pruned"
+    write_model(source, name, seed)
+    if name == VISION_MODEL:
+        _prune_language(source, pruned, Pattern.parse(pattern), parse_dtype(dtype))
+    else:
+        prune_checkpoint(source, pruned, PruneOptions(pattern, dtype), progress=False)
+    return pruned
+
+
+def _prune_language(source: Path, pruned: Path, pattern: Pattern, dtype: torch.dtype) -> None:
+    """Prune the decoder of a vision model, which ``prune`` does not know by its names in the file."""
+    checkpoint = Checkpoint(source)
+    tensors, left = {}, []
+    for key in checkpoint.files:
+        tensor, name = checkpoint.tensor(key), key.removesuffix(".weight")
+        if not (key.startswith("model.layers.") and key.endswith("_proj.weight")):
+            tensors[key] = tensor
+            left += [name] if tensor.dim() == 2 and "embed_tokens" not in name else []
+            continue
+        values, scale = quantize_weight(tensor * prune_mask(tensor, pattern), dtype)
+        tensors |= {key: values, f"{name}.weight_scale": scale.reshape(-1, 1)}
+    pruned.mkdir()
+    save_file(tensors, str(pruned / "model.safetensors"))
+    ours = {MARKER_KEY: Marker(pattern, tuple(left)).to_config()}
+    config = checkpoint.config | ours | {"quantization_config": quantization_config(dtype, left)}
+    (pruned / "config.json").write_text(json.dumps(config))
