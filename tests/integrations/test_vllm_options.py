@@ -47,6 +47,7 @@ def vllm_config(eager: bool = False, mode: int = 3, **options: Any) -> Any:
         model_config=SimpleNamespace(enforce_eager=eager, dtype=torch.bfloat16),
         compilation_config=SimpleNamespace(mode=mode, backend="inductor"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
     )
 
 

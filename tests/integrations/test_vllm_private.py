@@ -106,7 +106,9 @@ def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
         model = SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
         scheduler, compilation = SimpleNamespace(max_num_batched_tokens=8), SimpleNamespace(mode=3, backend="inductor")
         parts = {"model_config": model, "scheduler_config": scheduler, "compilation_config": compilation}
-        return model_state.ModelState.create(SimpleNamespace(additional_config={}, **parts)).options.fuse
+        return model_state.ModelState.create(
+            SimpleNamespace(additional_config={}, lora_config=None, **parts)
+        ).options.fuse
 
     caplog.set_level(logging.INFO)
     assert joins()
