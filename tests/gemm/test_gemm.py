@@ -155,19 +155,24 @@ def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.M
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.2, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
     choice = choose(ABLE)
-    # Beyond the last measurement slow is the faster one; below it fast alone wins at both ends.
-    assert choice.routes == (Route(0, "dense"), Route(256, "fast"), Route(4096, "slow"))
+    # fast takes 1.03 of dense's time at 69.7 tokens by a straight line of logarithms, and 1.03 of slow's at 1154.2.
+    assert choice.routes == (Route(0, "dense"), Route(70, "fast"), Route(1155, "slow"))
     assert choice.backends == ("dense", "fast", "slow")
-    assert [choice.at(m) for m in (0, 255, 256, 4095, 4096, 10**6)] == [
-        "dense",
-        "dense",
-        "fast",
-        "fast",
-        "slow",
-        "slow",
-    ]
-    assert choice.describe() == "dense up to 255 tokens, fast up to 4095, slow beyond"
-    assert choice.reason == "measured here"
+    assert [choice.at(m) for m in (0, 69, 70, 1154, 1155, 10**6)] == ["dense"] * 2 + ["fast"] * 2 + ["slow"] * 2
+    assert choice.describe() == "dense up to 69 tokens, fast up to 1154, slow beyond"
+    assert choice.reason == (
+        "fast takes 0.50 to 1.20 of dense's time, slow takes 0.40 to 1.30 of dense's time; measured here"
+    )
+
+
+def test_a_form_that_failed_here_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(None, None, None))
+    choice = choose(ABLE)
+    assert (choice.backends, choice.reason) == (("dense",), "fast has no time; measured here")
+    assert choose(ABLE, fallback="none").backends == ("slow",)
+    monkeypatch.delitem(BACKENDS, "slow")
+    assert choose(ABLE, fallback="none").backends == ("reference",)
 
 
 def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +181,8 @@ def test_times_of_another_library_count_and_the_choice_names_it(monkeypatch: pyt
     monkeypatch.setattr(Dense, "library", lambda _: "vLLM 0.99, torch 2.99")
     choice = choose(ABLE)
     assert choice.backends == ("fast",)
-    assert choice.reason == f"prior: measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
+    there = f"prior: measured at 8x64 with {Reference().library()}; this is vLLM 0.99, torch 2.99"
+    assert choice.reason == f"fast takes 0.50 of dense's time; {there}"
     assert choice.measured is not None
 
 
@@ -192,7 +198,8 @@ def test_the_table_that_ships_serves_other_releases_of_vllm(
     monkeypatch.setattr(Dense, "library", lambda _: here)
     choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
     assert "hopper" in choice.backends
-    assert choice.reason == f"prior: measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+    prior = f"; prior: measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+    assert choice.reason.endswith(prior)
 
 
 def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernels(
@@ -205,7 +212,7 @@ def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernel
     problem = Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda"))
     choice = choose(problem)
     assert "hopper" in choice.backends
-    assert choice.reason.startswith("prior: measured at 4608x3584 with NVIDIA H200 and ")
+    assert "; prior: measured at 4608x3584 with NVIDIA H200 and " in choice.reason
     assert "; this is NVIDIA H100 PCIe and " in choice.reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1))
     assert choose(problem).reason == NOT_MEASURED

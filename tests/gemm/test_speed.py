@@ -9,14 +9,11 @@ import torch
 
 from slidesparse.gemm.spec import FormSpec, Route, WeightSpec, describe_routes, parse_weight
 from slidesparse.gemm.speed import (
-    MARGIN,
     Installation,
     LayerSpeed,
     MeasuredLayer,
     SpeedTable,
-    fastest,
     find_nearest,
-    switching,
 )
 
 TOKENS = (64, 1024, 16384)
@@ -44,39 +41,6 @@ def _find(
     columns: int = 4096,
 ) -> MeasuredLayer | None:
     return find_nearest(tables, replace(HERE, libraries=libraries), dtype, pattern, out, columns)
-
-
-# -- routes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("times", "routes"),
-    [
-        ((1.0, 1.0, 1.0), [(0, "dense")]),
-        ((0.5, 0.5, 0.5), [(0, "quick")]),
-        ((1.5, 1.5, 0.5), [(0, "dense"), (16384, "quick")]),
-        ((1.5, 0.5, 0.5), [(0, "dense"), (1024, "quick")]),
-        ((0.5, 0.5, 1.5), [(0, "quick"), (1025, "dense")]),
-        # Faster at one M alone: nothing is known of what lies beside it.
-        ((1.5, 0.5, 1.5), [(0, "dense")]),
-        ((0.5, 1.5, 0.5), [(0, "quick"), (65, "dense"), (16384, "quick")]),
-        # Not faster by the margin, or without a time.
-        ((0.5, 0.5, (1 + MARGIN) / 2), [(0, "quick"), (1025, "dense")]),
-        ((0.5, None, 0.5), [(0, "quick"), (65, "dense"), (16384, "quick")]),
-    ],
-)
-def test_a_range_needs_both_of_its_ends(times: tuple[float | None, ...], routes: list[tuple[int, str]]) -> None:
-    assert switching(_layer(dense=(1.0, 1.0, 1.0), quick=times)) == tuple(Route(*route) for route in routes)
-
-
-def test_without_a_dense_time_dense_is_not_beaten() -> None:
-    assert switching(_layer(dense=(None, 1.0, 1.0), quick=(0.5, 0.5, 0.5))) == (Route(0, "dense"), Route(1024, "quick"))
-
-
-def test_the_fastest_over_all_token_counts() -> None:
-    layer = _layer(dense=(0.1, 0.1, 0.1), quick=(1.0, 8.0, 1.0), other=(2.0, 2.0, 2.1), gap=(0.1, None, 0.1))
-    assert fastest(layer) == "quick"
-    assert fastest(_layer(dense=(1.0, 1.0, 1.0))) is None
 
 
 # -- which layer speaks --------------------------------------------------------------------------------------------
@@ -231,7 +195,7 @@ def test_a_form_that_could_not_run_here_is_not_brought_back_by_a_prior() -> None
     found = _find([_table(broken), prior], LIBRARIES)
     assert found is not None
     assert found.layer.tokens == (16, 1024, 16384)
-    assert switching(found.layer) == (Route(0, "dense"),)
+    assert found.layer.us["quick"] == (None, None, None)
 
 
 # -- the spec of a weight ------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ accelerated backends can run the problem, then looks for the times of a layer of
 same size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of
 this compute capability. The reason says which of the two, and names what differs:
 
-* ``fallback="dense"``: the dense weight runs, except for the numbers of tokens at which a packed form was measured
-  faster; both are kept then. Without such a measured layer the dense weight runs alone.
-* ``fallback="none"``: one packed form alone runs, that of the backend measured fastest over all numbers of tokens, else
-  of the first that can run, else of the reference.
+* ``fallback="dense"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
+  or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
+  layer the dense weight runs alone.
+* ``fallback="none"``: the packed form alone runs that is the fastest over all numbers of tokens, else that of the first
+  backend that can run, else of the reference.
 
 A choice has a reason; ``slidesparse inspect`` prints both.
 """
@@ -31,8 +32,9 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
-from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, fastest, find_nearest, switching
+from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, find_nearest
 from slidesparse.gemm.speed_files import tables_for
+from slidesparse.gemm.time_model import explain, fastest, routes_of
 from slidesparse.quant import dtype_name
 
 Fallback = Literal["dense", "none"]
@@ -46,6 +48,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
 
+NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 NOTHING_SLID = "no group of this weight is slid"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 """The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,
@@ -121,9 +124,12 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     if measured is None:
         return _only("dense" if fallback == "dense" else able[0], NOT_MEASURED)
     if fallback == "dense":
-        return Choice(switching(measured.layer), measured.describe(), measured.layer)
+        reason = f"{explain(measured.layer)}; {measured.describe()}"
+        return Choice(routes_of(measured.layer), reason, measured.layer)
     name = fastest(measured.layer)
-    return _only(able[0], NOT_MEASURED) if name is None else _only(name, measured.describe())
+    if name is not None:
+        return _only(name, measured.describe())
+    return _only(next((name for name in able if name not in measured.layer.us), "reference"), NO_RIGHT_RESULT)
 
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:

@@ -1,4 +1,4 @@
-"""Measured times of whole layers, and the backend that they show to be the fastest for each number of tokens.
+"""Measured times of whole layers, and which of them say something about a layer here.
 
 A table has the times of one :class:`Installation`: a GPU with its driver and libraries. Times of this very installation
 and of a layer's own size are *measured here*: the plugin and ``slidesparse.load`` take them when they load a model
@@ -14,17 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.errors import InputError
-from slidesparse.gemm.spec import Route
 
 SIZE_REACH = 2.0
 """A measured layer stands in for others whose sizes are within this factor of its own; the nearest one is taken."""
 
 TOKENS_REACH = 2.0
 """A number of tokens needs no measuring where one within this factor of it was measured."""
-
-MARGIN = 0.98
-"""A packed form is worth its extra memory when it takes at most this share of the dense time; the noise of a comparison
-is of that size too."""
 
 DENSE = "dense"
 
@@ -255,46 +250,3 @@ def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
     }
     longer = replace(other, tokens=tuple(other.tokens[i] for i in past), us=rest).updated(layer)
     return MeasuredLayer(longer, measured.here, tuple(dict.fromkeys((*measured.others, *more.others))))
-
-
-def switching(layer: LayerSpeed) -> tuple[Route, ...]:
-    """Return routes that are dense, except in ranges of M at both of whose ends a backend is faster by :data:`MARGIN`.
-
-    The ends of a range are neighbouring measured M. Below the fewest tokens measured and above the most, that one
-    measurement decides; a measured M itself belongs to the neighbouring range whose backend is the faster one there. Of
-    several faster backends the one with the smaller product of times at the ends is taken.
-
-    Args:
-        layer: The layer of a :func:`find_nearest`.
-    """
-
-    def best(ends: Sequence[int]) -> str:
-        shares = {name: [_share(times[i], layer.us[DENSE][i]) for i in ends] for name, times in layer.us.items()}
-        won = {name: math.prod(both) for name, both in shares.items() if max(both) <= MARGIN}
-        return min(won, key=lambda name: won[name], default=DENSE)
-
-    last = len(layer.tokens) - 1
-    between = [best([0]), *(best([i, i + 1]) for i in range(last)), best([last])]
-    ranges = [(0, between[0])]
-    for i, tokens in enumerate(layer.tokens):
-        at = min(between[i + 1], between[i], key=lambda name: _share(layer.us[name][i], layer.us[DENSE][i]))
-        ranges += [(tokens, at), (tokens + 1, between[i + 1])]
-    routes: list[Route] = []
-    for first, name in ranges:
-        if not routes or routes[-1].backend != name:
-            routes.append(Route(first, name))
-    return tuple(routes)
-
-
-def fastest(layer: LayerSpeed) -> str | None:
-    """Return the packed form with the smallest product of times over all M; None when none has all of them."""
-    logs = {
-        name: sum(math.log(us) for us in times if us)
-        for name, times in layer.us.items()
-        if name != DENSE and None not in times
-    }
-    return min(logs, key=lambda name: logs[name], default=None)
-
-
-def _share(us: float | None, dense: float | None) -> float:
-    return math.inf if us is None or dense is None else us / dense

@@ -19,6 +19,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.errors import SlideSparseError
+from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
 from slidesparse.packed import PackedWeight
@@ -149,7 +150,8 @@ class LayerMeasurement:
     def _make_forms(self) -> list[_Form]:
         forms = []
         for name in self.backends:
-            try:
+            try:  # all kernels at once, in parallel: one by one they would be compiled while the budget runs
+                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device)
                 forms.append(_Form.of(self.packed, name))
             except SlideSparseError as error:
                 self._faults[name] = str(error)

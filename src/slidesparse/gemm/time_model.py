@@ -1,0 +1,123 @@
+"""A model of a layer's time for any number of tokens, and the backend that it shows to be the fastest for each.
+
+Times are interpolated between the measured M's, straight lines where both time and M are logarithmic. Below the fewest
+tokens measured a time is constant, as that of reading the weight is; above the most it grows with M. So nothing jumps
+at an M that happens to have been measured.
+
+One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. The margin keeps
+what noise could turn around: a model's layers stay on one backend, and the same batch always takes the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import combinations, pairwise
+
+from slidesparse.gemm.spec import Route
+from slidesparse.gemm.speed import DENSE, LayerSpeed
+
+MARGIN = 1.03
+"""Another backend than the main packed form runs only where that one takes at least this much longer. A second form
+costs memory, and differences of a few percent are noise."""
+
+NARROW = 1.5
+"""A range of M's whose ends are nearer than this factor is not worth a second form of the weight."""
+
+
+def time_at(layer: LayerSpeed, name: str, tokens: float) -> float | None:
+    """Return the microseconds of a backend at any number of tokens; None next to an M at which it has no time.
+
+    Args:
+        layer: Measured times.
+        name: One of its backends.
+        tokens: M.
+    """
+    points = list(zip(layer.tokens, layer.us[name], strict=True))
+    if tokens <= layer.tokens[0]:
+        return points[0][1]
+    for (m, us), (n, after) in pairwise(points):
+        if m <= tokens <= n and us is not None and after is not None:
+            return us * math.exp(math.log(after / us) * math.log(tokens / m) / math.log(n / m))
+    m, us = points[-1]
+    return None if us is None or tokens < m else us * tokens / m
+
+
+def fastest(layer: LayerSpeed) -> str | None:
+    """Return the packed form with the smallest product of times over all M's.
+
+    Of forms that miss a time somewhere, the one with the most times; None when there is no packed time.
+    """
+    known = {name: [us for us in times if us] for name, times in layer.us.items() if name != DENSE}
+    rank = {name: (-len(times), sum(map(math.log, times))) for name, times in known.items() if times}
+    return min(rank, key=lambda name: rank[name], default=None)
+
+
+def decide(layer: LayerSpeed, tokens: float) -> str:
+    """Return the backend for a number of tokens: the main packed form, or another one that is faster by the margin.
+
+    Args:
+        layer: Measured times; its dense ones may be missing.
+        tokens: M.
+    """
+    main = fastest(layer)
+    times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
+    best = min(times, key=lambda name: times[name], default=DENSE)
+    if main is None or not times.keys() - {DENSE}:
+        return DENSE
+    packed = min(times.keys() - {DENSE}, key=lambda name: times[name] * (1 if name == main else MARGIN))
+    return best if MARGIN * times[best] <= times[packed] else packed
+
+
+def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
+    """Return the routes by which numbers of tokens run on the backends that :func:`decide` names.
+
+    A range that is narrower than :data:`NARROW` stays on the main packed form, if that can run there.
+    """
+    starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1) if at > 0)}
+    routes = _joined(Route(start, decide(layer, max(start, 1))) for start in sorted(starts))
+    main = fastest(layer)
+    if main is None:
+        return routes
+    ends = [*(route.from_tokens for route in routes[1:]), math.inf]
+    return _joined(
+        Route(route.from_tokens, main)
+        if 0 < route.from_tokens > end / NARROW and time_at(layer, main, route.from_tokens) is not None
+        else route
+        for route, end in zip(routes, ends, strict=True)
+    )
+
+
+def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:
+    """Return routes without those that lead on to the same backend."""
+    kept: list[Route] = []
+    for route in routes:
+        if not kept or kept[-1].backend != route.backend:
+            kept.append(route)
+    return tuple(kept)
+
+
+def _changes(layer: LayerSpeed) -> Iterator[int]:
+    """Yield numbers of tokens, give or take one, between which the decision stays the same."""
+    yield from layer.tokens
+    for one, other in combinations(layer.us.values(), 2):
+        shares = [math.log(us / than) if us and than else None for us, than in zip(one, other, strict=True)]
+        for (m, start), (n, end) in pairwise(zip(layer.tokens, shares, strict=True)):
+            if start is None or end is None or start == end:
+                continue
+            for bound in (-math.log(MARGIN), 0.0, math.log(MARGIN)):
+                at = (bound - start) / (end - start)  # the logarithm of the share is a straight line in that of M
+                if 0 < at < 1:
+                    yield math.ceil(m * (n / m) ** at)
+
+
+def explain(layer: LayerSpeed) -> str:
+    """Return the times in words: ``hopper takes 0.77 to 1.08 of dense's time``; of a layer with dense times."""
+    told = []
+    for name in layer.us:
+        shares = [us / dense for us, dense in zip(layer.us[name], layer.us[DENSE], strict=True) if us and dense]
+        if name != DENSE:
+            low, high = (f"{bound(shares):.2f}" if shares else "" for bound in (min, max))
+            span = low if low == high else f"{low} to {high}"
+            told.append(f"{name} takes {span} of dense's time" if shares else f"{name} has no time")
+    return ", ".join(told)
