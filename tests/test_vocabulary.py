@@ -36,7 +36,7 @@ ALLOWED = {
 ORDINARY = ("first", "part")
 """Words that nobody can do without: forbidden in names of classes and constants alone."""
 
-ORDINALS = {"FIRST_STEP", "FIRST_TOKEN", "FIRST_GUESS_S"}
+ORDINALS = {"FIRST_TOKEN", "FIRST_GUESS_S"}
 """Constants whose names hold such a word and mean what it says."""
 
 

@@ -1,4 +1,6 @@
-"""Tensor parallel over two GPUs, on shapes whose shards cut the pattern's groups, against stock dense vLLM.
+"""Tensor, pipeline and data parallel over two GPUs, against stock dense vLLM.
+
+With tensor parallelism the shards of these shapes cut the pattern's groups.
 
 Prompts go in one by one: with two workers the batch that a prompt lands in depends on the clock, and 8-bit activations
 carry the last bit of a sum, whose order depends on the batch, through all layers.
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_answers import SETTINGS, Answers, ask_one_by_one, checkpoint, difference
+from vllm_answers import SETTINGS, TOKENS, Answers, ask_one_by_one, checkpoint, difference, prompts
+from vllm_data_parallel import serve_on_two
 
 from slidesparse.bench.vllm_engine import Engine, EngineOptions
 
@@ -33,9 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm")
 
 
-def ask_both(folder: Path, patterns: tuple[str, ...], eager: bool) -> dict[tuple[str, bool], Answers]:
+def ask_both(
+    folder: Path, patterns: tuple[str, ...], eager: bool, kind: str = "tensor"
+) -> dict[tuple[str, bool], Answers]:
     """(pattern, ours) -> answers."""
-    arguments = SETTINGS | {"enforce_eager": eager, "tensor_parallel_size": 2}
+    arguments = SETTINGS | {"enforce_eager": eager, f"{kind}_parallel_size": 2}
     sparse = {"slidesparse": {"fallback": "none"}}
     with ExitStack() as stack:
         engines = {}
@@ -67,3 +72,25 @@ def test_compiled_is_as_near_to_stock_as_stock_is_to_itself(
     ours, stock = compiled[PATTERNS[0], True], compiled[PATTERNS[0], False]
     # As in test_vllm.py.
     assert difference(stock, ours) <= 2 * difference(stock, eager[PATTERNS[0], False])
+
+
+def test_pipeline_parallel_gives_every_token_of_stock_vllm(folder: Path) -> None:
+    answers = ask_both(folder, PATTERNS[:1], eager=True, kind="pipeline")
+    ours, stock = answers[PATTERNS[0], True], answers[PATTERNS[0], False]
+    assert ours.tokens == stock.tokens
+    assert ours.likeliest == stock.likeliest
+
+
+def test_data_parallel_gives_every_token_of_stock_vllm_on_each_gpu(folder: Path) -> None:
+    path = checkpoint(folder, (torch.int8, PATTERNS[0]))
+    arguments = SETTINGS | {"enforce_eager": True}
+    with ExitStack() as stack:
+        ours = Engine(EngineOptions(path, True, {"slidesparse": {"backend": "hopper"}}, arguments), serve_on_two)
+        stock = Engine(EngineOptions(path, False, {}, arguments, kv_cache_gb=1.0))
+        for engine in (ours, stock):
+            stack.callback(engine.stop)
+            engine.ready()
+        for prompt in prompts(ASKED):
+            expected = stock.call("tokens", [prompt], TOKENS)[0]
+            for gpu in range(2):
+                assert ours.call("tokens", prompt, TOKENS, gpu) == expected

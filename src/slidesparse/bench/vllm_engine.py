@@ -136,7 +136,7 @@ class Engine:
 @with_room  # for stock vLLM too: the frames of this benchmark above an engine must not decide which is faster
 def _serve(connection: Connection, options: EngineOptions) -> None:
     os.environ.update(ENVIRONMENT)
-    if options.arguments.get("tensor_parallel_size", 1) == 1:
+    if all(options.arguments.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline")):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler must see the kernels
     if not options.plugin:
         os.environ["VLLM_PLUGINS"] = "none"
