@@ -37,6 +37,9 @@ def _add_tune(commands: Commands) -> None:
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
     tune.add_argument(
+        "--share", type=Path, metavar="FILE", help="measure nothing: write the times measured here, to send them in"
+    )
+    tune.add_argument(
         "--from",
         dest="records",
         type=Path,
@@ -47,10 +50,14 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from slidesparse.bench import runner, tune
+    from slidesparse.bench import runner, share, tune
     from slidesparse.bench.problems import PROFILES
     from slidesparse.gemm.speed import LayerSpeed
 
+    if options.share is not None:
+        table = share.write(options.share)
+        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        return 0
     models = [*options.models, *options.more_models]
     job = tune.make_job(models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(job)
