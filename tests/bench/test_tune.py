@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from bench_records import MACHINE, case, record, too_old
+from checkpoints import make_checkpoint
 from test_bench import FakeStopwatch, session
 
 from slidesparse.bench import comparison, problems, runner, speed, tune
 from slidesparse.cli import main
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, speed_files
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
@@ -93,7 +95,7 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
     job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
     assert [[len(lap) for lap in laps] for laps in job.laps()] == [[3, 3]]  # at two M's; two layers have one size
-    watched = replace(session(FakeStopwatch()), patterns=lambda _: job.patterns)
+    watched = session(FakeStopwatch())
     (layers,) = tune.measure_layers(job, watched)
     assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
         (48, 32, (32, 64)),
@@ -113,7 +115,7 @@ def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest
     monkeypatch.setattr(Reference, "why_not", why_not)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
     job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
-    (layers,) = tune.measure_layers(job, replace(session(FakeStopwatch()), patterns=lambda _: job.patterns))
+    (layers,) = tune.measure_layers(job, session(FakeStopwatch()))
     assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
 
 
@@ -128,18 +130,40 @@ def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyP
 
 def test_a_plan_names_each_packed_shape_once() -> None:
     job = tune.make_job(["BitNet-2B"], ["2:4", "6:8"], None, [64])
-    assert job.dtypes == ("int8", "fp8")
-    assert (2560, 2560) in job.packed_shapes()
-    assert (2560, 3840) in job.packed_shapes()
-    assert len(job.packed_shapes()) == len(set(job.packed_shapes())) == 8
+    assert job.models[0].dtypes == ("int8", "fp8")
+    assert ("int8", 2560, 2560) in job.packed_shapes()
+    assert ("fp8", 2560, 3840) in job.packed_shapes()
+    assert len(job.packed_shapes()) == len(set(job.packed_shapes())) == 16
     # Half of 320 groups slide, to 12 columns each.
-    assert (2560, 1920) in tune.make_job(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
+    assert ("int8", 2560, 1920) in tune.make_job(["BitNet-2B"], ["6:8@50%"], None, [64]).packed_shapes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_a_checkpoint_is_tuned_as_a_server_runs_it(family: str, tmp_path: Path) -> None:
+    """The linears that read one input in one module are one: by running the model, whatever their names."""
+    make_checkpoint(tmp_path / "m", family)
+    job = tune.make_job([str(tmp_path / "m")], None, None, [64])
+    (model,) = job.models
+    assert {size[1:] for size in model.sizes} == {(128, 64), (64, 64), (304, 64), (64, 152)}
+    assert (model.name, model.patterns, model.dtypes) == (str(tmp_path / "m"), tune.PATTERNS, ("int8", "fp8"))
+    assert [[len(lap) for lap in laps] for laps in job.laps()] == [[4], [4]]
+
+
+def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    options = PruneOptions("6:8", "fp8", layers={"re:.*down_proj": "4:6", "re:.*o_proj": "dense"})
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    (model,) = tune.make_job([str(tmp_path / "s")], None, None, [64]).models
+    assert (set(model.patterns), model.dtypes) == ({"6:8", "4:6"}, ("fp8",))
+    assert {size[1:] for size in model.sizes} == {(128, 64), (304, 64), (64, 152)}
+    (model,) = tune.make_job([str(tmp_path / "s")], ["2:4"], ["int8"], [64]).models
+    assert (model.patterns, model.dtypes) == (("2:4",), ("int8",))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((["GPT"], None, None, [64]), "unknown model"),
+        ((["GPT"], None, None, [64]), "unknown model; got 'GPT'; needed a checkpoint's folder or one of Llama"),
         ((None, ["dense"], None, [64]), "a pattern to tune"),
         ((None, None, ["int4"], [64]), "unknown dtype"),
         ((None, None, None, [0]), "tokens to tune for"),

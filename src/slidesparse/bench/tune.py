@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from slidesparse.base.file_lock import file_lock
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
+from slidesparse.bench.model_shapes import ModelShapes, shapes_of
 from slidesparse.bench.problems import MODELS, select
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
@@ -22,7 +24,7 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANT_NAMES, parse_dtype
-from slidesparse.records import DTYPE_NAMES, LAYERS, Case, read_records
+from slidesparse.records import DTYPE_NAMES, Case, read_records
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
 SEARCHED = "cusparselt"
@@ -36,39 +38,40 @@ class TuneJob:
     """The shapes, types and backends to tune.
 
     Attributes:
-        models: Names out of ``bench.problems.MODELS``.
-        patterns: Patterns, uniform or partial.
-        dtypes: Names out of ``records.DTYPE_NAMES``.
+        models: The models, with the patterns and types to tune for each.
         tokens: M's, ascending.
         backends: Names; the search for algorithms is made only if cuSPARSELt is among them.
     """
 
-    models: tuple[str, ...]
-    patterns: tuple[str, ...]
-    dtypes: tuple[str, ...]
+    models: tuple[ModelShapes, ...]
     tokens: tuple[int, ...]
     backends: tuple[str, ...]
 
     def laps(self) -> list[list[list[Case]]]:
         """Return, for every model and type and for every M, the linears; those of one size once."""
-        sizes = {
-            model: {size: layer for layer, size in zip(LAYERS, MODELS[model], strict=True)} for model in self.models
-        }
         return [
             [
-                [Case("linear", model, layer, dtype, m, *size) for size, layer in sizes[model].items()]
+                [Case("linear", model.name, layer, dtype, m, out, columns) for layer, out, columns in model.sizes]
                 for m in self.tokens
             ]
             for model in self.models
-            for dtype in self.dtypes
+            for dtype in model.dtypes
         ]
 
-    def packed_shapes(self) -> list[tuple[int, int]]:
-        """Return (out, K') of the 2:4 segments of all weights, each once."""
-        sizes = {size for model in self.models for size in MODELS[model]}
-        patterns = [Pattern.parse(text) for text in self.patterns]
+    def patterns_of(self, case: Case) -> tuple[str, ...]:
+        """Return the patterns to tune for a case."""
+        return next(model.patterns for model in self.models if model.name == case.model)
+
+    def packed_shapes(self) -> list[tuple[str, int, int]]:
+        """Return (type, out, K') of the 2:4 segments of all weights, each once."""
         return sorted(
-            {(out, p.following(p.groups(columns)) * p.slid_group) for out, columns in sizes for p in patterns}
+            {
+                (dtype, out, p.following(p.groups(columns)) * p.slid_group)
+                for model in self.models
+                for _, out, columns in model.sizes
+                for p in map(Pattern.parse, model.patterns)
+                for dtype in model.dtypes
+            }
         )
 
 
@@ -79,21 +82,29 @@ def make_job(
     tokens: Sequence[int],
     backends: Sequence[str] | None = None,
 ) -> TuneJob:
-    """Return a job with a user's choices; None takes all models, 2:4 to 8:10, INT8 and FP8, all accelerated backends.
+    """Return a job with a user's choices; None takes all models that have a name, and all accelerated backends.
+
+    Without patterns or types a pruned checkpoint's own are tuned, 2:4 to 8:10, INT8 and FP8 for any other model.
 
     Raises:
         InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
+        CheckpointError: A checkpoint that cannot be read.
     """
-    chosen = tuple(str(Pattern.parse(text)) for text in patterns or PATTERNS)
+    chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in patterns or ()))
     for text in chosen:
         if Pattern.parse(text) == DENSE:
             raise InputError("a pattern to tune", got=text, needed="one that slides something")
     if not tokens or min(tokens) < 1:
         raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
+    types = select(dtypes, DTYPE_NAMES, (), "dtype")
+    found = {shapes.name: shapes for shapes in map(shapes_of, models or MODELS)}
     return TuneJob(
-        select(models, MODELS, tuple(MODELS), "model"),
-        chosen,
-        select(dtypes, DTYPE_NAMES, QUANT_NAMES, "dtype"),
+        tuple(
+            replace(
+                shapes, patterns=chosen or shapes.patterns or PATTERNS, dtypes=types or shapes.dtypes or QUANT_NAMES
+            )
+            for shapes in found.values()
+        ),
         tuple(sorted(set(tokens))),
         select(backends, speed.accelerated(), speed.accelerated(), "backend"),
     )
@@ -108,17 +119,17 @@ def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
     environment.require_cuda("tune")
     if not any(name.startswith(SEARCHED) for name in job.backends):
         return []
-    shapes = job.packed_shapes()
-    records: list[AlgorithmRecord] = []
-    with progress_bar("algorithms", len(shapes) * len(job.tokens) * len(job.dtypes), unit="searches") as advance:
-        for dtype in job.dtypes:
-            records += tune_shapes(shapes, job.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
+    shapes, records = job.packed_shapes(), list[AlgorithmRecord]()
+    with progress_bar("algorithms", len(shapes) * len(job.tokens), unit="searches") as advance:
+        for dtype, of_type in groupby(shapes, key=lambda shape: shape[0]):
+            sizes = [(out, columns) for _, out, columns in of_type]
+            records += tune_shapes(sizes, job.tokens, parse_dtype(dtype), progress=lambda _: advance(1))
     return records
 
 
 def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]:
     """Measure whole layers on every backend that ``auto`` may take; gives those of a model in one type at a time."""
-    laps = job.laps()
+    laps, session = job.laps(), replace(session, patterns=job.patterns_of)
     with torch.no_grad(), progress_bar("layers", sum(map(len, laps)), unit="comparisons") as advance:
         for by_tokens in laps:
             records = []

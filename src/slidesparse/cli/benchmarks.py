@@ -21,14 +21,24 @@ def _add_tune(commands: Commands) -> None:
     tune = add_command(
         commands, "tune", _tune, "Find the fastest algorithms and backends at a model's shapes, once for each GPU."
     )
-    tune.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: all known)")
-    tune.add_argument("--pattern", action="append", metavar="PATTERN", help="(default: 2:4, 4:6, 6:8, 8:10)")
-    tune.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: int8 and fp8)")
+    tune.add_argument(
+        "models", nargs="*", metavar="MODEL", help="a checkpoint's folder, or Qwen2.5-7B, ... (default: all names)"
+    )
+    tune.add_argument("--models", nargs="+", dest="more_models", default=[], metavar="MODEL", help="the same")
+    tune.add_argument(
+        "--pattern", action="append", metavar="PATTERN", help="(default: the checkpoint's, or 2:4, 4:6, 6:8, 8:10)"
+    )
+    tune.add_argument(
+        "--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: the checkpoint's, or int8, fp8)"
+    )
     tune.add_argument(
         "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
     )
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    tune.add_argument(
+        "--share", type=Path, metavar="FILE", help="measure nothing: write the times measured here, to send them in"
+    )
     tune.add_argument(
         "--from",
         dest="records",
@@ -40,21 +50,23 @@ def _add_tune(commands: Commands) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from slidesparse.bench import runner, tune
+    from slidesparse.bench import runner, share, tune
     from slidesparse.bench.problems import PROFILES
     from slidesparse.gemm.speed import LayerSpeed
 
-    job = tune.make_job(options.models, options.pattern, options.dtype, options.tokens, options.backends)
+    if options.share is not None:
+        table = share.write(options.share)
+        print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
+        return 0
+    models = [*options.models, *options.more_models]
+    job = tune.make_job(models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(job)
     path, layers = None, list[LayerSpeed]()
     if options.records:
         layers, driver = tune.recorded_layers(options.records)
         path = tune.store_layers(layers, driver)
     elif not options.algorithms_only:
-        profile = replace(PROFILES["quick"], model_patterns=job.patterns)
-        for found in tune.measure_layers(job, runner.cuda_session(profile)):
+        for found in tune.measure_layers(job, runner.cuda_session(PROFILES["quick"])):
             path = tune.store_layers(found)  # whatever becomes of the rest
             layers += found
     print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))

@@ -63,8 +63,13 @@ def file_name(gpu: str, *more: str) -> str:
 
 def tuned_path(here: Installation) -> Path:
     """Return the path of the times that are measured here."""
-    installed = json.dumps([here.capability, here.driver, sorted(here.libraries.items())])
-    return cache_folder() / file_name(here.gpu, hashlib.sha256(installed.encode()).hexdigest()[:8])
+    return cache_folder() / file_name(here.gpu, digest(here))
+
+
+def digest(installation: Installation) -> str:
+    """Return eight letters and figures that tell the installations of one GPU apart."""
+    there = [installation.capability, installation.driver, sorted(installation.libraries.items())]
+    return hashlib.sha256(json.dumps(there).encode()).hexdigest()[:8]
 
 
 def lock_path(here: Installation) -> Path:
@@ -147,11 +152,7 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed]) -> Path | None:
     """
     path = tuned_path(here)
     old = _usable(path)
-    kept = {_comparison(layer): layer for layer in (old.layers if old is not None else ())}
-    for layer in layers:
-        known = kept.pop(_comparison(layer), None)  # the newest one comes last
-        kept[_comparison(layer)] = layer if known is None else known.updated(layer)
-    table = SpeedTable(here, tuple(kept.values()))
+    table = SpeedTable(here, join_layers(() if old is None else old.layers, layers))
     try:
         replace_file(path, table_text(table))
     except OSError as error:
@@ -163,6 +164,15 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed]) -> Path | None:
         return None
     _UNWRITTEN.pop(path, None)
     return path
+
+
+def join_layers(older: Iterable[LayerSpeed], newer: Iterable[LayerSpeed]) -> tuple[LayerSpeed, ...]:
+    """Return the layers of two tables, those of the newer one last; comparisons of the same forms become one."""
+    kept = {_comparison(layer): layer for layer in older}
+    for layer in newer:
+        known = kept.pop(_comparison(layer), None)
+        kept[_comparison(layer)] = layer if known is None else known.updated(layer)
+    return tuple(kept.values())
 
 
 def _comparison(layer: LayerSpeed) -> tuple[object, ...]:

@@ -1,0 +1,35 @@
+"""Check a file that ``slidesparse tune --share`` wrote on another machine, and add it to the tables that ship.
+
+python benchmarks/add_times.py FILE            # check it, and show what it says
+python benchmarks/add_times.py FILE --write    # and add it to src/slidesparse/gemm/speed_tables/
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slidesparse.bench import share
+from slidesparse.errors import SlideSparseError
+
+
+def main() -> int:
+    """Check, show and add."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true", help="add it to the tables that ship")
+    options = parser.parse_args()
+    try:
+        table = share.read(options.file)
+    except SlideSparseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(share.describe(table, options.file))
+    if options.write:
+        print(f"added to {share.add_to_package(table)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
