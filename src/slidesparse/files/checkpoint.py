@@ -24,13 +24,16 @@ from safetensors import SafetensorError, safe_open
 from slidesparse.base.typed_json import decode, load_json, parse_json
 from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, replace_file, require_regular
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.data_digest import DIGITS, data_digest
+from slidesparse.files.data_digest import DIGITS, data_digest, text_digest
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 DIGESTS = "slidesparse_digests"
-"""Key of a header's ``__metadata__``: JSON with the digest of every tensor's data."""
+"""Key of a header's ``__metadata__``: JSON with the digest of every tensor's data, and of the header itself."""
+
+HEADER = "__metadata__"
+"""The name of the header among the digests, which no tensor can have."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -195,6 +198,12 @@ class TensorReader:
             self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
         except InputError as error:
             raise CheckpointError(f"{path} is damaged", got=error) from error
+        if self.digests and self.digests.get(HEADER) != _header_digest(self.metadata, self.stored):
+            raise CheckpointError(
+                f"{path} is damaged",
+                got="another header than was written",
+                remedy="remove it, and run again what wrote it",
+            )
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor; on a CPU it is mapped, not copied."""
@@ -210,7 +219,11 @@ class TensorReader:
         """
         tensor = self.tensor(name)
         if self.digests.get(name) != data_digest(tensor):
-            raise CheckpointError(f"{self.path} is damaged", got=f"other data of {name} than were written")
+            raise CheckpointError(
+                f"{self.path} is damaged",
+                got=f"other data of {name} than were written",
+                remedy="remove it, and run again what wrote it",
+            )
         return tensor.to(device)
 
     def digest(self, name: str) -> str:
@@ -290,8 +303,9 @@ class TensorWriter:
         """Return the header, of one length whether the digests are known yet or not."""
         metadata = dict(self.metadata)
         if self.with_digests:
-            metadata[DIGESTS] = json.dumps({name: self.digests.get(name, "0" * DIGITS) for name in self.offsets})
-        header: dict[str, Any] = {"__metadata__": metadata}
+            digests = {name: self.digests.get(name, "0" * DIGITS) for name in self.offsets}
+            metadata[DIGESTS] = json.dumps({HEADER: _header_digest(metadata, self.tensors), **digests})
+        header: dict[str, Any] = {HEADER: metadata}
         for name, offsets in self.offsets.items():
             stored = self.tensors[name]
             header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": list(offsets)}
@@ -323,6 +337,13 @@ class TensorWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.rename(self.path)
+
+
+def _header_digest(metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> str:
+    """Return the digest of what a header says besides digests; the library checks the places of the tensors."""
+    said = sorted((key, value) for key, value in metadata.items() if key != DIGESTS)
+    layout = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
+    return text_digest(json.dumps([said, layout]))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -43,5 +43,14 @@ def data_digest(tensor: torch.Tensor) -> str:
         return _of_blocks(list(pool.map(zlib.crc32, blocks)))
 
 
+def text_digest(text: str) -> str:
+    """Return the digest of a short text: BLAKE2b, :data:`DIGITS` hexadecimal digits."""
+    return _digest(text.encode())
+
+
 def _of_blocks(sums: list[int]) -> str:
-    return hashlib.blake2b(b"".join(one.to_bytes(4, "little") for one in sums), digest_size=DIGITS // 2).hexdigest()
+    return _digest(b"".join(one.to_bytes(4, "little") for one in sums))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=DIGITS // 2).hexdigest()

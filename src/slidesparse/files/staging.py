@@ -105,7 +105,7 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
             _refuse_what_is_not_ours(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
-                _require_space(destination, n_bytes - _size(work.output))
+                require_space(destination, n_bytes - _size(work.output))
                 yield work
                 _sync_all(work.output)
                 work.output.rename(destination)
@@ -185,6 +185,22 @@ def write_errors(where: Path, remedy: str) -> Iterator[None]:
                 needed="a file system and a limit (ulimit -f) that allow files of this size",
             ) from error
         raise
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Refuse to write more bytes than are free.
+
+    Raises:
+        CheckpointError: The disk of ``path``, whose folder exists, has fewer.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise CheckpointError(
+            f"not enough space for {path}",
+            got=f"{readable_size(free)} free",
+            needed=readable_size(needed),
+            remedy="free some space and run again",
+        )
 
 
 def _partial(destination: Path) -> Path:
@@ -270,17 +286,6 @@ def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
         if isinstance(error, SlideSparseError):
             error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
         raise
-
-
-def _require_space(destination: Path, needed: int) -> None:
-    free = shutil.disk_usage(destination.parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"not enough space for {destination}",
-            got=f"{readable_size(free)} free",
-            needed=readable_size(needed),
-            remedy="free some space, or choose a destination on another disk",
-        )
 
 
 def _size(folder: Path) -> int:
