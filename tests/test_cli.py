@@ -4,14 +4,22 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+import transformers
+from checkpoints import add_tokenizer, make_checkpoint, write_text
 
 from slidesparse import prune
+from slidesparse.base import progress
+from slidesparse.base.log import LOG
+from slidesparse.base.progress import progress_bar
 from slidesparse.cli import checkpoints, main
+from slidesparse.commands.info import collect
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem, choose
 from slidesparse.pattern import Pattern
@@ -94,6 +102,152 @@ def test_user_errors_are_one_line(
     assert captured.err.startswith("slidesparse: ")
     assert captured.err.count("\n") == 1
     assert words in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "what"),
+    [
+        (["inspect", "MISSING"], "InputError", "no checkpoint folder at"),
+        (["prune", "M", "S", "--pattern", "6_8", "--dtype", "int8"], "InputError", "not a pattern"),
+        (["eval", "M", "--text", "MISSING"], "InputError", "cannot read"),
+    ],
+)
+def test_errors_have_a_json_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], kind: str, what: str
+) -> None:
+    make_checkpoint(tmp_path / "M", num_hidden_layers=1)
+    paths = {name: str(tmp_path / name) for name in ("M", "S", "MISSING")}
+    words = [paths.get(word, word) for word in arguments]
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 1
+    told = capsys.readouterr()
+    error = json.loads(told.out)["error"]
+    assert sorted(error) == ["got", "kind", "message", "needed", "remedy", "what"]
+    assert error["kind"] in (kind, "CheckpointError")
+    assert error["what"].startswith(what)
+    assert told.err == f"slidesparse: {error['message']}\n"
+    assert main(words) == 1
+    assert capsys.readouterr() == ("", told.err)
+
+
+def test_wrong_usage_has_a_json_form_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["prune", "a", "--json"])
+    assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert json.loads(told.out)["error"]["kind"] == "UsageError"
+    assert "the following arguments are required" in told.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (RuntimeError("tensors\nand more"), "unexpected error; got RuntimeError: tensors; run it again with --verbose"),
+        (MemoryError(), "out of memory; got MemoryError"),
+        (PermissionError(13, "Permission denied", "a.json"), "a.json cannot be used; got Permission denied"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_whatever_happens_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: BaseException, says: str
+) -> None:
+    def fail() -> None:
+        raise raised
+
+    monkeypatch.setattr("slidesparse.commands.info.collect", fail)
+    assert main(["info", "--json"]) == (130 if isinstance(raised, KeyboardInterrupt) else 1)
+    told = capsys.readouterr()
+    assert told.err.startswith(f"slidesparse: {says}")
+    assert told.err.count("\n") == 1
+    assert json.loads(told.out)["error"]["message"].startswith(says)
+    if isinstance(raised, RuntimeError):  # which is for those who can mend it
+        assert main(["info", "--verbose"]) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_how_much_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speak() -> dict[str, object]:
+        LOG.info("on which backend")
+        LOG.warning("slidesparse: slow")
+        warnings.warn("of another library", UserWarning, stacklevel=1)
+        warnings.warn("of ours", SlideSparseWarning, stacklevel=1)
+        transformers.logging.get_logger("transformers.any").warning("a report")
+        with progress_bar("bar", 1, show=True) as advance:
+            advance(1)
+        return collect()
+
+    monkeypatch.setattr("slidesparse.commands.info.collect", speak)
+    told = {}
+    for option in ("--quiet", "--json", "--verbose"):
+        with warnings.catch_warnings(record=True) as others:
+            assert main(["info", option]) == 0
+        assert bool(others) == (option == "--verbose")
+        told[option] = capsys.readouterr().err
+    assert told["--quiet"] == ""
+    assert told["--json"].splitlines()[:2] == ["slidesparse: slow", "slidesparse: of ours"]
+    assert "bar" in told["--json"]
+    assert not {word for word in ("on which", "another library", "a report") if word in told["--json"]}
+    for words in ("on which backend", "slow", "of ours", "bar"):
+        assert words in told["--verbose"]
+
+
+def test_other_libraries_are_quiet(tmp_path: Path) -> None:
+    """Their bars and reports have no place in a log; a new process shows what they do when they are imported."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt", words=20)
+    done = _run_module("eval", str(tmp_path / "m"), "--text", str(text), "--device", "cpu", path=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("perplexity ")
+
+
+def test_tables_and_texts_fit_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=2)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "fp8"))
+    capsys.readouterr()
+    shown = {}
+    for width in (None, 60, 80):
+        monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
+        assert main(["inspect", str(tmp_path / "s")]) == 0
+        assert main(["info"]) == 0
+        shown[width] = capsys.readouterr().out
+        lines = [len(line) for line in shown[width].splitlines()]
+        assert width is None or max(lines) <= width
+    assert max(map(len, shown[None].splitlines())) > 80  # a file has whole rows
+    for width in (60, 80):
+        assert sorted(shown[width].split()) != sorted(shown[None].split())  # the layers' names come again
+        assert set(shown[None].split()) - set(shown[width].split()) <= {"─" * n for n in range(200)}
+
+
+def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert progress.terminal_width() == 90
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert progress.terminal_width() is None
+    monkeypatch.setattr(sys, "stdout", None)
+    assert progress.terminal_width() is None
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "pipe"])
+def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
+    """``slidesparse info | head -1``, and a full disk."""
+    command = [sys.executable, "-m", "slidesparse", "info", "--json"]
+    if target == "pipe":
+        reading, out = os.pipe()
+        os.close(reading)
+    else:
+        out = os.open(target, os.O_WRONLY)
+    done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(out)
+    if target == "pipe":
+        assert (done.returncode, done.stderr) == (141, "")
+    else:
+        assert (done.returncode, done.stderr) == (1, "slidesparse: a file cannot be used; got No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["prune", "a"], ["prune", "a", "b", "--pattern", "6:8", "--patern", "x"]])

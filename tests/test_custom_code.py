@@ -78,7 +78,7 @@ def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
 def test_inspect_asks_nobody(evil_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(evil_config), "--json"]) == 1
     told = capsys.readouterr()
-    assert told.out == ""
+    assert json.loads(told.out)["error"]["remedy"] == "upgrade transformers; custom code is not run"
     assert "custom code is not run" in told.err
     assert len(told.err.splitlines()) == 1
     assert not (evil_config / "executed").exists()

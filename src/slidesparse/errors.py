@@ -6,10 +6,27 @@ A message answers four questions in one line: what is wrong, what was got, what 
 from __future__ import annotations
 
 
-def first_line(error: Exception) -> str:
-    """Return the kind and first line of another library's error, for a message of ours, which has one line."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
+LONGEST = 500
+"""Most characters of another library's message that one of ours repeats."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind and first line of another library's error, for a message of ours, which has one line.
+
+    A line that ends in a colon announces the next one, which says what is wrong.
+
+    >>> first_line(ValueError("field 'a':\\n    is no number\\nsee the docs"))
+    "ValueError: field 'a': is no number"
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    said = lines[:1]
+    while said and said[-1].endswith(":") and len(said) < len(lines):
+        said.append(lines[len(said)])
+    return f"{type(error).__name__}: {' '.join(said)}"[:LONGEST]
+
+
+class SlideSparseWarning(UserWarning):
+    """Something that works, though perhaps not as the user means it."""
 
 
 class SlideSparseError(Exception):
@@ -31,7 +48,18 @@ class SlideSparseError(Exception):
             parts.append(f"needed {needed}")
         if remedy is not None:
             parts.append(remedy)
-        super().__init__("; ".join(parts))
+        super().__init__(" ".join("; ".join(parts).splitlines()))
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return the kind of the error, its line and the parts of it, each None where it has none."""
+        return {
+            "kind": type(self).__name__,
+            "message": str(self),
+            "what": self.what,
+            "got": None if self.got is None else str(self.got),
+            "needed": self.needed,
+            "remedy": self.remedy,
+        }
 
 
 class InputError(SlideSparseError, ValueError):

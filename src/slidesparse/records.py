@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
 
 DENSE_VARIANT = "dense"
@@ -31,6 +33,10 @@ SQUARE = "square"
 ALL = "*"
 ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
 """Benchmarks of whole engines: times of requests, and of the kernels of a prefill and of a decoding step."""
+
+BENCHMARKS = ("gemm", "kernels", "linear", "pack", ENGINE, KERNELS, STEP_KERNELS)
+PREFILL, DECODE = "prefill", "decode"
+"""Work of a whole engine, as ``Case.layer``; more words may follow after a comma."""
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 """The linears of a decoder layer, fused as servers fuse them."""
@@ -208,7 +214,30 @@ class Record:
         record: Record = decode(cls, data, "record")
         if (record.timing is None) == (record.why_not is None):
             raise InputError("a record needs either a time or a reason for having none", got=record.why_not)
+        _check(record)
         return record
+
+
+def _check(record: Record) -> None:
+    """Refuse names that no table has, and numbers that nobody can have measured."""
+    case, timing = record.case, record.timing
+    known = {"benchmark": BENCHMARKS, "dtype": DTYPE_NAMES}
+    if case.benchmark == ENGINE:
+        known["layer"] = (PREFILL, DECODE)
+    for name, names in known.items():
+        if getattr(case, name).partition(",")[0] not in names:
+            raise InputError(f"record.case.{name}", got=repr(getattr(case, name)), needed=f"one of {', '.join(names)}")
+    require_numbers(case, "record.case", "tokens", "out_features", "in_features")
+    require_numbers(record, "record", "error", "noise", "n_bytes")
+    require_numbers(record, "record", "ideal_speedup", positive=True)
+    require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
+    for clocks in (record.clocks_before, record.clocks_after):
+        require_numbers(clocks, "record.clocks", "sm_mhz", "power_w", "temperature_c")
+    for tried in record.tried:
+        require_numbers(tried, "record.tried", "median_us", positive=True)
+    if timing is not None:
+        require_numbers(timing, "record.timing", "median_us", "p20_us", "p80_us", "samples", "copies", positive=True)
+        require_numbers(timing, "record.timing", "host_us")
 
 
 def open_records(path: Path, mode: str) -> IO[str]:
@@ -240,10 +269,13 @@ def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
     records = []
     for path in paths:
         try:
+            require_regular(path)
             with open_records(path, "r") as file:
-                lines = file.read().splitlines()
+                text = file.read()
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path}", got=error) from error
+        # Not splitlines(), which also splits at U+2028 and others that a JSON string may hold.
+        lines = text.removesuffix("\n").split("\n") if text else []
         for number, line in enumerate(lines, start=1):
             try:
                 records.append(parse(line))

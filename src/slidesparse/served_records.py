@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
 from slidesparse.records import Machine, open_records, parse_lines
 
@@ -223,6 +225,7 @@ def to_line(record: ServeRecord | TimelineRecord) -> str:
 def is_of(kind: str, path: Path) -> bool:
     """Whether a file's first line is a record of that benchmark; strict reading says what is wrong with it later."""
     try:
+        require_regular(path)
         with open_records(path, "r") as file:
             first = json.loads(file.readline())
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):
@@ -250,4 +253,30 @@ def _from_line(kind: type[R], line: str) -> R:
     if found != (due, FORMAT):
         raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
     record: R = decode(kind, data, "record")
+    require_numbers(record.key, "record.key", "layers", "gpus", "graphs", positive=True)
+    require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
+    if isinstance(record, ServeRecord):
+        _check_served(record)
+    else:
+        times = ("tokens", "prompts", "requests", "wall_us", "host_us", "gpu_us", "busy_us", "lead_us", "launches")
+        require_numbers(record.step, "record.step", *times, "kernels_us", "calls_us", "scopes_us", "names_us")
     return record
+
+
+def _check_served(record: ServeRecord) -> None:
+    """Refuse numbers that nobody can have measured, and a record with neither times nor a reason."""
+    if bool(record.seconds) == (record.why_not is not None):
+        raise InputError("a record needs either times or a reason for having none", got=record.why_not)
+    require_numbers(record, "record", "seconds", positive=True)
+    counts = ("start_s", "rate", "prompt_tokens", "output_tokens", "wall_s", "lost", "step_tokens", "step_us")
+    require_numbers(record, "record", *counts)
+    for latency in (record.first, record.between):
+        require_numbers(latency or Latency(0, 0), "record.latency", "p50_ms", "p99_ms")
+    if record.power is not None:
+        require_numbers(record.power, "record.power", "energy_j", positive=True)
+        require_numbers(record.power, "record.power", "mean_w", "sm_mhz", "temperature_c", "busy", "memory_gb")
+    if record.workload is not None:
+        if len(record.workload.prompt) != 2 or len(record.workload.output) != 2:
+            raise InputError("record.workload", got="other than two numbers of tokens", needed="fewest and most")
+        require_numbers(record.workload, "record.workload", "requests", positive=True)
+        require_numbers(record.workload, "record.workload", "prompt", "output", "repeats", "seconds", "load")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,8 @@ from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import PlanOptions, _SensitivityFile, plan_checkpoint, read_plan
+from slidesparse.commands.plan import PlanOptions, plan_checkpoint, read_plan
+from slidesparse.commands.sensitivity_file import SensitivityFile
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
@@ -31,7 +33,7 @@ from slidesparse.models.choose_patterns import (
     least_zeros,
     modelled_cost,
 )
-from slidesparse.models.sensitivity import measure_sensitivities
+from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
@@ -268,13 +270,44 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan_checkpoint(source, folder / "plan.json", options(source))
 
 
-@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"names": [], "pattern": "6:8", "damage": 0.1}', b"\xff", b"{}"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"names": [], "pattern": "6:8", "damage": 0.1}',
+        b'{"names": ["a"], "pattern": "6_8", "damage": 0.1}',
+        b'{"names": ["a"], "pattern": "6:8", "damage": -0.1}',
+        b'{"names": ["a"], "pattern": "6:8", "damage": NaN}',
+        b'{"names": ["a"], "pattern": "6:8", "damage": 1e999}',
+        b'{"names": ["a"], "pattern": "6:8", "damage": ' + b"9" * 5000 + b"}",
+        b"\xff",
+        b"{}",
+    ],
+    ids=lambda line: line[-24:].decode("ascii", "replace"),
+)
 def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.sensitivities.jsonl"
     path.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(CheckpointError, match=r"is damaged; .*remove it") as error:
-        _SensitivityFile(path, {"model": "m"})
+        SensitivityFile(path, {"model": "m"})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", '{"model": "ha', '{"model": "other"}\n'])
+def test_a_file_without_a_measurement_stops_nobody(content: str, tmp_path: Path) -> None:
+    """As a run leaves it that failed at once, with a remedy that changes what is measured."""
+    path = tmp_path / "plan.sensitivities.jsonl"
+    path.write_text(content)
+    file = SensitivityFile(path, {"model": "m", "ignore": []})
+    file.add(Sensitivity(("a",), "6:8", 0.25))
+    again = SensitivityFile(path, {"model": "m", "ignore": []})
+    assert again.damages == {("a", "6:8"): 0.25}
+
+
+def test_a_pipe_in_the_place_of_measurements(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p")
+    with pytest.raises(InputError, match="cannot be read; got a pipe; needed a file"):
+        SensitivityFile(tmp_path / "p", {"model": "m"})
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +318,8 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 0
     told = capsys.readouterr().out
     assert "modelled 1.3" in told
-    assert f"--plan {folder}/plan.json --method wanda --calibration {folder}/text.txt --dtype int8" in told
+    seen = f"--calibration {folder}/text.txt --samples 8 --length 32"  # the same text, or prune may refuse it
+    assert f"--plan {folder}/plan.json --method wanda {seen} --dtype int8" in told
     layers = read_plan(folder / "plan.json").layers
     assert len(layers) == 7 * SMALL["num_hidden_layers"]
     prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
@@ -357,9 +391,28 @@ def test_bad_input(source: Path) -> None:
     for path in ("other.json", "missing.json"):
         with pytest.raises(InputError, match=path):
             read_plan(folder / path)
-    for gain in ("fast", "0", "3", "1/0"):
+    for gain in ("fast", "0", "3", "1/0", "nan", "1e-400", "1e-999999999", "-1e999999999", "0.05"):
         with pytest.raises(InputError, match="--mma-gain"):
             planning.parse_gain(gain)
+
+
+def test_gains_are_read_exactly() -> None:
+    assert [planning.parse_gain(text) for text in ("2", "1.6", "0.1")] == [Fraction(2), Fraction(8, 5), Fraction(1, 10)]
+
+
+def test_a_target_out_of_reach_is_refused_before_anything_is_measured(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "load_any", None)  # the model is not even loaded
+    for target in (Target(speedup=3.0), Target(speedup=1e9), Target(sparsity=0.9), Target(gigabytes=1e-9)):
+        with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 2.000x"):
+            plan_checkpoint(source, source.parent / "plan.json", options(source, target=target))
+    assert not (source.parent / "plan.sensitivities.jsonl").exists()
+
+
+def test_a_plan_refuses_what_prune_would_refuse(source: Path) -> None:
+    with pytest.raises(InputError, match=r"different patterns; got .*q_proj: dense, .*k_proj: 6:8"):
+        plan_checkpoint(source, source.parent / "plan.json", options(source, ignore=("re:.*q_proj",)))
 
 
 def test_a_pruned_source_is_refused(source: Path) -> None:

@@ -291,12 +291,72 @@ def test_a_document_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: P
     assert read_text(tmp_path / "d.jsonl") == "one\u2028still\x85one\n\ntwo"
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": 5}', '{"text": "a", "text": "b"}', '"text"', "", "1" * 5000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"text": 5}',
+        '{"text": null}',
+        '{"text": ["a"]}',
+        '{"text": "a", "text": "b"}',
+        '"text"',
+        "null",
+        "[]",
+        "1" * 5000,
+    ],
+    ids=lambda line: line[:24],
+)
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' + line + "\n")
     with pytest.raises(InputError, match=r"d\.jsonl, line 2") as error:
         read_text(tmp_path / "d.jsonl")
     assert "\n" not in str(error.value)
+
+
+def test_empty_lines_hold_no_document(tmp_path: Path) -> None:
+    for name in ("d.jsonl", "D.JSONL"):
+        (tmp_path / name).write_text('\ufeff\n{"text": "one"}\n\n  \r\n{"text": "two"}\n\n', encoding="utf-8")
+        assert read_text(tmp_path / name) == "one\n\ntwo"
+
+
+def test_a_list_of_documents(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text('[{"text": "one"},\n {"text": "two", "id": 2}]')
+    assert read_text(tmp_path / "d.json") == "one\n\ntwo"
+    for content, says in (('{"text": "one"}', "got dict"), ('[{"text": "a"}, 5]', "entry 2; got 5"), ("[", "JSON")):
+        (tmp_path / "d.json").write_text(content)
+        with pytest.raises(InputError, match=says):
+            read_text(tmp_path / "d.json")
+
+
+def test_a_text_that_never_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    for name, kind in (("pipe", "a pipe"), ("zero.txt", "a device")):
+        with pytest.raises(InputError, match=rf"{name} cannot be read; got {kind}"):
+            read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"samples": "8"},
+        {"length": 1},
+        {"length": 8.5},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": "0"},
+        {"file": None},
+        {"file": b"text.txt"},
+        {"file": "a\0b"},
+        {"file": "caf\udce9.txt"},
+    ],
+    ids=str,
+)
+def test_calibrations_that_cannot_be_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="calibration") as error:
+        Calibration(**({"file": "text.txt"} | wrong))
+    str(error.value).encode("utf-8")
 
 
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +370,9 @@ def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "datasets", module)
     found = {"train": {"text": ["one", "two"]}, "test": {"text": ["three"]}}
     assert read_text(tmp_path) == "one\n\ntwo"
+    found = {"train": {"text": ["one", None]}}
+    with pytest.raises(InputError, match=r"row 1; got .*None"):
+        read_text(tmp_path)
     found = {"test": {"text": ["three"]}}
     with pytest.raises(InputError, match=r"is no data set with texts; got KeyError"):
         read_text(tmp_path)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_records import case, record
 
+from slidesparse import served_records
 from slidesparse.errors import InputError
 from slidesparse.records import Record, open_records, read_records
 
@@ -61,6 +63,66 @@ def test_what_is_no_record_is_refused_by_name(line: str, words: str) -> None:
     with pytest.raises(InputError) as caught:
         Record.from_line(line)
     assert words in str(caught.value)
+
+
+def nested(path: str, value: Any) -> str:
+    """A good line with one value of an object inside replaced: ``timing.median_us``."""
+    data = json.loads(changed())
+    *outer, name = path.split(".")
+    inner = data
+    for key in outer:
+        inner = inner[key]
+    assert name in inner
+    inner[name] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("timing.median_us", 0),
+        ("timing.median_us", -1.5),
+        ("timing.median_us", float("nan")),
+        ("timing.p20_us", float("inf")),
+        ("timing.p80_us", 1e300),
+        ("timing.samples", -1),
+        ("timing.host_us", -1.0),
+        ("case.dtype", "int3"),
+        ("case.benchmark", "nothing"),
+        ("case.tokens", -64),
+        ("clocks_after.sm_mhz", -1.0),
+        ("machine.memory_gb", -1.0),
+        ("noise", -0.1),
+        ("ideal_speedup", 0),
+    ],
+)
+def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, path: str, value: Any) -> None:
+    (tmp_path / "r.jsonl").write_text(changed() + "\n" + nested(path, value) + "\n")
+    with pytest.raises(InputError, match=r"r\.jsonl, line 2; got record") as error:
+        read_records([tmp_path / "r.jsonl"])
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_either_takes_a_prompt_in_or_decodes(tmp_path: Path) -> None:
+    line = json.loads(nested("case.benchmark", "vllm"))
+    for layer in ("prefill", "decode, graphs to 2048 tokens"):
+        Record.from_line(json.dumps(line | {"case": line["case"] | {"layer": layer}}))
+    with pytest.raises(InputError, match=r"record.case.layer; got 'qkv'; needed one of prefill, decode"):
+        Record.from_line(json.dumps(line))
+
+
+def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
+    data = json.loads(changed()) | {"algorithm": "a\u2028b\x85c"}
+    (tmp_path / "r.jsonl").write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
+    (found,) = read_records([tmp_path / "r.jsonl"])
+    assert found.algorithm == "a\u2028b\x85c"
+
+
+def test_a_pipe_holds_no_records(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "r.jsonl")
+    assert not served_records.is_of(served_records.SERVE, tmp_path / "r.jsonl")
+    with pytest.raises(InputError, match="got a pipe"):
+        read_records([tmp_path / "r.jsonl"])
 
 
 def test_numbers_that_json_has_not_are_never_written() -> None:

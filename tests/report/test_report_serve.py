@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,18 @@ from slidesparse.errors import InputError
 from slidesparse.records import Machine
 from slidesparse.report.serve import group_tables, write_serve_report
 from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
-from slidesparse.served_records import EngineKey, Latency, Power, ServeRecord, Step, TimelineRecord, Workload, to_line
+from slidesparse.served_records import (
+    STOCK,
+    EngineKey,
+    Latency,
+    Power,
+    ServeRecord,
+    Step,
+    TimelineRecord,
+    Workload,
+    read,
+    to_line,
+)
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}
@@ -123,6 +137,29 @@ def test_profiled_engines_come_in_the_order_of_the_other_tables(tmp_path: Path) 
     page = write_serve_report([], profiled, tmp_path)[0].read_text()
     found = re.findall(r"^\| 1024 \| Qwen2.5-7B int8 ([^|]+) \|", page, re.MULTILINE)
     assert found == ["stock", "control", "6:8", "2:4", "stock again"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seconds": ()},
+        {"seconds": (0.5, -1.0)},
+        {"seconds": (float("nan"),)},
+        {"seconds": (1e300,)},
+        {"power": Power(0.0, 500.0, 1500.0, 50.0, 1.0, 100.0)},
+        {"first": Latency(-1.0, 2.0)},
+        {"workload": replace(BURST, prompt=())},
+        {"workload": replace(BURST, requests=0)},
+        {"lost": -1},
+    ],
+    ids=str,
+)
+def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    line = json.dumps(dataclasses.asdict(replace(record(STOCK, BURST), **wrong)))
+    (tmp_path / "r.jsonl").write_text(to_line(record(STOCK, BURST)) + "\n" + line + "\n")
+    with pytest.raises(InputError, match=r"r\.jsonl, line 2; got (a )?record") as error:
+        read(ServeRecord, [tmp_path / "r.jsonl"])
+    assert "\n" not in str(error.value)
 
 
 def test_records_of_two_gpus_are_refused(tmp_path: Path) -> None:

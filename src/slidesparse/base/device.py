@@ -23,6 +23,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         InputError: It is neither ``cpu`` nor ``cuda``.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
+    if not isinstance(device, str | torch.device):
+        raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
     try:
         where = torch.device(device)
     except RuntimeError as error:
@@ -31,4 +33,6 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
     if where.type == "cuda" and (why := why_no_cuda()) is not None:
         raise UnsupportedError("no CUDA device here", got=why, remedy="use device='cpu'")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"no device {where} here", needed=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return where

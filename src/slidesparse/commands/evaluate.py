@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slidesparse.base.device import usable_device
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
-from slidesparse.files.calibration import encode, load_tokenizer, positions, read_text
+from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions, read_text
+from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import MARKER_KEY
-from slidesparse.files.meta_model import model_class
+from slidesparse.files.marker import MARKER_KEY, is_bitnet, quantisation_dtype
+from slidesparse.files.meta_model import build_meta_model, model_class
+from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 
@@ -96,13 +99,18 @@ def evaluate(
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
+    device = usable_device(device)
     content = None if text is None else read_text(text)
     harness = _harness() if tasks else None
+    refuse_masked(model_class(Checkpoint(path))[0])
     tokenizer = load_tokenizer(Path(path))
     model = load_any(path, device)
+    require_causal(model)
     measured = None
     if content is not None:
-        tokens = encode(tokenizer, content).to(device)
+        tokens = encode(tokenizer, content)
+        check_tokens(tokens, model.config, path)
+        tokens = tokens.to(device)
         most = positions(model.config)
         window = min(most, len(tokens)) if window is None else window
         if window > positions(model.config, at_most=window):
@@ -124,16 +132,41 @@ def evaluate(
 
 
 def load_any(path: str | Path, device: str | torch.device) -> Any:
-    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it."""
+    """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
+        InputError, UnsupportedError: There is no such device.
+    """
+    device = usable_device(device)
     checkpoint = Checkpoint(path)
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
+    if _is_readable(checkpoint.config):  # transformers renames the tensors of other formats
+        refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return known.from_pretrained(str(path), config=config, dtype="auto", **local).to(device).eval()
+        model, found = known.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **local)
+        model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} tensors of {known.__name__}", got=f"no {', '.join(missing[:3])}"
+        )
+    return model
+
+
+def _is_readable(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds its weights as they are, or in the one quantised form that we read."""
+    if is_bitnet(config):
+        return False
+    try:
+        quantisation_dtype(config)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _harness() -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import why_no_cuda
+from slidesparse.base.progress import wrapped
 from slidesparse.gemm import BACKENDS, Problem, get_backend
 from slidesparse.pattern import Pattern
 
@@ -60,4 +61,4 @@ def describe(info: dict[str, Any]) -> str:
     lines += [f"GPU         {gpu['name']}, sm {gpu['capability']}, {gpu['memory_gb']} GB" for gpu in info["gpus"]]
     lines += [] if info["gpus"] else [f"GPU         none: {info['why_no_gpu']}"]
     lines += [f"backend     {name}: {why or 'can run here'}" for name, why in info["backends"].items()]
-    return "\n".join(lines)
+    return "\n".join(map(wrapped, lines))

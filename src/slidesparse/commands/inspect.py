@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -11,16 +12,25 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.progress import progress_bar, table
-from slidesparse.errors import SlideSparseError
+from slidesparse.base.progress import progress_bar, table, wrapped
+from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import check_pattern, check_weight, following_groups, is_nonzero, tightest_pattern
+from slidesparse.support import (
+    check_form,
+    check_pattern,
+    check_weight,
+    following_groups,
+    is_finite,
+    is_nonzero,
+    tightest_pattern,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Layer:
         dtype: Storage type.
         sparsity: Share of zeros.
         marked: Pattern that the checkpoint claims, or None.
-        tightest: Tightest uniform pattern that holds, or ``dense``.
+        tightest: Tightest uniform pattern that holds, or ``dense``; ``-`` for a weight that holds NaN or Inf.
         following: Share of the column groups that follow the marked pattern, or None without a mark.
         dense_bytes: Bytes of the weight as stored.
         packed_bytes: Bytes of its 2:4 form under the marked (else the tightest) pattern, metadata included.
@@ -68,19 +78,21 @@ class Inspection:
         path: The checkpoint.
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
+        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
     """
 
     path: str
     layers: list[Layer]
     dense: dict[str, str]
+    faults: list[str]
 
     @property
     def ok(self) -> bool:
-        """True when every layer satisfies its mark."""
-        return all(layer.problem is None for layer in self.layers)
+        """True when every layer satisfies its mark, and every tensor can be used."""
+        return not self.faults and all(layer.problem is None for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, and whether all layers satisfy their marks."""
+        """Return all fields, and whether the checkpoint can be used."""
         return {**asdict(self), "ok": self.ok}
 
     def table(self) -> str:
@@ -104,10 +116,13 @@ class Inspection:
             for group in kinds.values()
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
-        lines = [table(columns, rows), *_describe_choices(self.layers)]
-        lines += describe_dense(self.dense)
-        lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
+        lines = [table(columns, rows)]
+        lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense(self.dense)])
+        lines += [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join(lines)
+
+    def _problems(self) -> list[str]:
+        return [*(layer.problem for layer in self.layers if layer.problem), *self.faults]
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
@@ -159,14 +174,48 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         targets = find_targets(meta.model)
     else:
         targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
-    prefixes = {name: meta.prefix(name) for name in targets.linears}
-    layers = []
-    with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
-        for name, prefix in prefixes.items():
-            weight = checkpoint.tensor(f"{prefix}.weight")
-            layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
+    stored = stored_names(meta)
+    present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
+    layers: list[Layer] = []
+    faults = _faults(meta, checkpoint, present)
+    with progress_bar("inspect", len(present), unit="layers", show=progress) as advance:
+        for name, tensor in present.items():
+            weight = checkpoint.tensor(tensor)
+            try:
+                check_form(weight, name)
+            except SlideSparseError as error:
+                faults.append(str(error))
+            else:
+                layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    return Inspection(str(path), layers, targets.dense)
+    return Inspection(str(path), layers, targets.dense, list(dict.fromkeys(faults)))
+
+
+def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:
+    """Return what is wrong with the tensors of a checkpoint, one line each, except for the values of shown layers.
+
+    A quantisation that we do not read is no fault where the checkpoint does not say that it is ours.
+    """
+    found: list[str] = []
+    try:
+        meta.require_complete()
+    except CheckpointError as error:
+        found.append(str(error))
+    try:
+        found += map(str, find_faults(meta, checkpoint))
+    except CheckpointError as error:
+        if checkpoint.config.get(MARKER_KEY) is not None:
+            found.append(str(error))
+    stored = stored_names(meta)
+    for name, _ in meta.model.named_parameters():
+        tensor = stored.get(name)
+        if (
+            tensor is not None
+            and name.removesuffix(".weight") not in shown
+            and not is_finite(checkpoint.tensor(tensor))
+        ):
+            found.append(f"{tensor} holds NaN or Inf")
+    return found
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:
@@ -177,11 +226,11 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
             check_pattern(weight, marked, name=name)
     except SlideSparseError as error:
         problem = str(error)
-    tightest = tightest_pattern(weight) or DENSE
-    pattern = marked if marked is not None else tightest
+    tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
+    pattern = marked or tightest or DENSE
     bits = 8 * weight.element_size()
     following = None
-    choice, kept = _what_runs(marked or tightest, weight) if problem is None else (None, {})
+    choice, kept = _what_runs(pattern, weight) if problem is None else (None, {})
     if marked is not None and marked != DENSE:
         following = len(following_groups(weight, marked)) / marked.groups(weight.shape[1])
         pattern = Pattern(marked.keep, marked.group, Fraction(round(following * 10_000), 10_000))
@@ -191,7 +240,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         dtype=str(weight.dtype).removeprefix("torch."),
         sparsity=1 - is_nonzero(weight).sum().item() / max(weight.numel(), 1),
         marked=None if marked is None else str(marked),
-        tightest=str(tightest),
+        tightest="-" if tightest is None else str(tightest),
         following=following,
         dense_bytes=weight.numel() * weight.element_size(),
         packed_bytes=round(weight.numel() * pattern.bytes_per_weight("2:4", bits)),

@@ -6,28 +6,34 @@ run that is killed goes on there, and another target needs no new measurements.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 
+from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
-from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.commands.evaluate import load_any
+from slidesparse.commands.sensitivity_file import SensitivityFile, sensitivity_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
+from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import MARKER_KEY, quantisation_dtype
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Problem, get_backend
-from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns
-from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
-from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
+from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.sensitivity import measure_sensitivities
+from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
@@ -38,6 +44,9 @@ HELD_OUT = 4
 """Windows of text on which predictions are compared; the pruning method does not see them."""
 
 PLAN_VERSION = 1
+
+LEAST_GAIN = 0.1
+"""Least gain of a 2:4 multiply that a plan is made for: no GPU is that slow at it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def plan_checkpoint(
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
         CheckpointError: The source cannot be used, or the measurements are of another one.
     """
-    out, device = Path(out), torch.device(device)
+    out, device = usable_path(out, "plan"), usable_device(device)
     if out.exists():
         raise InputError(
             f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
@@ -98,17 +107,28 @@ def plan_checkpoint(
         raise CheckpointError(f"{source} is pruned or quantised already", needed="the dense model in a float type")
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
-    model = load_any(source, device)
-    windows = calibration_windows(checkpoint.path, model.config, _with_held_out(options.calibration)).to(device)
-    linears = find_targets(model, options.ignore).linears
+    meta = build_meta_model(checkpoint)
+    refuse_faults(meta, checkpoint)
+    refuse_masked(type(meta.model))
+    linears = find_targets(meta.model, options.ignore).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     if options.backend is not None:
         _require_backend(options.backend, patterns, shapes, device)
     # The sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case.
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
-    sets = sets_to_prune(model, linears, coupled, get_pruner("wanda"), run_once(model))
+    run = run_once(meta.model)
+    everything = find_targets(meta.model).linears  # prune leaves dense what the plan does not name
+    require_alike(meta.model, everything, {name: coupled.get(name, DENSE) for name in everything}, run)
+    sets = sets_to_prune(meta.model, linears, coupled, get_pruner("wanda"), run)
+    undamaged = {(name, str(pattern)): 0.0 for name in linears for pattern in patterns}
+    require_reachable(_plan_sets(sets, shapes, patterns, undamaged), options.target, options.mma_gain)
+    find_layer_list(meta.model, linears)
+    config: Any = meta.model.config
+    windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
+    model = load_any(source, device)
+    require_causal(model)
     about = _about(checkpoint, options, windows)
-    file = _SensitivityFile(sensitivity_file(out), about)
+    file = SensitivityFile(sensitivity_file(out), about)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     total = len(sets) * len(patterns)
     with progress_bar("plan", total, unit="measurements", show=progress) as advance:
@@ -117,19 +137,27 @@ def plan_checkpoint(
         ):
             file.add(found)
             advance(1, f"{found.pattern} {found.damage:.1e}")
-    options_of = {
-        tuple(names): (PatternChoice(DENSE, 0.0), *(PatternChoice(p, file.damages[names[0], str(p)]) for p in patterns))
-        for names in sets
-    }
-    candidates = [PlanSet(names, tuple(shapes[n] for n in names), found) for names, found in options_of.items()]
-    plan = choose_patterns(candidates, options.target, options.mma_gain)
+    plan = choose_patterns(_plan_sets(sets, shapes, patterns, file.damages), options.target, options.mma_gain)
     write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
 
 
-def sensitivity_file(out: Path) -> Path:
-    """Return the path of a plan's measurements: ``plan.json`` -> ``plan.sensitivities.jsonl``."""
-    return out.with_suffix(".sensitivities.jsonl")
+def _plan_sets(
+    sets: Sequence[Sequence[str]],
+    shapes: Mapping[str, tuple[int, int]],
+    patterns: Sequence[Pattern],
+    damages: Mapping[tuple[str, str], float],
+) -> list[PlanSet]:
+    """Return the sets with the patterns that each may get, dense among them."""
+    dense = PatternChoice(DENSE, 0.0)
+    return [
+        PlanSet(
+            tuple(names),
+            tuple(shapes[name] for name in names),
+            (dense, *(PatternChoice(pattern, damages[names[0], str(pattern)]) for pattern in patterns)),
+        )
+        for names in sets
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +180,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         InputError: It is no such file.
     """
     try:
-        plan = read_json(Path(path))
+        plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
         raise InputError("plan", got=str(error)) from error
     method, layers = plan.get("method"), plan.get("layers")
@@ -173,14 +201,23 @@ def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
 def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     """Return a plan as text, with the command that uses it."""
     counts = Counter(map(str, plan.patterns.values()))
-    text = f" --calibration {options.calibration.file}" if get_pruner(options.method).needs_calibration else ""
+    text = _calibration_words(options.calibration) if get_pruner(options.method).needs_calibration else ""
     return "\n".join(
         [
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
             f" predicted damage {plan.damage:.4f} nats a token",
-            f"use it with: slidesparse prune SRC DST --plan {out} --method {options.method}{text} --dtype int8",
+            f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text} --dtype int8",
         ]
+    )
+
+
+def _calibration_words(calibration: Calibration) -> str:
+    """Return the options with which ``prune`` sees the text as ``plan`` did, each where it is not the usual one."""
+    usual = Calibration(calibration.file)
+    names = [name for name in ("samples", "length", "seed") if getattr(calibration, name) != getattr(usual, name)]
+    return f" --calibration {quote(str(calibration.file))}" + "".join(
+        f" --{name} {getattr(calibration, name)}" for name in names
     )
 
 
@@ -229,50 +266,16 @@ def _require_backend(
                 )
 
 
-class _SensitivityFile:
-    """Measurements in a file that grows line by line; the first line names the model, the text and the method.
-
-    The weights are compared and not their path, so a file stays valid for a model that was moved or copied.
-    """
-
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path = path
-        self.damages: dict[tuple[str, str], float] = {}
-        if not path.exists():
-            path.write_text(json.dumps(about) + "\n", encoding="utf-8")
-            return
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-            # A killed run may leave half a line, the only one without its end.
-            found, *measured = [parse_json(line, f"line {i}", non_finite=True) for i, line in enumerate(lines[:-1], 1)]
-            read = decode(tuple[Sensitivity, ...], measured, "measurements")
-            self.damages = {(one.names[0], one.pattern): one.damage for one in read}
-        except (ValueError, IndexError) as error:  # InputError is a ValueError
-            raise CheckpointError(f"{path} is damaged", got=str(error), remedy="remove it") from error
-        if not isinstance(found, dict) or {**found, "model": about["model"]} != json.loads(json.dumps(about)):
-            raise CheckpointError(
-                f"{path} was measured on another model, text or method", remedy="remove it, or choose another --out"
-            )
-        path.write_text("\n".join([*lines[:-1], ""]), encoding="utf-8")
-
-    def add(self, found: Sensitivity) -> None:
-        key = (found.names[0], found.pattern)
-        if key not in self.damages:
-            self.damages[key] = found.damage
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found)) + "\n")
-
-
 def parse_gain(text: str) -> Fraction:
-    """Return the gain of a 2:4 multiply over a dense one, above 0 and at most 2.
+    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits.
 
     Raises:
         InputError: It is anything else.
     """
     try:
-        gain = Fraction(text)
-    except (ValueError, ZeroDivisionError) as error:
+        gain = float(text)  # a Fraction of 1e-999999999 would be computed for days
+    except ValueError as error:
         raise InputError("--mma-gain", got=repr(text), needed="a number such as 2 or 1.6") from error
-    if not 0 < gain <= 2:
-        raise InputError("--mma-gain", got=text, needed="more than 0, at most 2")
-    return gain
+    if not LEAST_GAIN <= gain <= 2:
+        raise InputError("--mma-gain", got=text, needed=f"{LEAST_GAIN:g} to 2")
+    return Fraction(gain).limit_denominator(10**6)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from slidesparse.base.device import usable_device
+from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
-from slidesparse.base.whole_file import readable_name
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
+from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -35,6 +37,7 @@ from slidesparse.files.marker import (
     MARKER_KEY,
     MARKER_VERSION,
     Marker,
+    is_bitnet,
     quantisation_dtype,
     quantization_config,
     source_quantisation,
@@ -43,7 +46,7 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import Links, survey
 from slidesparse.files.staging import new_folder, staged
 from slidesparse.models.layerwise import find_layer_list
-from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
+from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import describe_dense, find_targets
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
@@ -163,24 +166,22 @@ def prune_checkpoint(
 
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
-        InputError: An option cannot be used.
+        InputError: An option or a path cannot be used.
+        UnsupportedError: There is no such device here.
     """
-    checkpoint = Checkpoint(source)
-    new_folder(Path(destination), checkpoint.path)
+    where = usable_device(device)
+    checkpoint = Checkpoint(usable_path(source, "source"))
+    destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     job = _Job(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
-    plan = {
-        "version": MARKER_VERSION,
-        "options": _named_readably(options),
-        "source": fingerprint(checkpoint, checkpoint.config),
-    }
+    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
     resumed = []
-    with staged(Path(destination), checkpoint.path, plan, size + files.n_bytes) as work:
-        job.calibrate(work.kept, torch.device(device), progress)
+    with staged(destination, checkpoint.path, plan, size + files.n_bytes) as work:
+        job.calibrate(work.kept, where, progress)
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
                 if work.is_finished(shard, tensors):
@@ -216,7 +217,7 @@ class _Job:
         self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
-        self.meta.require_complete()
+        refuse_faults(self.meta, checkpoint)
         _refuse_experts(self.meta.model)
         already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
         self.targets = find_targets(self.meta.model, options.ignore, options.lm_head, already_ignored)
@@ -225,9 +226,12 @@ class _Job:
         self.windows = self._calibration_windows(options)
         self.calibrated: PrunedLayers | None = None
         run = run_once(self.meta.model)
+        require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
+        stored = stored_names(self.meta)
+        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
 
@@ -266,32 +270,17 @@ class _Job:
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
     def _check_tensors(self) -> None:
-        allowed = {self.source_dtype} if self.source_dtype else set(FLOATS)
-        for tensor, name in self.layer_of.items():
-            stored, linear = self.checkpoint.stored(tensor), self.targets.linears[name]
-            if stored.shape != (linear.out_features, linear.in_features):
-                raise CheckpointError(
-                    f"shape of {tensor}",
-                    got=list(stored.shape),
-                    needed=f"[{linear.out_features}, {linear.in_features}]",
-                )
-            if stored.dtype not in {STORED_NAMES[dtype] for dtype in allowed}:
-                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(map(str, allowed)))
-            if self.source_dtype:
-                self._check_scale(name, linear.out_features)
+        allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
+        for tensor in self.layer_of:
+            stored = self.checkpoint.stored(tensor)
+            if stored.dtype not in allowed:
+                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
             if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
                 raise InputError(
                     f"pruning without quantising keeps the type of {tensor}",
                     got=dtype_name(self.dtype),
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
-
-    def _check_scale(self, name: str, out: int) -> None:
-        scale = self._scale(name)
-        if tuple(scale.shape) not in ((out, 1), (out,)):
-            raise CheckpointError(f"scale of {name}", got=list(scale.shape), needed=f"[{out}, 1]")
-        if not bool(torch.isfinite(scale).all()) or bool((scale < 0).any()):
-            raise CheckpointError(f"scale of {name} is negative, NaN or Inf")
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
@@ -313,7 +302,7 @@ class _Job:
         with TensorWriter(path, outputs) as writer:
             for tensor in shard:
                 if tensor not in self.layer_of:
-                    self._write(writer, {tensor: self.checkpoint.tensor(tensor)}, advance)
+                    self._write(writer, {tensor: self._copied(tensor)}, advance)
             while here:
                 # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
                 names = self.set_of[next(iter(here))]
@@ -321,6 +310,12 @@ class _Job:
                     if (own := here.pop(name, None)) is not None:
                         self._write(writer, self._stored_form(name, own, weight), advance)
         return writer.digests
+
+    def _copied(self, tensor: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(tensor)
+        if tensor in self.parameters:
+            check_finite(value, tensor)
+        return value
 
     @staticmethod
     def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
@@ -403,9 +398,9 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
     if options.recipe not in ("absmax", "ternary"):
         raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
     wanted = None if options.dtype is None else parse_dtype(options.dtype)
-    bitnet = source_quantisation(config).get("quant_method") == "bitnet"
+    bitnet = is_bitnet(config)
     if bitnet:
-        if config["quantization_config"].get("quantization_mode") != "online":
+        if source_quantisation(config).get("quantization_mode") != "online":
             raise CheckpointError(
                 "the BitNet checkpoint holds packed ternary weights",
                 needed="its BF16 master (quantization_mode: online)",
@@ -425,11 +420,3 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
     if options.recipe == "ternary" and dtype != torch.int8:
         raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
     return source, dtype
-
-
-def _named_readably(options: PruneOptions) -> dict[str, Any]:
-    """Return options for JSON, which has no names of files that are not UTF-8."""
-    if options.calibration is None:
-        return asdict(options)
-    file = readable_name(options.calibration.file)
-    return asdict(replace(options, calibration=replace(options.calibration, file=file)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slidesparse.base.progress import table
+from slidesparse.base.progress import table, wrapped
 from slidesparse.errors import UnsupportedError
 from slidesparse.pattern import DENSE
 from slidesparse.quant import QuantName
@@ -91,7 +91,7 @@ class DemoReport:
             ]
             for row in self.rows
         ]
-        return "\n".join([table([*head, "slid vs dense"], rows), "", *self._notes()])
+        return "\n".join([table([*head, "slid vs dense"], rows), "", *map(wrapped, self._notes())])
 
     def _notes(self) -> Iterator[str]:
         pairs = self.sentences * (self.sentences - 1) // 2

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import decode, load_json, parse_json
-from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, replace_file, require_regular
+from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_regular
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.data_digest import DIGITS, data_digest, text_digest
 
@@ -82,13 +83,12 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = usable_path(path, "checkpoint folder")
         if not self.path.is_dir():
             raise CheckpointError(
                 f"no checkpoint folder at {self.path}",
                 needed="a local folder; download the model of a hub first",
             )
-        require_utf8(self.path)
         _refuse_pipes(self.path)
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
@@ -137,18 +137,6 @@ class Checkpoint:
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
-
-
-def require_utf8(path: Path) -> None:
-    """Refuse a path that the safetensors library cannot open.
-
-    Raises:
-        CheckpointError: Its name is not UTF-8.
-    """
-    if readable_name(path) != str(path):
-        raise CheckpointError(
-            "name of a checkpoint's folder", got=readable_name(path), needed="UTF-8, without which no file in it opens"
-        )
 
 
 def _refuse_pipes(folder: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.errors import CheckpointError, SlideSparseError, first_line
+from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
+from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
@@ -54,17 +55,20 @@ def load(
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
-    meta.require_complete()
+    linears = meta.linears(marker)
+    refuse_faults(meta, checkpoint)
     filled = set()
-    for name, linear in meta.linears(marker).items():
+    for name, linear in linears.items():
         prefix = meta.prefix(name)
         scale = checkpoint.tensor(f"{prefix}.weight_scale", device) if quantised else None
         if packed_file is not None:
-            shape = (linear.out_features, linear.in_features)
-            packed = packed_file.read(name, marker.pattern_of(name), shape, scale, device)
+            stored = checkpoint.stored(f"{prefix}.weight")
+            packed = packed_file.read(name, marker.pattern_of(name), stored, scale, device)
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
+        if bias is not None:
+            check_finite(bias, f"{prefix}.bias")
         meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
@@ -86,6 +90,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
     def read(tensor: str) -> torch.Tensor:
         value = checkpoint.tensor(tensor, device)
+        check_finite(value, tensor)
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
     rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
@@ -96,6 +101,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
         warnings.warn(
             f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
             f" loaded: {', '.join(meta.unexpected[:3])}",
+            SlideSparseWarning,
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):

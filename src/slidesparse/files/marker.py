@@ -125,11 +125,23 @@ def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]
 
 
 def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``quantization_config`` of a config.json (``compression_config`` in old files), or an empty one."""
+    """Return the ``quantization_config`` of a config.json (``compression_config`` in old files), or an empty one.
+
+    Raises:
+        CheckpointError: It is no object, or its ``ignore`` is no list of names.
+    """
     value = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(value, Mapping):
         raise CheckpointError("quantization_config", got=type(value).__name__, needed="an object")
+    ignore = value.get("ignore")
+    if ignore is not None and not (isinstance(ignore, list) and all(isinstance(entry, str) for entry in ignore)):
+        raise CheckpointError("ignore of quantization_config", got=repr(ignore)[:80], needed="a list of names")
     return value
+
+
+def is_bitnet(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a BitNet model, whose master has weights in a float type."""
+    return source_quantisation(config).get("quant_method") == "bitnet"
 
 
 def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -146,18 +158,19 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             "the checkpoint has a sparsity_config, which vLLM no longer loads",
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
-    method = value.get("quant_method")
-    groups = list((value.get("config_groups") or {}).values())
-    if method != "compressed-tensors" or len(groups) != 1:
+    method, groups = value.get("quant_method"), value.get("config_groups") or {}
+    if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
+        found = f"{len(groups)} config groups" if isinstance(groups, Mapping) else f"config groups {groups!r:.80}"
         raise CheckpointError(
             "quantisation of the source",
-            got=f"{method}, {len(groups)} config groups",
+            got=f"{method}, {found}",
             needed="none, or compressed-tensors W8A8 with one group",
         )
-    weights, activations = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
-    found = {
-        "targets": groups[0].get("targets"),
-        "weights": (weights.get("num_bits"), weights.get("type"), weights.get("strategy"), weights.get("symmetric")),
+    (group,) = (_object(value, "a config group") for value in groups.values())
+    weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
+    found_scheme = {
+        "targets": group.get("targets"),
+        "weights": tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")),
         "activations": tuple(activations.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "dynamic")),
     }
     for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
@@ -166,10 +179,16 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             "weights": (8, kind, "channel", True),
             "activations": (8, kind, "token", True, True),
         }
-        if found == needed:
+        if found_scheme == needed:
             return dtype
     raise CheckpointError(
         "quantisation scheme of the source",
-        got=str(found),
+        got=str(found_scheme)[:300],
         needed="8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers",
     )
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{name} of quantization_config", got=f"{value!r:.80}", needed="an object")
+    return value

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
+from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 
@@ -111,6 +112,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
             needed=f"a model that transformers {transformers.__version__} has",
             remedy="upgrade transformers; custom code is not run",
         )
+    require_plausible(checkpoint)
     with _explained(f"cannot read {checkpoint.path}/config.json"):
         if "AutoConfig" in (checkpoint.config.get("auto_map") or {}) and not _is_known(checkpoint.config):
             raise UnsupportedError(
@@ -123,7 +125,8 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path), **local)
         if not set(_attention_of(config)) <= BUILT_IN_ATTENTION:
             config._attn_implementation = None  # transformers then chooses, for all parts of the model
-        return known, config
+    require_family(checkpoint, known, config)
+    return known, config
 
 
 def _is_known(config: Mapping[str, Any]) -> bool:

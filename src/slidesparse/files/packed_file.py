@@ -22,6 +22,8 @@ import torch
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
+from slidesparse.files.check_packed import KINDS, check_packed_layer
+from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import MARKER_KEY, Marker
@@ -72,7 +74,9 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | None) -> None:
     meta = build_meta_model(checkpoint)
-    prefixes = {name: meta.prefix(name) for name in meta.linears(marker)}
+    linears = meta.linears(marker)
+    refuse_faults(meta, checkpoint)
+    prefixes = {name: meta.prefix(name) for name in linears}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
     for name, prefix in prefixes.items():  # shapes first: a partial pattern's depend on the zeros
@@ -129,20 +133,26 @@ class PackedFile:
         self,
         name: str,
         pattern: Pattern,
-        shape: tuple[int, int],
+        weight: Stored,
         scale: torch.Tensor | None,
         device: str | torch.device,
     ) -> PackedWeight:
-        """Read the packed weight of layer ``name``, whose dense shape is [out, in].
+        """Read the packed weight of layer ``name``; the checkpoint has it as ``weight`` [out, in].
 
         Raises:
-            CheckpointError: The file does not hold the layer, or holds other data than were written.
+            CheckpointError: The file holds no such layer, or other tensors of it than the pattern needs, or other data
+                than were written.
         """
+        found = {kind: self.reader.stored[f"{name}.{kind}"] for kind in KINDS if f"{name}.{kind}" in self.reader.stored}
+        if not found:
+            raise CheckpointError(f"{self.reader.path} holds no {name}")
+        shape = weight.shape[0], weight.shape[1]
 
         def part(kind: str) -> torch.Tensor | None:
             return self.reader.verified(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
 
         values, code, dense, groups = part("values"), part("code"), part("dense"), part("groups")
+        check_packed_layer(found, groups, pattern, weight, name)
         everything = torch.arange(pattern.groups(shape[1]), device=device)
         slid = groups.long() if groups is not None else everything if values is not None else everything[:0]
         segments = []
@@ -150,8 +160,6 @@ class PackedFile:
             segments.append(Segment("dense", everything[~torch.isin(everything, slid)], dense))
         if values is not None:
             segments.append(Segment("2:4", slid, values, code))
-        if not segments:
-            raise CheckpointError(f"{self.reader.path} holds no {name}")
         scale = None if scale is None else scale.flatten().to(torch.float32)
         return PackedWeight(pattern, shape, 0, tuple(segments), scale)
 

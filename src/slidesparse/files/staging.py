@@ -32,7 +32,7 @@ from slidesparse.base.log import LOG
 from slidesparse.base.typed_json import decode
 from slidesparse.base.whole_file import readable_size, replace_file
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.checkpoint import Stored, TensorReader, read_json, require_utf8, write_json
+from slidesparse.files.checkpoint import Stored, TensorReader, read_json, write_json
 
 PLAN, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
 
@@ -121,11 +121,10 @@ def new_folder(destination: Path, source: Path) -> Path:
     """Return the absolute path of a folder to make, and refuse those that cannot be made.
 
     Raises:
-        CheckpointError: It has no name (``foo/..``) or one that is not UTF-8, exists, is the source or lies inside it.
+        CheckpointError: It has no name (``foo/..``), exists, is the source or lies inside it.
     """
     if destination.name in ("", ".."):
         raise CheckpointError(f"destination {destination} is no name for a new folder", remedy="choose a name")
-    require_utf8(destination)
     # Not Path.resolve(), which raises where links form a loop.
     real, source = Path(os.path.realpath(destination.parent)) / destination.name, Path(os.path.realpath(source))
     followed = Path(os.path.realpath(real))

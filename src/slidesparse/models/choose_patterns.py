@@ -159,12 +159,19 @@ def choose_patterns(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction 
     Raises:
         InputError: Even the sparsest choices do not reach it; the error says what they reach.
     """
-    costs = [
-        [sum(target.cost(choice.pattern, *shape, mma_gain) for shape in one.shapes) for choice in one.choices]
-        for one in sets
-    ]
-    dense = sum(target.cost(DENSE, *shape, mma_gain) for one in sets for shape in one.shapes)
-    budget = target.budget(dense)
+    require_reachable(sets, target, mma_gain)
+    costs, budget = _costs(sets, target, mma_gain)
+    damages = [[choice.damage for choice in one.choices] for one in sets]
+    return _make_plan(sets, _solve(damages, costs, budget), mma_gain)
+
+
+def require_reachable(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> None:
+    """Refuse a target that no choice reaches: costs are known before any damage is.
+
+    Raises:
+        InputError: Even the sparsest choices do not reach it; the error says what they reach.
+    """
+    costs, budget = _costs(sets, target, mma_gain)
     least = [min(range(len(cost)), key=cost.__getitem__) for cost in costs]
     if sum(cost[i] for cost, i in zip(costs, least, strict=True)) > budget * (1 + 1e-9):
         best = _make_plan(sets, least, mma_gain)
@@ -173,8 +180,16 @@ def choose_patterns(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction 
             got=f"at best {best.speedup:.3f}x, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
             remedy="ask for less, or allow sparser patterns",
         )
-    damages = [[choice.damage for choice in one.choices] for one in sets]
-    return _make_plan(sets, _solve(damages, costs, budget), mma_gain)
+
+
+def _costs(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction) -> tuple[list[list[float]], float]:
+    """Return the cost of every choice of every set, and the most that all may cost together."""
+    costs = [
+        [sum(target.cost(choice.pattern, *shape, mma_gain) for shape in one.shapes) for choice in one.choices]
+        for one in sets
+    ]
+    dense = sum(target.cost(DENSE, *shape, mma_gain) for one in sets for shape in one.shapes)
+    return costs, target.budget(dense)
 
 
 def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:

@@ -30,11 +30,21 @@ class Sensitivity:
         names: Linears that read one input; they are fused when served, and so share a pattern.
         pattern: The pattern, as text.
         damage: Divergence from the dense model, in nats a token.
+
+    Raises:
+        InputError: There are no linears, the pattern is none, or the damage is negative, NaN or Inf.
     """
 
     names: tuple[str, ...]
     pattern: str
     damage: float
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise InputError("linears of a measurement", got="none", needed="one or more")
+        Pattern.parse(self.pattern)
+        if not 0 <= self.damage < math.inf:
+            raise InputError(f"damage of {self.names[0]}", got=self.damage, needed="a number from 0 on")
 
 
 @torch.no_grad()

@@ -66,10 +66,45 @@ def sets_to_prune(
     for names in input_sets(model, linears, run):
         together = [name for name in names if name in coupled]
         if len({patterns[name] for name in together}) > 1:
-            listed = ", ".join(f"{name}: {patterns[name]}" for name in together)
-            raise InputError("linears that read one input have different patterns", got=listed, needed="one pattern")
+            raise _unlike(together, patterns)
         sets += [[name] for name in names if name not in coupled] + ([together] if together else [])
     return sets
+
+
+def require_alike(
+    model: nn.Module,
+    linears: dict[str, nn.Linear],
+    patterns: Mapping[str, Pattern],
+    run: Callable[[], object] | None,
+) -> None:
+    """Refuse different patterns in linears of one module that read the same input: q, k and v; gate and up.
+
+    Servers join these into one layer, which has one pattern. Nothing is refused in a model that cannot be run, where
+    nobody can tell: the server has its own check.
+
+    Raises:
+        InputError: Naming the linears.
+    """
+
+    def parent(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    if run is None or len({(parent(name), p) for name, p in patterns.items()}) == len({*map(parent, patterns)}):
+        return  # one pattern in each module
+    try:
+        sets = input_sets(model, linears, run)
+    except InputError:
+        return
+    for names in sets:
+        for module in dict.fromkeys(map(parent, names)):
+            together = [name for name in names if parent(name) == module]
+            if len({patterns[name] for name in together}) > 1:
+                raise _unlike(together, patterns)
+
+
+def _unlike(names: Iterable[str], patterns: Mapping[str, Pattern]) -> InputError:
+    listed = ", ".join(f"{name}: {patterns[name]}" for name in names)
+    return InputError("linears that read one input have different patterns", got=listed, needed="one pattern")
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slidesparse.records import DENSE_VARIANT, DTYPE_NAMES, ENGINE, KERNELS, STEP_KERNELS
+from slidesparse.records import DECODE, DENSE_VARIANT, DTYPE_NAMES, ENGINE, KERNELS, PREFILL, STEP_KERNELS
 from slidesparse.report.numbers import Comparison, Point, median_us, ratio
 from slidesparse.report.table import Cell, Table
 
-NAMES = {"prefill": "C, prefill", "decode": "D, decode"}
+NAMES = {PREFILL: "C, prefill", DECODE: "D, decode"}
 
 
 def engine_tables(found: Sequence[Comparison]) -> list[Table]:

@@ -1,0 +1,38 @@
+"""Refuse paths that cannot be used, before anything is read or written there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from slidesparse.errors import InputError
+
+
+def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
+    """Return a path that every library can be given.
+
+    Args:
+        path: The path; nothing need be there.
+        name: What it is of, for the error.
+
+    Raises:
+        InputError: It is no path, is not UTF-8 (libraries and JSON files take nothing else), holds NUL, or leads in
+            circles.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise InputError(name, got=type(path).__name__, needed="a path, as text")
+    text = os.fspath(path)
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} is not UTF-8", got=shown, remedy="rename it") from error
+    if not text or "\0" in text:
+        raise InputError(name, got=repr(text), needed="a name without NUL")
+    try:
+        Path(text).resolve()
+    except RuntimeError as error:  # Python 3.13 has an OSError in its place
+        raise InputError(f"{name} {shown} cannot be used", got="links that lead in circles") from error
+    except OSError as error:
+        raise InputError(f"{name} {shown:.80} cannot be used", got=error.strerror) from error
+    return Path(text)

@@ -1,0 +1,74 @@
+"""Say why a command failed: one line on standard error, and with ``--json`` an object on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from slidesparse.errors import SlideSparseError, first_line
+
+REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
+
+
+def report(error: BaseException, as_json: bool) -> None:
+    """Print what went wrong.
+
+    Args:
+        error: What was raised.
+        as_json: Print ``{"error": {...}}`` to standard output too, which stays one JSON value.
+    """
+    line = describe(error)
+    if sys.stderr is not None:
+        print(f"slidesparse: {line}", file=sys.stderr)
+    if as_json:
+        print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
+    _flush()
+
+
+def fields(kind: str, message: str) -> dict[str, str | None]:
+    """Return an error that has no parts in the form of :meth:`slidesparse.errors.SlideSparseError.to_json`."""
+    return {"kind": kind, "message": message, "what": message, "got": None, "needed": None, "remedy": None}
+
+
+def print_error(error: dict[str, str | None]) -> None:
+    """Print an error as the JSON that a command with ``--json`` prints in the place of its result."""
+    try:
+        print(json.dumps({"error": error}, indent=2))
+    except OSError:  # the line on standard error has said it
+        return
+
+
+def describe(error: BaseException) -> str:
+    """Return what went wrong in one line.
+
+    >>> describe(FileNotFoundError(2, "No such file or directory", "a.txt"))
+    'a.txt cannot be used; got No such file or directory'
+    """
+    if isinstance(error, SlideSparseError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError):
+        name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
+        return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
+        return f"out of memory; got {first_line(error)}; use a smaller model or batch"
+    return f"unexpected error; got {first_line(error)}; {REPORT}"
+
+
+def _flush() -> None:
+    """Write what standard output holds; where that fails, drop it, or Python would fail once more when it ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """Send what is left of the output nowhere."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):  # no file at all
+        return

@@ -1,0 +1,154 @@
+"""Check the tensors of a checkpoint against its model, its config and its marker, before anything relies on them.
+
+A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by whatever scale
+it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
+show, and the values of scales, which are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files.checkpoint import ITEM_BYTES, STORED_NAMES, Checkpoint
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.targets import matches_entry
+from slidesparse.quant import FLOATS, QUANTISED
+from slidesparse.support import is_finite, is_nonzero
+
+FLOAT_NAMES = frozenset({"F64", *(STORED_NAMES[dtype] for dtype in FLOATS)})
+SCALE_NAMES = frozenset(STORED_NAMES[dtype] for dtype in FLOATS)
+QUANTISED_NAMES = frozenset(STORED_NAMES[dtype] for dtype in QUANTISED)
+
+
+def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors do not fill its model, or do not fit it, its config or its marker.
+
+    Raises:
+        CheckpointError: Tensors are missing; or the first fault that :func:`find_faults` finds.
+    """
+    meta.require_complete()
+    for fault in find_faults(meta, checkpoint):
+        raise fault
+
+
+def stored_names(meta: MetaModel) -> Mapping[str, str]:
+    """Return the name that the checkpoint has for each value of the model's state that it stores as it is."""
+    return meta.tensors
+
+
+def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Yield an error for every fault, each naming its tensor.
+
+    Faults are: a wrong shape or type; a weight in 8 bits that the config or the marker says to be a float, and the
+    reverse; a scale that is missing, of wrong shape or type, negative, NaN, Inf, or zero where the weight is not; a
+    scale of a weight that is not quantised. Missing tensors are :meth:`MetaModel.require_complete`'s.
+
+    Raises:
+        CheckpointError: The quantisation is of a kind that we do not read.
+    """
+    for tensor, stored in ((name, checkpoint.stored(name)) for name in checkpoint.files):
+        if stored.dtype not in ITEM_BYTES:
+            yield CheckpointError(f"type of {tensor}", got=stored.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
+    allowed, tensors = _Allowed(meta, checkpoint), stored_names(meta)
+    parameters = dict(meta.model.named_parameters(remove_duplicate=False))
+    for name, expected in meta.model.state_dict(keep_vars=True).items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        found = checkpoint.stored(tensor)
+        if found.shape != tuple(expected.shape):
+            yield CheckpointError(
+                f"shape of {tensor}", got=list(found.shape), needed=f"{list(expected.shape)}, as config.json says"
+            )
+        elif name in parameters:
+            yield from _type_faults(name, tensor, found.dtype, checkpoint, allowed)
+
+
+class _Allowed:
+    """Says which types each tensor may have, from the config, the marker and the model's linears."""
+
+    def __init__(self, meta: MetaModel, checkpoint: Checkpoint) -> None:
+        self.marker = Marker.from_config(checkpoint.config)
+        dtype = None if is_bitnet(checkpoint.config) else quantisation_dtype(checkpoint.config)
+        self.quantised = None if dtype is None else STORED_NAMES[dtype]
+        self.entries = [str(entry) for entry in source_quantisation(checkpoint.config).get("ignore") or ()]
+        self.linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)}
+
+    def of(self, name: str) -> tuple[frozenset[str], str]:
+        """Return the types that a parameter may have, and why."""
+        layer = name.removesuffix(".weight")
+        if layer not in self.linears or layer == name:
+            return FLOAT_NAMES, "no weight of a linear layer"
+        if self.quantised is None:
+            return FLOAT_NAMES, "config.json has no quantization_config"
+        both = FLOAT_NAMES | {self.quantised}
+        if self.marker is None:
+            return both, f"the quantization_config says {self.quantised}"
+        if layer in self.marker.ignore:
+            return FLOAT_NAMES, "slidesparse_config ignores the layer"
+        if any(matches_entry(layer, entry) for entry in self.entries):
+            return frozenset(), "the quantization_config ignores the layer, slidesparse_config does not"
+        return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
+
+
+def _type_faults(
+    name: str, tensor: str, found: str, checkpoint: Checkpoint, allowed: _Allowed
+) -> Iterator[CheckpointError]:
+    types, why = allowed.of(name)
+    if found not in types:
+        needed = f"{' or '.join(sorted(types))}: {why}" if types else why
+        yield CheckpointError(f"type of {tensor}", got=found, needed=needed)
+        return
+    scale = f"{tensor}_scale"
+    if found not in QUANTISED_NAMES:
+        if scale in checkpoint.files and tensor.endswith(".weight"):
+            yield CheckpointError(
+                f"{tensor} has a scale and is not quantised", got=f"{found} and {scale}", remedy=f"remove {scale}"
+            )
+        return
+    if scale not in checkpoint.files:
+        yield CheckpointError(f"the checkpoint holds no {scale}", got=f"{tensor} in {found}", needed="its scales")
+        return
+    yield from _scale_faults(tensor, checkpoint)
+
+
+def _scale_faults(tensor: str, checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    name, rows = f"{tensor}_scale", checkpoint.stored(tensor).shape[0]
+    stored = checkpoint.stored(name)
+    if stored.dtype not in SCALE_NAMES:
+        yield CheckpointError(f"type of {name}", got=stored.dtype, needed=" or ".join(sorted(SCALE_NAMES)))
+    elif stored.shape not in ((rows, 1), (rows,)):
+        yield CheckpointError(f"shape of {name}", got=list(stored.shape), needed=f"[{rows}, 1]")
+    else:
+        yield from _scale_value_faults(name, checkpoint.tensor(name).flatten(), tensor, checkpoint)
+
+
+def _scale_value_faults(
+    name: str, scale: torch.Tensor, tensor: str, checkpoint: Checkpoint
+) -> Iterator[CheckpointError]:
+    if not is_finite(scale):
+        yield CheckpointError(f"{name} holds NaN or Inf", needed="positive numbers")
+        return
+    wrong = scale < 0
+    if bool((scale == 0).any()):  # a row of zeros may have a scale of zero
+        wrong |= (scale == 0) & is_nonzero(checkpoint.tensor(tensor)).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        yield CheckpointError(
+            f"{name} is not positive", got=f"{float(scale[row]):g} at row {row}", needed="positive numbers"
+        )
+
+
+def check_finite(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor of a checkpoint that holds NaN or Inf.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    if not is_finite(tensor):
+        raise CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")

@@ -1,0 +1,154 @@
+"""``eval`` and ``plan`` refuse what perplexity is not defined for, and what transformers would complete with noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+from safetensors.torch import load_file, save_file
+
+import slidesparse.models.causal as causal
+from slidesparse.cli import main
+from slidesparse.commands.evaluate import evaluate, load_any
+from slidesparse.commands.plan import PlanOptions, plan_checkpoint
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.check_config import require_family
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.causal import require_causal
+from slidesparse.models.choose_patterns import Target
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = SMALL | {"image_size": 32, "patch_size": 16}
+ENCODER = SMALL | {"vocab_size": 96, "max_position_embeddings": 64}
+
+MODELS = {
+    "BertModel": transformers.BertConfig(**ENCODER),
+    "BertForMaskedLM": transformers.BertConfig(**ENCODER),
+    "RobertaForMaskedLM": transformers.RobertaConfig(**ENCODER),
+    "BertForSequenceClassification": transformers.BertConfig(**ENCODER),
+    "XLNetLMHeadModel": transformers.XLNetConfig(vocab_size=96, d_model=64, n_layer=1, n_head=2, d_inner=128),
+    "T5ForConditionalGeneration": transformers.T5Config(
+        vocab_size=96, d_model=64, d_ff=128, d_kv=32, num_layers=1, num_heads=2
+    ),
+    "ViTModel": transformers.ViTConfig(**VISION),
+    "CLIPModel": transformers.CLIPConfig(
+        text_config=SMALL | {"vocab_size": 96, "max_position_embeddings": 64}, vision_config=VISION
+    ),
+}
+
+
+def make_folder(folder: Path, name: str) -> Path:
+    torch.manual_seed(0)
+    getattr(transformers, name)(MODELS[name]).save_pretrained(folder / "m")
+    add_tokenizer(folder / "m")
+    write_text(folder / "text.txt", words=60)
+    return folder / "m"
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_other_models_have_no_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    folder = make_folder(tmp_path, name)
+    capsys.readouterr()
+    assert main(["eval", str(folder), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    last = told.err.splitlines()[-1]
+    assert f"{name} has no causal loss" in last or "lacks" in last  # ViT, whose tensors transformers renames
+    calibration = Calibration(str(tmp_path / "text.txt"), 1, 16)
+    options = PlanOptions(Target(speedup=1.1), calibration, "wanda", ("6:8",))
+    with pytest.raises((InputError, CheckpointError)) as error:
+        plan_checkpoint(folder, tmp_path / "plan.json", options)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
+
+
+def test_causal_models_pass(tmp_path: Path) -> None:
+    config = MODELS["BertModel"]
+    decoder = transformers.BertConfig(**(config.to_dict() | {"is_decoder": True}))
+    for model in (
+        make_checkpoint(tmp_path / "a", "llama", torch.bfloat16, num_hidden_layers=1),
+        make_checkpoint(tmp_path / "b", "qwen3", torch.float32, num_hidden_layers=1),
+        transformers.BertLMHeadModel(decoder).eval(),
+    ):
+        require_causal(model)
+
+
+def test_the_limit_lies_between_noise_and_a_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model, whose later tokens change hardly anything, is the one that is hardest to tell."""
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(MODELS["BertModel"]).eval()  # not a decoder: it sees all tokens
+    with pytest.raises(InputError, match="predictions that depend on later tokens"):
+        require_causal(model)
+    monkeypatch.setattr(causal, "NOISE", {torch.float32: 1.0})
+    require_causal(model)
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.mlp.down_proj.weight", "model.norm.weight"])
+def test_a_missing_weight_is_not_made_up(tmp_path: Path, tensor: str) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
+    text = write_text(tmp_path / "text.txt", words=60)
+    with pytest.raises(CheckpointError, match=rf"lacks 1 tensors of LlamaForCausalLM; got no {tensor}"):
+        evaluate(tmp_path / "m", text=text)
+    options = PlanOptions(Target(speedup=1.1), Calibration(str(text), 1, 16), "wanda", ("6:8",))
+    with pytest.raises(CheckpointError, match=f"got no {tensor}"):
+        plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", options)
+
+
+def test_a_missing_weight_of_a_format_that_transformers_reads_alone(tmp_path: Path) -> None:
+    """BitNet's weights are linears of transformers' own, so its report says what is missing."""
+    make_checkpoint(tmp_path / "m", "bitnet", num_hidden_layers=1)
+    load_any(tmp_path / "m", "cpu")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of BitNetForCausalLM; got no .*down_proj.weight"):
+        load_any(tmp_path / "m", "cpu")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1, vocab_size=20)
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt", words=60)
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer of .* does not fit its model; got token \d+; needed less"
+    ):
+        evaluate(tmp_path / "m", text=text)
+
+
+def test_a_model_type_of_another_family(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    with pytest.raises(CheckpointError, match=r"model_type of .*; got 'qwen2'; needed 'llama', the one of LlamaForC"):
+        load_any(tmp_path / "m", "cpu")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
+def test_more_layers_than_tensors(tmp_path: Path, key: str) -> None:
+    """A model of a million layers is not built to find that the checkpoint has two."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    path = tmp_path / "m/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: 1_000_000}))
+    with pytest.raises(CheckpointError, match=rf"{key} of .*; got 1000000; needed at most 256"):
+        load_any(tmp_path / "m", "cpu")
+
+
+def test_families_that_share_a_class(tmp_path: Path) -> None:
+    """transformers itself runs some model types by another family's class, or by a part of their config."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    checkpoint = Checkpoint(tmp_path / "m")
+    llama4 = transformers.Llama4Config(text_config={"num_hidden_layers": 1}, vision_config={"num_hidden_layers": 1})
+    require_family(checkpoint, transformers.Llama4ForCausalLM, llama4)
+    if hasattr(transformers, "InternLM3Config"):  # of transformers 5.2x
+        require_family(checkpoint, transformers.LlamaForCausalLM, transformers.InternLM3Config())
+    with pytest.raises(CheckpointError, match="the one of LlamaForCausalLM"):
+        require_family(checkpoint, transformers.LlamaForCausalLM, llama4)

@@ -1,0 +1,288 @@
+"""Tensors that do not fit: every command refuses them in one line that names the tensor, and inspect shows the rest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import slidesparse
+from slidesparse.cli import main
+from slidesparse.commands.evaluate import evaluate
+from slidesparse.commands.inspect import inspect_checkpoint
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError
+from slidesparse.files.packed_file import FILE_NAME, write_packed
+
+Q = "model.layers.0.self_attn.q_proj"
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+Damage = Callable[[Tensors, Config], object]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    make_checkpoint(folder / "m", "llama", num_hidden_layers=1)
+    add_tokenizer(folder / "m")
+    write_text(folder / "text.txt", words=20)
+    return folder / "m"
+
+
+@pytest.fixture(scope="module")
+def pruned(dense: Path) -> Path:
+    prune_checkpoint(dense, dense.parent / "s", PruneOptions("6:8", "int8"))
+    return dense.parent / "s"
+
+
+@pytest.fixture(scope="module")
+def quantised(dense: Path) -> Path:
+    """A W8A8 checkpoint without a marker, as other tools write it."""
+    prune_checkpoint(dense, dense.parent / "q", PruneOptions("dense", "int8"))
+    config = json.loads((dense.parent / "q/config.json").read_text())
+    del config["slidesparse_config"]
+    (dense.parent / "q/config.json").write_text(json.dumps(config))
+    return dense.parent / "q"
+
+
+def damaged(source: Path, folder: Path, damage: Damage) -> Path:
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    damage(tensors, config)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return lambda tensors, config: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def with_row(row: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed[row] = value
+        return changed
+
+    return change
+
+
+NAN = with_row(3, float("nan"))
+
+SCALES: dict[str, tuple[Damage, str]] = {
+    "negative scale": (
+        put(f"{Q}.weight_scale", with_row(3, -1.0)),
+        f"{Q}.weight_scale is not positive; got -1 at row 3",
+    ),
+    "zero scale": (put(f"{Q}.weight_scale", with_row(3, 0.0)), f"{Q}.weight_scale is not positive; got 0 at row 3"),
+    "NaN scale": (put(f"{Q}.weight_scale", NAN), f"{Q}.weight_scale holds NaN or Inf"),
+    "bool scale": (put(f"{Q}.weight_scale", lambda t: t > 0), f"type of {Q}.weight_scale; got BOOL"),
+    "int8 scale": (put(f"{Q}.weight_scale", lambda t: t.to(torch.int8)), f"type of {Q}.weight_scale; got I8"),
+    "int32 scale": (put(f"{Q}.weight_scale", lambda t: t.to(torch.int32)), f"type of {Q}.weight_scale; got I32"),
+    "fp8 scale": (
+        put(f"{Q}.weight_scale", lambda t: t.to(torch.float8_e4m3fn)),
+        f"type of {Q}.weight_scale; got F8_E4M3",
+    ),
+    "short scale": (
+        put(f"{Q}.weight_scale", lambda t: t[1:]),
+        f"shape of {Q}.weight_scale; got [63, 1]; needed [64, 1]",
+    ),
+    "no scale": (lambda tensors, _: tensors.pop(f"{Q}.weight_scale"), f"the checkpoint holds no {Q}.weight_scale"),
+}
+
+TENSORS: dict[str, tuple[Damage, str]] = {
+    "long norm": (put(NORM, lambda t: torch.ones(65)), f"shape of {NORM}; got [65]; needed [64]"),
+    "int norm": (put(NORM, lambda t: t.to(torch.int32)), f"type of {NORM}; got I32"),
+    "NaN norm": (put(NORM, NAN), f"{NORM} holds NaN or Inf"),
+    "Inf head": (put("lm_head.weight", with_row(3, float("inf"))), "lm_head.weight holds NaN or Inf"),
+    "narrow head": (put("lm_head.weight", lambda t: t[:, 1:]), "shape of lm_head.weight; got [96, 63]"),
+    "other vocabulary": (lambda _, config: config.update(vocab_size=80), f"shape of {EMBEDDING}; got [96, 64]"),
+    "no norm": (lambda tensors, _: tensors.pop(NORM), f"got no {NORM}"),
+    "no weight": (lambda tensors, _: tensors.pop(f"{Q}.weight"), f"got no {Q}.weight"),
+}
+
+MARKS: dict[str, tuple[Damage, str]] = {
+    "ignored and quantised": (
+        lambda _, config: config["slidesparse_config"]["ignore"].append(Q),
+        f"type of {Q}.weight; got I8; needed BF16 or F16 or F32 or F64: slidesparse_config ignores the layer",
+    ),
+    "no quantization_config": (
+        lambda _, config: config.pop("quantization_config"),
+        "weight; got I8; needed BF16 or F16 or F32 or F64: config.json has no quantization_config",
+    ),
+    "float weight": (put(f"{Q}.weight", lambda t: t.float()), f"type of {Q}.weight; got F32; needed I8"),
+    "ignored in one place": (
+        lambda _, config: config["quantization_config"]["ignore"].append(Q),
+        f"type of {Q}.weight; got I8; needed the quantization_config ignores the layer, slidesparse_config does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*SCALES, *TENSORS, *MARKS])
+def test_a_pruned_checkpoint_is_refused_and_shown(
+    pruned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    damage, words = (SCALES | TENSORS | MARKS)[case]
+    folder = damaged(pruned, tmp_path / "broken", damage)
+    with pytest.raises(CheckpointError) as error:
+        slidesparse.load(folder)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    if case not in ("NaN norm", "Inf head"):  # the packed form has neither
+        with pytest.raises(CheckpointError):
+            write_packed(folder)
+        assert not (folder / FILE_NAME).exists()
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "self_attn.o_proj" in shown  # what is right is shown
+    assert words.partition(";")[0].removesuffix(".weight") in shown.partition("PROBLEM: ")[2]
+
+
+@pytest.mark.parametrize("case", [*SCALES, *TENSORS])
+def test_a_source_is_refused_before_anything_is_written(
+    dense: Path, quantised: Path, tmp_path: Path, case: str
+) -> None:
+    damage, words = (SCALES | TENSORS)[case]
+    folder = damaged(quantised if case in SCALES else dense, tmp_path / "broken", damage)
+    with pytest.raises(CheckpointError) as error:
+        prune_checkpoint(folder, tmp_path / "out", PruneOptions("6:8", "int8"))
+    assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+    if case not in ("NaN norm", "Inf head"):  # which only reading shows
+        assert not (tmp_path / "out.partial").exists()
+        with pytest.raises(CheckpointError) as error:
+            evaluate(folder, text=dense.parent / "text.txt")
+        assert words in str(error.value)
+
+
+def test_a_row_of_zeros_may_have_a_scale_of_zero(quantised: Path, tmp_path: Path) -> None:
+    def empty_row(tensors: Tensors, _: Config) -> None:
+        put(f"{Q}.weight", with_row(3, 0))(tensors, _)
+        put(f"{Q}.weight_scale", with_row(3, 0.0))(tensors, _)
+
+    folder = damaged(quantised, tmp_path / "m", empty_row)
+    prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8"))
+    slidesparse.load(tmp_path / "s")
+    assert inspect_checkpoint(tmp_path / "s").ok
+
+
+def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
+    folder = damaged(dense, tmp_path / "m", lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(64, 1)}))
+    for method in ("magnitude", "wanda"):
+        with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised; .*remove"):
+            prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method))
+
+
+def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged(dense, tmp_path / "m", put(f"{Q}.weight", NAN))
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("PROBLEM") == 1
+    assert f"PROBLEM: {Q} holds NaN or Inf; got 64 such values" in shown
+    assert "down_proj" in shown
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ["not", "an object"],
+        {"group_0": "text"},
+        {"group_0": None},
+        {"group_0": {"targets": ["Linear"], "weights": [8], "input_activations": {}}},
+        {"group_0": {"targets": ["Linear"], "weights": "int8", "input_activations": None}},
+        7,
+    ],
+    ids=str,
+)
+def test_config_groups_of_the_wrong_kind(quantised: Path, tmp_path: Path, groups: object) -> None:
+    folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(config_groups=groups))
+    with pytest.raises(CheckpointError, match="quanti[sz]ation"):
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+@pytest.mark.parametrize("ignore", ["lm_head", [3], {"lm_head": 1}])
+def test_ignore_lists_of_the_wrong_kind(quantised: Path, tmp_path: Path, ignore: object) -> None:
+    folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(ignore=ignore))
+    with pytest.raises(CheckpointError, match="ignore of quantization_config"):
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+def test_an_old_config_of_packed_bitnet_weights(dense: Path, tmp_path: Path) -> None:
+    folder = damaged(dense, tmp_path / "m", lambda _, c: c.update(compression_config={"quant_method": "bitnet"}))
+    with pytest.raises(CheckpointError, match="packed ternary weights"):
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", recipe="ternary"))
+
+
+# -- linears that servers join -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "dense"])
+def test_q_k_and_v_have_one_pattern(dense: Path, tmp_path: Path, pattern: str) -> None:
+    options = PruneOptions("6:8", "int8", layers={"re:.*q_proj": pattern})
+    with pytest.raises(InputError, match=rf"different patterns; got {Q}: {pattern}, .*k_proj: 6:8.*needed one pattern"):
+        prune_checkpoint(dense, tmp_path / "s", options)
+    alike = dict.fromkeys((f"re:.*{name}_proj" for name in "qkv"), pattern)
+    prune_checkpoint(dense, tmp_path / "s", PruneOptions("6:8", "int8", layers=alike))
+
+
+# -- the packed file -----------------------------------------------------------------------------------------------
+
+PACKED: dict[str, Callable[[Tensors], object]] = {
+    "short values": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"][:, 1:]}),
+    "fewer rows": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"][1:]}),
+    "wide code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"].to(torch.int16)}),
+    "short code": lambda t: t.update({f"{Q}.code": t[f"{Q}.code"][:, 1:]}),
+    "other type": lambda t: t.update({f"{Q}.values": t[f"{Q}.values"].float()}),
+    "no dense": lambda t: t.pop(f"{Q}.dense"),
+    "no values": lambda t: t.pop(f"{Q}.values"),
+    "no code": lambda t: t.pop(f"{Q}.code"),
+    "no groups": lambda t: t.pop(f"{Q}.groups"),
+    "unsorted groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"].flip(0)}),
+    "repeated groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"] * 0}),
+    "groups past the end": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"] + 99}),
+    "wide groups": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"].long()}),
+    "groups as a matrix": lambda t: t.update({f"{Q}.groups": t[f"{Q}.groups"][None]}),
+    "nothing": lambda t: [t.pop(f"{Q}.{kind}") for kind in ("values", "code", "dense", "groups")],
+}
+
+
+@pytest.fixture(scope="module")
+def partial(dense: Path) -> Path:
+    prune_checkpoint(dense, dense.parent / "p", PruneOptions("4:6@50%", "int8"))
+    write_packed(dense.parent / "p")
+    slidesparse.load(dense.parent / "p")
+    return dense.parent / "p"
+
+
+def save_packed(file: Path, change: Callable[[Tensors], object]) -> None:
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
+
+
+@pytest.mark.parametrize("case", list(PACKED))
+def test_a_packed_file_of_other_tensors_is_refused(partial: Path, tmp_path: Path, case: str) -> None:
+    shutil.copytree(partial, tmp_path / "p")
+    save_packed(tmp_path / "p" / FILE_NAME, PACKED[case])
+    with pytest.raises(SlideSparseError) as error:
+        slidesparse.load(tmp_path / "p")
+    assert Q in str(error.value)
+    assert "\n" not in str(error.value)
