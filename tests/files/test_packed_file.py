@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, tokens
+from checkpoints import make_checkpoint, tokens, write_packed_form
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +20,7 @@ from slidesparse.cli import main
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files import packed_file
-from slidesparse.files.checkpoint import Checkpoint, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint, TensorWriter
 from slidesparse.files.marker import Marker
 from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.packed import PackedWeight, pack_segments
@@ -39,22 +39,14 @@ def test_packed_model_computes_the_same(tmp_path: Path, pattern: str, dtype: str
     assert torch.equal(before, after)
 
 
-def write_changed(file: Path, name: str, value: torch.Tensor) -> None:
-    """Replace one tensor of a packed file, digests and all."""
-    reader = TensorReader(file)
-    tensors = {known: reader.tensor(known).clone() for known in reader.stored} | {name: value}
-    with TensorWriter(file, reader.stored, {**reader.metadata}, with_digests=True) as writer:
-        for known, tensor in tensors.items():
-            writer.write(known, tensor)
-
-
 def test_loading_reads_the_packed_file(tmp_path: Path) -> None:
     """Not the weights: a changed packed value shows."""
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     assert main(["pack", str(tmp_path / "s")]) == 0
     file, name = tmp_path / "s" / FILE_NAME, "model.layers.0.mlp.up_proj.values"
-    write_changed(file, name, torch.zeros_like(TensorReader(file).tensor(name)))
+    tensors = load_file(file)
+    write_packed_form(file, {**tensors, name: torch.zeros_like(tensors[name])})
     assert (
         not slidesparse.load(tmp_path / "s").model.layers[0].mlp.up_proj(torch.ones(1, 64, dtype=torch.bfloat16)).any()
     )
@@ -78,20 +70,12 @@ def test_a_flipped_bit_anywhere_is_refused(pruned: Path) -> None:
     whole = file.read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     marker = Marker.require(Checkpoint(pruned).config, pruned)
-    sizes = {
-        "up_proj": (152, 64),
-        "gate_proj": (152, 64),
-        "down_proj": (64, 152),
-        "q_proj": (64, 64),
-        "o_proj": (64, 64),
-    }
 
     def read_all() -> None:
         checkpoint = Checkpoint(pruned)
         packed = PackedFile(checkpoint)
-        for name in {layer.rpartition(".")[0] for layer in packed.reader.stored}:
-            rows, columns = sizes.get(name.rpartition(".")[2], (32, 64))
-            packed.read(name, marker.pattern_of(name), (rows, columns), None, "cpu")
+        for name in {part.rpartition(".")[0] for part in packed.reader.stored}:
+            packed.read(name, marker.pattern_of(name), checkpoint.stored(f"{name}.weight"), None, "cpu")
 
     read_all()
     places = [*range(8), *range(8, header, 61), *range(header - 9, header), *range(header, len(whole), 1009)]
