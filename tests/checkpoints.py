@@ -10,6 +10,8 @@ import tokenizers
 import torch
 import transformers
 
+from slidesparse.files.checkpoint import STORED_NAMES, Stored, TensorReader, TensorWriter
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -94,3 +96,11 @@ def make_source(folder: Path, name: str, dtype: torch.dtype) -> Path:
     add_tokenizer(folder / "m")
     write_text(folder / "text.txt")
     return folder / "m"
+
+
+def write_packed_form(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Other tensors in the place of those of a packed file, with digests that fit."""
+    stored = {name: Stored(STORED_NAMES.get(t.dtype, "I64"), tuple(t.shape)) for name, t in tensors.items()}
+    with TensorWriter(file, stored, TensorReader(file).metadata, with_digests=True) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)

@@ -19,7 +19,7 @@ from checkpoints import SMALL, make_source, reverse_letters
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint, read_plan
-from slidesparse.commands.sensitivity_file import SensitivityFile
+from slidesparse.commands.sensitivity_file import opened_measurements
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
@@ -289,7 +289,7 @@ def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.sensitivities.jsonl"
     path.write_bytes(b"{}\n" + line + b"\n")
     with pytest.raises(CheckpointError, match=r"is damaged; .*remove it") as error:
-        SensitivityFile(path, {"model": "m"})
+        enter(path)
     assert "\n" not in str(error.value)
 
 
@@ -298,16 +298,78 @@ def test_a_file_without_a_measurement_stops_nobody(content: str, tmp_path: Path)
     """As a run leaves it that failed at once, with a remedy that changes what is measured."""
     path = tmp_path / "plan.sensitivities.jsonl"
     path.write_text(content)
-    file = SensitivityFile(path, {"model": "m", "ignore": []})
-    file.add(Sensitivity(("a",), "6:8", 0.25))
-    again = SensitivityFile(path, {"model": "m", "ignore": []})
-    assert again.damages == {("a", "6:8"): 0.25}
+    with opened_measurements(path, {"model": "m", "ignore": []}) as file:
+        file.add(Sensitivity(("a", "b"), "6:8", 0.25))
+    with opened_measurements(path, {"model": "m", "ignore": []}) as again:
+        assert again.damages_of([["a", "b"], ["c"]]) == {("a", "6:8"): 0.25}
+        assert again.damages_of([["a"]]) == {}  # another set
 
 
-def test_a_pipe_in_the_place_of_measurements(tmp_path: Path) -> None:
+def test_nothing_is_left_without_a_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "plan.sensitivities.jsonl"
+    with opened_measurements(path, {"model": "m"}):
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_the_second_of_two_plans_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.sensitivities.jsonl"
+    with opened_measurements(path, {"model": "m"}) as file:
+        file.add(Sensitivity(("a",), "6:8", 0.25))
+        content = path.read_bytes()
+        with pytest.raises(CheckpointError, match=r"another run is measuring into .*jsonl; wait for it"):
+            enter(path)
+        assert path.read_bytes() == content
+
+
+def enter(path: Path) -> None:
+    with opened_measurements(path, {"model": "m"}):
+        pass
+
+
+def test_an_interrupted_plan_says_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "plan.sensitivities.jsonl"
+
+    def run() -> None:
+        with opened_measurements(path, {"model": "m"}) as file:
+            file.add(Sensitivity(("a",), "6:8", 0.25))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="jsonl keeps 1 measurements, and the same command goes on from there"):
+        run()
+
+
+def test_a_pipe_or_a_link_in_the_place_of_measurements(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p")
-    with pytest.raises(InputError, match="cannot be read; got a pipe; needed a file"):
-        SensitivityFile(tmp_path / "p", {"model": "m"})
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "l").symlink_to("victim")
+    for name, kind in (("p", "a pipe"), ("l", "a link")):
+        with pytest.raises(CheckpointError, match=f"cannot be used; got {kind}; remove it"):
+            enter(tmp_path / name)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_linears_can_be_ignored_after_others_were_measured(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error whose remedy says so."""
+    calls = []
+    damage = sensitivity._damage
+
+    def counted(model: Any, names: tuple[str, ...], *rest: Any) -> float:
+        calls.append(names)
+        if names == ("model.layers.1.self_attn.o_proj",):
+            raise InputError("cannot measure o_proj", remedy="put it on the ignore list")
+        return float(damage(model, names, *rest))
+
+    monkeypatch.setattr(sensitivity, "_damage", counted)
+    out = source.parent / "plan.json"
+    with pytest.raises(InputError, match="put it on the ignore list"):
+        plan_checkpoint(source, out, options(source))
+    measured = len(calls) - 1
+    calls.clear()
+    plan = plan_checkpoint(source, out, options(source, ignore=("model.layers.1.self_attn.o_proj",)))
+    assert measured > 0
+    assert len(calls) == 7 * 4 - measured
+    assert "model.layers.1.self_attn.o_proj" not in plan.patterns
 
 
 def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

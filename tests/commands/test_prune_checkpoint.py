@@ -287,15 +287,6 @@ def test_ignore_entries_of_a_quantised_source_may_match_nothing(tmp_path: Path) 
     assert torch.isfinite(slidesparse.load(tmp_path / "s")(tokens()).logits).all()
 
 
-def test_weights_in_folders_below_are_copied(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "m")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/model.safetensors").write_bytes(b"another part")
-    (tmp_path / "m/2_Dense").symlink_to(tmp_path / "elsewhere")
-    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    assert (tmp_path / "s/2_Dense/model.safetensors").read_bytes() == b"another part"
-
-
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -653,14 +644,3 @@ def test_latent_attention_keeps_the_weight_that_servers_read(tmp_path: Path) -> 
     assert torch.equal(stored[f"{name}.weight"], load_file(tmp_path / "m/model.safetensors")[f"{name}.weight"])
     assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == torch.int8
     slidesparse.load(tmp_path / "s", backend="reference")(tokens())
-
-
-def test_half_written_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    partial = tmp_path / "s.partial"
-    (partial / "calibrated").mkdir(parents=True)
-    (partial / "slidesparse-plan.json").write_text("{}")
-    for name in ("model.safetensors.0123456789abcdef.tmp", "calibrated/layer.safetensors.0123456789abcdef.tmp"):
-        (partial / name).write_bytes(b"half")
-    with staged(tmp_path / "s", tmp_path / "m", {}, 0) as (folder, finished):
-        assert list(folder.rglob("*.tmp")) == []
-        assert finished == set()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import add_tokenizer, make_checkpoint, write_text
-from safetensors import safe_open
+from checkpoints import add_tokenizer, make_checkpoint, write_packed_form, write_text
 from safetensors.torch import load_file, save_file
 
 import slidesparse
@@ -271,11 +270,9 @@ def partial(dense: Path) -> Path:
 
 
 def save_packed(file: Path, change: Callable[[Tensors], object]) -> None:
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+    tensors = load_file(file)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
+    write_packed_form(file, tensors)
 
 
 @pytest.mark.parametrize("case", list(PACKED))

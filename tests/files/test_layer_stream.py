@@ -216,7 +216,7 @@ def test_a_killed_run_goes_on(source: Path, method: str) -> None:
     options = PruneOptions("6:8", "int8", method, calibration(folder))
     whole = prune_checkpoint(source, folder / "whole", options)
     interrupted(source, method)
-    finished = folder / "s.partial/calibrated/model.layers.0.safetensors"
+    finished = folder / "s.partial/kept/model.layers.0.safetensors"
     stamp = finished.stat().st_mtime_ns
     assert not (folder / "s").exists()
     with pytest.raises(CheckpointError, match="unfinished output of another run"):
@@ -246,13 +246,13 @@ def test_only_what_changes_the_tokens_makes_a_killed_run_another(source: Path) -
     prune_checkpoint(source, source.parent / "s", options)
 
 
-def refuse(source: Path, says: str, options: PruneOptions, *, begun: bool = False) -> None:
+def refuse(source: Path, says: str, options: PruneOptions) -> None:
     before = contents(source)
     with pytest.raises((InputError, CheckpointError), match=says):
         prune_checkpoint(source, source.parent / "s", options)
     assert contents(source) == before
     assert not (source.parent / "s").exists()
-    assert (source.parent / "s.partial").exists() == begun
+    assert not (source.parent / "s.partial").exists()
 
 
 def test_unusable_text(source: Path) -> None:
@@ -404,7 +404,7 @@ def test_overflow_inside_the_model(tmp_path: Path) -> None:
     add_tokenizer(tmp_path / "m")
     write_text(tmp_path / "text.txt")
     options = PruneOptions("6:8", "fp32", "wanda", calibration(tmp_path))
-    refuse(tmp_path / "m", "calibration inputs of model.layers.0.self_attn.o_proj hold NaN or Inf", options, begun=True)
+    refuse(tmp_path / "m", "calibration inputs of model.layers.0.self_attn.o_proj hold NaN or Inf", options)
 
 
 def test_output_embedding_and_ternary_are_not_calibrated(source: Path) -> None:

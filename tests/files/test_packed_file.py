@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, tokens
+from checkpoints import make_checkpoint, tokens, write_packed_form
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +21,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files import packed_file
 from slidesparse.files.checkpoint import Checkpoint, TensorWriter
+from slidesparse.files.marker import Marker
 from slidesparse.files.packed_file import FILE_NAME, PACKED_VERSION, PackedFile, _parts, write_packed
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
@@ -40,15 +44,93 @@ def test_loading_reads_the_packed_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     assert main(["pack", str(tmp_path / "s")]) == 0
-    file = tmp_path / "s" / FILE_NAME
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
+    file, name = tmp_path / "s" / FILE_NAME, "model.layers.0.mlp.up_proj.values"
     tensors = load_file(file)
-    tensors["model.layers.0.mlp.up_proj.values"] = torch.zeros_like(tensors["model.layers.0.mlp.up_proj.values"])
-    save_file(tensors, file, metadata)
+    write_packed_form(file, {**tensors, name: torch.zeros_like(tensors[name])})
     assert (
         not slidesparse.load(tmp_path / "s").model.layers[0].mlp.up_proj(torch.ones(1, 64, dtype=torch.bfloat16)).any()
     )
+
+
+def test_changed_data_are_refused(pruned: Path) -> None:
+    """As in a file that two programs wrote, or of which a disk lost a page."""
+    file, name = write_packed(pruned), "model.layers.0.mlp.up_proj.values"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(file)
+    tensors[name] = tensors[name].roll(1)
+    save_file(tensors, file, metadata)
+    with pytest.raises(CheckpointError, match=rf"is damaged; got other data of {name} than were written; remove it"):
+        slidesparse.load(pruned)
+
+
+def test_a_flipped_bit_anywhere_is_refused(pruned: Path) -> None:
+    """In the data, the header, its length, the digests or the padding."""
+    file = write_packed(pruned)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    marker = Marker.require(Checkpoint(pruned).config, pruned)
+
+    def read_all() -> None:
+        checkpoint = Checkpoint(pruned)
+        packed = PackedFile(checkpoint)
+        for name in {part.rpartition(".")[0] for part in packed.reader.stored}:
+            packed.read(name, marker.pattern_of(name), checkpoint.stored(f"{name}.weight"), None, "cpu")
+
+    read_all()
+    places = [*range(8), *range(8, header, 61), *range(header - 9, header), *range(header, len(whole), 1009)]
+    passed = []
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        try:
+            read_all()
+            passed.append(place)
+        except CheckpointError:
+            continue
+    assert passed == []
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, rf"the disk of .*{FILE_NAME} is full; .*free some space and run again: slidesparse pack"),
+        (errno.EFBIG, rf"cannot write .*{FILE_NAME}; got File too large; needed .*ulimit -f"),
+    ],
+)
+def test_a_pack_that_fails_names_the_file_and_the_remedy(
+    pruned: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str
+) -> None:
+    before = names(pruned)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(TensorWriter, "write", fail)
+    with pytest.raises(CheckpointError, match=says):
+        write_packed(pruned)
+    assert names(pruned) == before
+
+
+def test_a_pack_under_a_limit_leaves_nothing(pruned: Path) -> None:
+    """The limit of the system itself, in a process of its own."""
+    before = names(pruned)
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+    code += "from slidesparse.cli import main; sys.exit(main(['pack', sys.argv[1]]))"
+    done = subprocess.run([sys.executable, "-c", code, str(pruned)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"cannot write {pruned}/{FILE_NAME}; got File too large" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert names(pruned) == before
+
+
+def test_a_pack_that_cannot_fit_is_refused_first(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names(pruned)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(CheckpointError, match=rf"not enough space for .*{FILE_NAME}; got 1.0 kB free; needed \d+"):
+        write_packed(pruned)
+    assert names(pruned) == before
 
 
 def test_other_weights_and_other_versions_are_refused(tmp_path: Path) -> None:
@@ -169,7 +251,7 @@ def test_golden_bytes() -> None:
         dtype=torch.int8,
     )
     parts = _parts("x", pack_segments(weight, "6:8"))
-    assert PACKED_VERSION == "1"
+    assert PACKED_VERSION == "2"
     assert (
         parts["x.values"].view(torch.uint8).numpy().tobytes().hex() == "050007010203"
         "010203040506"

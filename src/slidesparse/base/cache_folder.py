@@ -1,30 +1,97 @@
-"""The user's cache folder, which keeps searches and measurements of this machine."""
+"""The user's cache folder, which keeps searches and measurements of this machine.
+
+What lies in it is run (compiled kernels) or believed (measured times). So it is taken only where nobody else can write.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import stat
 import tempfile
+from functools import lru_cache
 from pathlib import Path
+
+from slidesparse.base.log import LOG
+from slidesparse.errors import UnsupportedError
 
 
 def cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable; without a home, a temporary folder."""
+    """Return ``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable. The folder exists, with mode 0700.
+
+    Where there is no such folder that is the user's own, a warning says so once, and the folder is a fresh one that
+    nobody else can enter and that goes when the process ends.
+    """
+    return _checked(_wanted()) or _temporary()
+
+
+def lasting_cache_folder() -> Path:
+    """Return :func:`cache_folder` for what must be there tomorrow.
+
+    Raises:
+        UnsupportedError: There is only one that goes when the process ends.
+    """
+    folder = _checked(_wanted())
+    if folder is None:
+        raise UnsupportedError(
+            "there is no folder to keep measurements in", remedy="set XDG_CACHE_HOME to a folder of yours"
+        )
+    return folder
+
+
+def _wanted() -> Path | None:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slidesparse"
-    except RuntimeError:  # a container under an arbitrary user
-        return Path(tempfile.gettempdir()) / f"slidesparse-{os.getuid()}"
+    except RuntimeError:  # a container under an arbitrary user, who has no home
+        return None
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new one, and a crash leaves one of them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+@lru_cache(maxsize=8)
+def _checked(folder: Path | None) -> Path | None:
+    """Return a folder that can be trusted, or None after a warning that says why it cannot."""
+    why = "the user has no home" if folder is None else _why_not(folder)
+    if why is None:
+        return folder
+    LOG.warning(
+        "nothing is kept for the next start, since %s; set XDG_CACHE_HOME to a folder that you own and nobody else"
+        " can write",
+        why,
+    )
+    return None
+
+
+def _why_not(folder: Path) -> str | None:
+    """Make a folder if it is not there, close it to others, and return why it cannot be trusted, if it cannot."""
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            return f"anybody can replace the folders in {folder.parent}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{folder} is a link or a file"
+        if status.st_uid == 0 and not status.st_mode & 0o022:  # root's, as in an image: root could change us, too
+            return None
+        if status.st_uid != os.geteuid():
+            return f"{folder} belongs to another user"
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+        if status.st_mode & 0o022 and (planted := _of_others(folder)) is not None:
+            return f"another user has written {planted}"
+    except OSError as error:
+        return f"{folder} cannot be used ({error.strerror})"
+    return None
+
+
+def _of_others(folder: Path) -> Path | None:
+    """Return something in a folder, which others could write until now, that is not the user's own."""
+    every = (Path(where, name) for where, folders, files in os.walk(folder) for name in (*folders, *files))
+    return next((path for path in every if path.lstat().st_uid != os.geteuid() or path.is_symlink()), None)
+
+
+@lru_cache(maxsize=1)
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="slidesparse-"))  # a new name, mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -10,7 +10,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from slidesparse.base.whole_file import read_regular
 from slidesparse.errors import InputError
+
+MAX_BYTES = 256 * 10**6
+"""Most bytes of a file. The index of a checkpoint of a hundred thousand tensors has 10 MB."""
 
 MAX_DEPTH = 64
 """Most levels of lists and objects. Our own files have fewer than ten; Python's functions fail near a thousand."""
@@ -31,15 +35,9 @@ def load_json(path: Path, *, non_finite: bool = False) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        InputError: The file cannot be read, or :func:`parse_json` refuses it.
+        InputError: The file cannot be read, is larger than :data:`MAX_BYTES`, or :func:`parse_json` refuses it.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise InputError(f"{path} cannot be read", got=error.strerror) from error
-    return parse_json(content, str(path), non_finite=non_finite)
+    return parse_json(read_regular(path, MAX_BYTES), str(path), non_finite=non_finite)
 
 
 def parse_json(text: str | bytes, where: str, *, non_finite: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.cache_folder import lasting_cache_folder
 from slidesparse.base.file_lock import file_lock
 from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
@@ -114,9 +115,10 @@ def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
     """Search for cuSPARSELt's fastest algorithms, and store what is found; nothing where it is not to be tuned.
 
     Raises:
-        UnsupportedError: There is no CUDA device, or the library is missing, or memory does not suffice.
+        UnsupportedError: There is no CUDA device, no library, too little memory, or no folder to keep the results in.
     """
     environment.require_cuda("tune")
+    lasting_cache_folder()
     if not any(name.startswith(SEARCHED) for name in job.backends):
         return []
     shapes, records = job.packed_shapes(), list[AlgorithmRecord]()
@@ -144,9 +146,10 @@ def recorded_layers(paths: Sequence[Path]) -> tuple[list[LayerSpeed], str | None
 
     Raises:
         InputError: They are of another GPU, of other libraries or of two drivers, or hold no such times.
-        UnsupportedError: There is no CUDA device.
+        UnsupportedError: There is no CUDA device, or no folder to keep the times in.
     """
     environment.require_cuda("tune")
+    lasting_cache_folder()
     records = read_records(paths)
     here = torch.cuda.get_device_name()
     other_gpus = {record.machine.gpu for record in records} - {here}

@@ -86,6 +86,12 @@ def _add_prune(commands: Commands) -> None:
         help="another pattern for a layer (name or re:...)",
     )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
+    prune.add_argument(
+        "--links",
+        default="refuse",
+        choices=("refuse", "copy", "skip"),
+        help="links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)",
+    )
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -121,6 +127,7 @@ def _prune(options: argparse.Namespace) -> int:
             lm_head=options.lm_head,
         ),
         device=_device(options),
+        links=options.links,
     )
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
     return 0

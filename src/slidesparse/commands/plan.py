@@ -6,6 +6,7 @@ run that is killed goes on there, and another target needs no new measurements.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
-from slidesparse.commands.sensitivity_file import SensitivityFile, sensitivity_file
+from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
@@ -96,10 +97,7 @@ def plan_checkpoint(
         CheckpointError: The source cannot be used, or the measurements are of another one.
     """
     out, device = usable_path(out, "plan"), usable_device(device)
-    if out.exists():
-        raise InputError(
-            f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
-        )
+    _refuse_existing(out)
     if not out.absolute().parent.is_dir():
         raise InputError("the folder of the plan does not exist", got=out.parent, remedy="make it first")
     checkpoint = Checkpoint(source)
@@ -128,18 +126,28 @@ def plan_checkpoint(
     model = load_any(source, device)
     require_causal(model)
     about = _about(checkpoint, options, windows)
-    file = SensitivityFile(sensitivity_file(out), about)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     total = len(sets) * len(patterns)
-    with progress_bar("plan", total, unit="measurements", show=progress) as advance:
-        for found in measure_sensitivities(
-            model, sets, patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], file.damages
-        ):
-            file.add(found)
-            advance(1, f"{found.pattern} {found.damage:.1e}")
-    plan = choose_patterns(_plan_sets(sets, shapes, patterns, file.damages), options.target, options.mma_gain)
-    write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
+    with opened_measurements(sensitivity_file(out), about) as file:
+        _refuse_existing(out)  # by a run that was still measuring
+        known = file.damages_of(sets)
+        with progress_bar("plan", total, unit="measurements", show=progress) as advance:
+            for found in measure_sensitivities(
+                model, sets, patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], known
+            ):
+                file.add(found)
+                advance(1, f"{found.pattern} {found.damage:.1e}")
+        damages = file.damages_of(sets)
+        plan = choose_patterns(_plan_sets(sets, shapes, patterns, damages), options.target, options.mma_gain)
+        write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):
+        raise InputError(
+            f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"
+        )
 
 
 def _plan_sets(

@@ -7,10 +7,8 @@ written, and taken over by a resumed run, on its own.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +43,8 @@ from slidesparse.files.marker import (
     source_quantisation,
 )
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.staging import staged
+from slidesparse.files.source_files import Links, survey
+from slidesparse.files.staging import new_folder, staged
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import describe_dense, find_targets
@@ -66,12 +65,6 @@ from slidesparse.quant import (
 from slidesparse.support import check_weight
 
 Recipe = Literal["absmax", "ternary"]
-
-CALIBRATED = "calibrated"
-"""Folder of the layers that calibration has pruned and that are in no shard yet."""
-
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot"}
-"""Files that hold weights, which a pruned checkpoint must not carry along."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +102,7 @@ class PruneSummary:
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
+        links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
@@ -121,6 +115,7 @@ class PruneSummary:
     patterns: dict[str, str]
     dense: dict[str, str]
     not_copied: list[str]
+    links: list[str]
     unexpected: list[str]
     resumed: list[str]
     losses: dict[str, float]
@@ -145,6 +140,7 @@ class PruneSummary:
         )
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
+        lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
         return "\n".join(lines)
 
@@ -155,6 +151,7 @@ def prune_checkpoint(
     options: PruneOptions,
     *,
     device: str | torch.device = "cpu",
+    links: Links = "refuse",
     progress: bool | None = None,
 ) -> PruneSummary:
     """Prune and quantise a checkpoint into a new folder. The source is never touched.
@@ -164,6 +161,7 @@ def prune_checkpoint(
         destination: A folder that does not exist.
         options: Patterns, type, method and exceptions.
         device: Where calibration runs the model's layers, one at a time.
+        links: What to do with links that lead out of the source.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
@@ -173,37 +171,38 @@ def prune_checkpoint(
     """
     where = usable_device(device)
     checkpoint = Checkpoint(usable_path(source, "source"))
-    destination = usable_path(destination, "destination")
+    destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
+    files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     job = _Job(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
-    files, not_copied = _other_files(checkpoint.path, checkpoint.shards)
     plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
-    with staged(destination, checkpoint.path, plan, size) as (folder, finished):
-        job.calibrate(folder / CALIBRATED, where, progress)
+    resumed = []
+    with staged(destination, checkpoint.path, plan, size + files.n_bytes) as work:
+        job.calibrate(work.kept, where, progress)
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
-                if shard in finished:
+                if work.is_finished(shard, tensors):
+                    resumed.append(shard)
                     advance(sum(stored.n_bytes for stored in tensors.values()))
                 else:
-                    job.write_shard(folder / shard, checkpoint.shards[shard], tensors, advance)
+                    written = job.write_shard(work.output / shard, checkpoint.shards[shard], tensors, advance)
+                    work.finish(shard, written)
         if list(outputs) != [SINGLE_FILE]:
             weight_map = {tensor: shard for shard, tensors in outputs.items() for tensor in tensors}
-            write_json(folder / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        for file in files:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(checkpoint.path / file, folder / file)
-        write_json(folder / "config.json", job.config())
-        shutil.rmtree(folder / CALIBRATED, ignore_errors=True)
+            write_json(work.output / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        files.copy_to(work.output)
+        write_json(work.output / "config.json", job.config())
     return PruneSummary(
         destination=str(destination),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
-        not_copied=[str(file) for file in not_copied],
+        not_copied=list(files.not_copied),
+        links=list(files.links),
         unexpected=list(job.meta.unexpected),
-        resumed=sorted(finished),
+        resumed=resumed,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
@@ -297,8 +296,8 @@ class _Job:
 
     def write_shard(
         self, path: Path, shard: Mapping[str, Stored], outputs: Mapping[str, Stored], advance: Callable[[int], None]
-    ) -> None:
-        """Write one output shard."""
+    ) -> dict[str, str]:
+        """Write one output shard, and return the digests of its tensors."""
         here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
         with TensorWriter(path, outputs) as writer:
             for tensor in shard:
@@ -310,6 +309,7 @@ class _Job:
                 for name, weight in self._prune_set(names).items():
                     if (own := here.pop(name, None)) is not None:
                         self._write(writer, self._stored_form(name, own, weight), advance)
+        return writer.digests
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
@@ -420,16 +420,3 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
     if options.recipe == "ternary" and dtype != torch.int8:
         raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
     return source, dtype
-
-
-def _other_files(path: Path, shards: Iterable[str]) -> tuple[list[Path], list[Path]]:
-    """Return the files to copy, and those that hold weights in another form; both relative to ``path``."""
-    rewritten = {"config.json", INDEX_FILE, *shards}
-    found = (Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
-    files = sorted(file.relative_to(path) for file in found)
-    others = [f for f in files if f.as_posix() not in rewritten and not any(part.startswith(".") for part in f.parts)]
-    # Weights in subfolders (a sentence encoder's 2_Dense) belong to parts of the model that are not treated.
-    weights = [
-        f for f in others if len(f.parts) == 1 and (f.suffix in WEIGHT_SUFFIXES or f.name.endswith(".index.json"))
-    ]
-    return [f for f in others if f not in weights], weights

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slidesparse.base.typed_json import decode, parse_json
-from slidesparse.base.whole_file import require_regular
-from slidesparse.errors import CheckpointError, InputError, SlideSparseError, first_line
+from slidesparse.base.whole_file import kind_of
+from slidesparse.errors import CheckpointError, InputError, first_line
+from slidesparse.files.staging import write_errors
 from slidesparse.models.sensitivity import Sensitivity
+
+NOT_COMPARED = ("model", "ignore")
+"""Keys of the first line that may differ: the weights are compared, and not their path; and a set of linears is pruned
+alone, so it is the same to a measurement which others are left out."""
 
 
 def sensitivity_file(out: Path) -> Path:
@@ -19,50 +29,108 @@ def sensitivity_file(out: Path) -> Path:
     return out.with_suffix(".sensitivities.jsonl")
 
 
+@contextmanager
+def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[SensitivityFile]:
+    """Open a file of measurements, which no other run may have open; leave none without a measurement.
+
+    Args:
+        path: The file, which is made if it is not there.
+        about: Everything that the measurements depend on, ready for JSON.
+
+    Raises:
+        CheckpointError: Another run measures into it, or :class:`SensitivityFile` refuses it.
+    """
+    with _locked(path) as handle, write_errors(path, "free some space and run again: it goes on from there"):
+        file = SensitivityFile(handle, path, about)
+        try:
+            yield file
+        except KeyboardInterrupt as error:
+            if file.damages:
+                kept = f"{path} keeps {len(file.damages)} measurements"
+                error.args = (f"{kept}, and the same command goes on from there",)
+            raise
+        finally:
+            if not file.damages:
+                path.unlink(missing_ok=True)
+
+
 class SensitivityFile:
     """Measurements in a file that grows line by line; the first line names the model, the text and the method.
 
-    The weights are compared and not their path, so a file stays valid for a model that was moved or copied. A file
-    without a measurement is begun anew: there is nothing in it to lose.
+    A file without a measurement is begun anew: there is nothing in it to lose.
 
     Raises:
         CheckpointError: The file holds something else, or measurements of another model, text or method.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path = path
-        self.damages: dict[tuple[str, str], float] = {}
-        # A killed run may leave half a line, the only one without its end.
-        lines = _read(path).split("\n")[:-1] if os.path.lexists(path) else []
+    def __init__(self, handle: BinaryIO, path: Path, about: Mapping[str, Any]) -> None:
+        self.handle = handle
+        self.damages: dict[tuple[tuple[str, ...], str], float] = {}
+        content = handle.read()
+        whole = content[: content.rfind(b"\n") + 1]  # a killed run may leave half a line
         try:
+            lines = whole.decode("utf-8").split("\n")[:-1]
             found, *measured = [parse_json(line, f"line {i}") for i, line in enumerate(lines, 1)] or [{}]
             read = decode(tuple[Sensitivity, ...], measured, "measurements")
-        except InputError as error:
-            raise CheckpointError(f"{path} is damaged", got=str(error), remedy="remove it") from error
-        self.damages = {(one.names[0], one.pattern): one.damage for one in read}
-        same = isinstance(found, dict) and {**found, "model": about["model"]} == json.loads(json.dumps(about))
-        if measured and not same:
+        except (InputError, UnicodeDecodeError) as error:
+            why = str(error) if isinstance(error, InputError) else first_line(error)
+            raise CheckpointError(f"{path} is damaged", got=why, remedy="remove it") from error
+        self.damages = {(one.names, one.pattern): one.damage for one in read}
+        if measured and (not isinstance(found, dict) or _compared(found) != _compared(json.loads(json.dumps(about)))):
             raise CheckpointError(
                 f"{path} was measured on another model, text or method", remedy="remove it, or choose another --out"
             )
-        path.write_text("\n".join([*(lines if measured else [json.dumps(about)]), ""]), encoding="utf-8")
+        handle.truncate(len(whole) if measured else 0)
+        handle.seek(0, os.SEEK_END)
+        if not measured:
+            self._append(about)
+
+    def damages_of(self, sets: Sequence[Sequence[str]]) -> dict[tuple[str, str], float]:
+        """Return (first linear of a set, pattern) -> damage, of these sets as they are."""
+        wanted = {tuple(names) for names in sets}
+        return {(names[0], pattern): damage for (names, pattern), damage in self.damages.items() if names in wanted}
 
     def add(self, found: Sensitivity) -> None:
         """Append a measurement, unless the file has it."""
-        key = (found.names[0], found.pattern)
+        key = (found.names, found.pattern)
         if key not in self.damages:
+            self._append(asdict(found))
             self.damages[key] = found.damage
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found)) + "\n")
+
+    def _append(self, value: Mapping[str, Any]) -> None:
+        self.handle.write(json.dumps(value).encode() + b"\n")
+        self.handle.flush()
 
 
-def _read(path: Path) -> str:
+def _compared(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in about.items() if key not in NOT_COMPARED}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading and writing, and hold its lock."""
+    while True:
+        with _opened(path) as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another run is measuring into {path}", remedy="wait for it, or choose another --out"
+                ) from error
+            if os.path.exists(path) and os.path.samestat(os.fstat(handle.fileno()), os.stat(path)):
+                yield handle
+                return  # else another run has just removed it
+
+
+def _opened(path: Path) -> BinaryIO:
     try:
-        require_regular(path)
-        return path.read_text(encoding="utf-8")
-    except SlideSparseError:
-        raise
+        # Not waiting for anybody at the other end of a pipe, and not writing under a link.
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", got=error.strerror, remedy="remove it") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged", got=first_line(error), remedy="remove it") from error
+        why = "a link" if error.errno == errno.ELOOP else error.strerror
+        raise CheckpointError(f"{path} cannot be used", got=why, remedy="remove it, or choose another --out") from error
+    mode = os.fstat(number).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(number)
+        raise CheckpointError(f"{path} cannot be used", got=kind_of(mode), remedy="remove it, or choose another --out")
+    return os.fdopen(number, "r+b")

@@ -22,11 +22,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slidesparse.base.paths import usable_path
-from slidesparse.base.typed_json import load_json
+from slidesparse.base.typed_json import decode, load_json, parse_json
+from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_regular
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.data_digest import DIGITS, data_digest, text_digest
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+DIGESTS = "slidesparse_digests"
+"""Key of a header's ``__metadata__``: JSON with the digest of every tensor's data, and of the header itself."""
+
+HEADER = "__metadata__"
+"""The name of the header among the digests, which no tensor can have."""
 
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -81,6 +89,7 @@ class Checkpoint:
                 f"no checkpoint folder at {self.path}",
                 needed="a local folder; download the model of a hub first",
             )
+        _refuse_pipes(self.path)
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
@@ -130,6 +139,23 @@ class Checkpoint:
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
 
 
+def _refuse_pipes(folder: Path) -> None:
+    """Refuse a folder with pipes or devices: a library that looks for a tokenizer would wait for them, or never end.
+
+    Raises:
+        CheckpointError: There is one, or the folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
+                    kind = kind_of(entry.stat().st_mode)
+                    if kind in ("a pipe", "a device"):
+                        raise CheckpointError(f"{entry.path} cannot be read", got=kind, needed="a file")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
+
+
 class TensorReader:
     """Reads one safetensors file, tensor by tensor.
 
@@ -137,25 +163,60 @@ class TensorReader:
         path: The file.
         stored: Tensor name -> type and shape.
         metadata: The header's strings.
+        digests: Tensor -> digest of its data, of a file that was written with digests; else empty.
 
     Raises:
         CheckpointError: The file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing")
+        try:
+            require_regular(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
+        except InputError as error:
+            raise CheckpointError(str(error)) from error
         self.path = path
         with _opened(path) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
             self.metadata: dict[str, str] = file.metadata() or {}
+        try:
+            digests = parse_json(self.metadata.get(DIGESTS, "{}"), DIGESTS)
+            self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
+        except InputError as error:
+            raise CheckpointError(f"{path} is damaged", got=error) from error
+        if self.digests and self.digests.get(HEADER) != _header_digest(self.metadata, self.stored):
+            raise CheckpointError(
+                f"{path} is damaged",
+                got="another header than was written",
+                remedy="remove it, and run again what wrote it",
+            )
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor; on a CPU it is mapped, not copied."""
         with _opened(self.path, device) as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
+
+    def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor of a file that was written with digests, and compare its data with its digest.
+
+        Raises:
+            CheckpointError: The data are others than those that were written, or their digest is missing.
+        """
+        tensor = self.tensor(name)
+        if self.digests.get(name) != data_digest(tensor):
+            raise CheckpointError(
+                f"{self.path} is damaged",
+                got=f"other data of {name} than were written",
+                remedy="remove it, and run again what wrote it",
+            )
+        return tensor.to(device)
+
+    def digest(self, name: str) -> str:
+        """Return the digest of the data of one tensor."""
+        return data_digest(self.tensor(name))
 
 
 class _opened:
@@ -185,26 +246,31 @@ class TensorWriter:
         path: The file.
         tensors: Name -> type and shape of everything that will be written.
         metadata: Strings for the header's ``__metadata__``.
+        with_digests: Write :attr:`digests` into the header, for :meth:`TensorReader.verified`.
+
+    Attributes:
+        digests: Tensor -> digest of its data, of those written so far.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Stored],
+        metadata: Mapping[str, str] | None = None,
+        *,
+        with_digests: bool = False,
+    ) -> None:
         self.path, self.missing, self.tensors = path, set(tensors), tensors
+        self.metadata, self.with_digests = {"format": "pt", **(metadata or {})}, with_digests
+        self.digests: dict[str, str] = {}
         # The library's own order: wide types first, so that every tensor is aligned to its type.
         order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-        self.offsets: dict[str, int] = {}
+        self.offsets: dict[str, tuple[int, int]] = {}
         end = 0
         for name in order:
             begin, end = end, end + tensors[name].n_bytes
-            self.offsets[name] = begin
-            header[name] = {
-                "dtype": tensors[name].dtype,
-                "shape": list(tensors[name].shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
+            self.offsets[name] = begin, end
+        self.start = len(self._header())  # of the data
         self.temporary = path.with_name(f"{path.name}.{token_hex(8)}.tmp")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -214,14 +280,29 @@ class TensorWriter:
         same_type = STORED_NAMES.get(tensor.dtype, stored.dtype) == stored.dtype
         if n_bytes != stored.n_bytes or tuple(tensor.shape) != stored.shape or not same_type:
             raise ValueError(f"{name} was announced as {stored}, not as {tensor.dtype} {tuple(tensor.shape)}")
-        self.file.seek(len(self.header) + self.offsets[name])
+        tensor = tensor.contiguous()
+        self.file.seek(self.start + self.offsets[name][0])
         if n_bytes:
-            self.file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        self.digests[name] = data_digest(tensor)
         self.missing.discard(name)
 
+    def _header(self) -> bytes:
+        """Return the header, of one length whether the digests are known yet or not."""
+        metadata = dict(self.metadata)
+        if self.with_digests:
+            digests = {name: self.digests.get(name, "0" * DIGITS) for name in self.offsets}
+            metadata[DIGESTS] = json.dumps({HEADER: _header_digest(metadata, self.tensors), **digests})
+        header: dict[str, Any] = {HEADER: metadata}
+        for name, offsets in self.offsets.items():
+            stored = self.tensors[name]
+            header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": list(offsets)}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
     def __enter__(self) -> TensorWriter:
-        new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.file = os.fdopen(os.open(self.temporary, new, 0o666), "wb")
+        self.file = os.fdopen(os.open(self.temporary, NEW_FILE, 0o666), "wb")
         return self
 
     def __exit__(
@@ -240,10 +321,17 @@ class TensorWriter:
         if self.missing:
             raise ValueError(f"not written to {self.path}: {sorted(self.missing)}")
         self.file.seek(0)
-        self.file.write(self.header)
+        self.file.write(self._header())
         self.file.flush()
         os.fsync(self.file.fileno())
         self.temporary.rename(self.path)
+
+
+def _header_digest(metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> str:
+    """Return the digest of what a header says besides digests; the library checks the places of the tensors."""
+    said = sorted((key, value) for key, value in metadata.items() if key != DIGESTS)
+    layout = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
+    return text_digest(json.dumps([said, layout]))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -264,8 +352,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object and wait until it is on disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a JSON object as :func:`slidesparse.base.whole_file.replace_file` does, and wait until it is on disk."""
+    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

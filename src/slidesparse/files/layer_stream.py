@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
@@ -72,13 +73,18 @@ class CheckpointLayerStore(LayerStore):
         path = self._file(name)
         if not path.exists():
             return None
-        reader = TensorReader(path)
-        return {tensor: reader.tensor(tensor, self.device) for tensor in reader.stored}
+        try:  # a damaged layer is pruned again
+            reader = TensorReader(path)
+            return {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
+        except CheckpointError as error:
+            LOG.warning("%s; the layer is pruned again", error)
+            return None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
         stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
-        with TensorWriter(self._file(name), stored, {LOSSES: json.dumps([asdict(loss) for loss in losses])}) as writer:
+        about = {LOSSES: json.dumps([asdict(loss) for loss in losses])}
+        with TensorWriter(self._file(name), stored, about, with_digests=True) as writer:
             for tensor, weight in weights.items():
                 writer.write(tensor, weight.cpu())
 

@@ -9,7 +9,8 @@ layer ``X`` it holds these fields of :class:`slidesparse.packed.Segment`:
 
 It has no safetensors suffix, since other programs load every such file of a folder. The header names the version of
 this layout and a fingerprint of the weights (:mod:`slidesparse.files.identity`), which holds wherever the folder is
-copied to: a file of another version, or of weights that have changed since, is an error, never a silent detour.
+copied to: a file of another version, or of weights that have changed since, is an error, never a silent detour. It has
+the digest of every tensor too (:mod:`slidesparse.files.data_digest`), with which data are compared when they are read.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, Tenso
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import MARKER_KEY, Marker
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.staging import locked
+from slidesparse.files.staging import locked, require_space, write_errors
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.support import check_pattern
 
 FILE_NAME = "slidesparse.packed"
-PACKED_VERSION = "1"
+PACKED_VERSION = "2"
 
 
 def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
@@ -48,7 +49,8 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
         The file.
 
     Raises:
-        CheckpointError: The folder is no such checkpoint, holds a packed form already, or another run is packing it.
+        CheckpointError: The folder is no such checkpoint, holds a packed form already, another run is packing it, or
+            there is no space for it. Nothing is left of a file that could not be written.
         PatternViolation: A weight does not satisfy its mark.
     """
     checkpoint = Checkpoint(path)
@@ -58,7 +60,8 @@ def write_packed(path: str | Path, *, progress: bool | None = None) -> Path:
         if os.path.lexists(file) and not file.is_symlink():  # a link gives way to a file
             raise CheckpointError(f"{file} exists", remedy="remove it to pack again")
         _remove_leftovers(checkpoint.path)
-        _write(checkpoint, marker, file, progress)
+        with write_errors(file, f"free some space and run again: slidesparse pack {path}"):
+            _write(checkpoint, marker, file, progress)
     return file
 
 
@@ -81,12 +84,13 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
         groups[name] = check_pattern(weight, marker.pattern_of(name), name=name)
         no_rows = pack(weight[:0], marker.pattern_of(name), groups=groups[name])
         layouts |= {part: _stored(tensor, len(weight)) for part, tensor in _parts(name, no_rows).items()}
+    require_space(file, sum(stored.n_bytes for stored in layouts.values()))
     metadata = {
         "slidesparse_packed_version": PACKED_VERSION,
         "fingerprint": fingerprint(checkpoint, checkpoint.config[MARKER_KEY]),
     }
     with (
-        TensorWriter(file, layouts, metadata) as writer,
+        TensorWriter(file, layouts, metadata, with_digests=True) as writer,
         progress_bar("pack", len(prefixes), unit="layers", show=progress) as advance,
     ):
         for name, prefix in prefixes.items():
@@ -136,7 +140,8 @@ class PackedFile:
         """Read the packed weight of layer ``name``; the checkpoint has it as ``weight`` [out, in].
 
         Raises:
-            CheckpointError: The file holds no such layer, or other tensors of it than the pattern needs.
+            CheckpointError: The file holds no such layer, or other tensors of it than the pattern needs, or other data
+                than were written.
         """
         found = {kind: self.reader.stored[f"{name}.{kind}"] for kind in KINDS if f"{name}.{kind}" in self.reader.stored}
         if not found:
@@ -144,7 +149,7 @@ class PackedFile:
         shape = weight.shape[0], weight.shape[1]
 
         def part(kind: str) -> torch.Tensor | None:
-            return self.reader.tensor(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
+            return self.reader.verified(f"{name}.{kind}", device) if f"{name}.{kind}" in self.reader.stored else None
 
         values, code, dense, groups = part("values"), part("code"), part("dense"), part("groups")
         check_packed_layer(found, groups, pattern, weight, name)

@@ -1,30 +1,91 @@
 """Write a folder so that it is either complete under its name or not there at all.
 
-Files are written into ``NAME.partial``, which stays when a run is killed; a second run with the same plan keeps the
-finished files, and one with another plan refuses. At the end everything is flushed and the folder is renamed.
+``NAME.partial``, which nobody else may write, is the place of work::
+
+    plan.json    everything that decides the output
+    output/      becomes NAME
+    finished/    for every finished file of output/: its size and the digests of its tensors
+    kept/        other files from which a run goes on (layers that calibration has pruned)
+    failed       the error with which the last run ended, if it ended with one
+
+It stays when a run is killed, and a second run with the same plan takes the finished files over, after it has compared
+them with their digests. A run with another plan refuses, so that hours of work are not lost. Only after an error does
+it take the place of the earlier run, since other options are the usual remedy. Where nothing is finished, nothing is
+left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import CheckpointError
-from slidesparse.files.checkpoint import read_json, write_json
+from slidesparse.base.log import LOG
+from slidesparse.base.typed_json import decode
+from slidesparse.base.whole_file import readable_size, replace_file
+from slidesparse.errors import CheckpointError, SlideSparseError
+from slidesparse.files.checkpoint import Stored, TensorReader, read_json, write_json
 
-PLAN_FILE = "slidesparse-plan.json"
+PLAN, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
+
+LAYOUT = 2
+"""Version of the place of work, part of every plan: a run does not go on from the files of another version."""
+
+
+class Workplace:
+    """The place in which a folder is written.
+
+    Attributes:
+        path: ``NAME.partial``.
+        output: The folder that becomes ``NAME``.
+        kept: Holds files that are not part of the output, from which a run goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.output, self.kept, self.notes = path, path / OUTPUT, path / KEPT, path / FINISHED
+
+    def finish(self, name: str, digests: Mapping[str, str]) -> None:
+        """Note that a file of the output is complete, with the digests of its tensors."""
+        size = (self.output / name).stat().st_size
+        write_json(self.notes / f"{name}.json", {"bytes": size, "digests": dict(digests)})
+
+    def is_finished(self, name: str, tensors: Mapping[str, Stored]) -> bool:
+        """Say whether an earlier run has finished a file of the output, and it still holds what was written.
+
+        Reads all of the file. A file of other tensors, types, shapes or data than were written is not finished.
+        """
+        path, note = self.output / name, self.notes / f"{name}.json"
+        if not note.exists():
+            return False
+        try:
+            found, reader = read_json(note), TensorReader(path)
+            digests = decode(dict[str, str], found.get("digests"), "digests")
+            same = (path.stat().st_size, reader.stored, set(digests)) == (found["bytes"], dict(tensors), set(tensors))
+            if same and not path.is_symlink() and all(reader.digest(one) == digests[one] for one in tensors):
+                return True
+        except (SlideSparseError, KeyError) as error:
+            LOG.warning("%s", error)
+        LOG.warning("%s is not what an earlier run wrote, and is written again", path)
+        return False
+
+    def files(self) -> int:
+        """Return the number of files from which another run can go on; none after the output has got its name."""
+        if not self.output.exists():
+            return 0
+        return sum(path.is_file() and path.suffix != ".tmp" for at in (self.notes, self.kept) for path in at.rglob("*"))
 
 
 @contextmanager
-def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[tuple[Path, set[str]]]:
-    """Give a working folder that becomes ``destination`` when the block ends without an exception.
+def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
+    """Give a place to write in, whose output becomes ``destination`` when the block ends without an exception.
 
     Args:
         destination: Must not exist.
@@ -32,50 +93,50 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
         plan: Everything that decides the output, ready for JSON; runs with equal plans can use each other's files.
         n_bytes: Size of the output, checked against the free space.
 
-    Yields:
-        The working folder, and the names of the finished files in it.
-
     Raises:
         CheckpointError: The destination exists, another run is writing it, the plan differs or the disk is full.
     """
-    destination, source = destination.absolute(), source.resolve()
-    if destination.resolve() == source or source in destination.resolve().parents:
-        raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
-    if os.path.lexists(destination):
-        raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
-    partial = destination.with_name(destination.name + ".partial")
-    if partial.resolve() == source:
-        raise CheckpointError(f"{partial} is the source and the place to work in", remedy="choose another destination")
+    destination = new_folder(destination, source)
+    work = Workplace(_partial(destination))
+    made = _make(work.path)
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {partial}", got=error.strerror) from error
-    with locked(partial, "writing"), _no_space_is_ours(partial):
-        plan_path = partial / PLAN_FILE
-        untouched = not any(partial.iterdir())
-        if not untouched and (not plan_path.exists() or read_json(plan_path) != json.loads(json.dumps(plan))):
-            raise CheckpointError(
-                f"{partial} holds the unfinished output of another run (other options or another source)",
-                remedy=f"remove {partial} and run again",
-            )
-        finished = {path.name for path in partial.glob("*.safetensors")}
-        needed = n_bytes - sum((partial / name).stat().st_size for name in finished)
-        free = shutil.disk_usage(partial).free
-        if needed > free:
-            raise CheckpointError(
-                f"not enough space for {destination}", got=f"{free / 1e9:.1f} GB free", needed=f"{needed / 1e9:.1f} GB"
-            )
-        for leftover in partial.rglob("*.tmp"):
-            if not leftover.is_dir():
-                leftover.unlink()
-        write_json(plan_path, plan)
-        yield partial, finished
-        for path in (path for path in partial.rglob("*") if path.is_file()):
-            _sync(path)
-        _sync(partial)
-        partial.rename(destination)
-        (destination / PLAN_FILE).unlink()
-        _sync(destination.parent)
+        with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
+            stored = json.loads(json.dumps({"layout": LAYOUT, **plan}))
+            _refuse_what_is_not_ours(work, stored)
+            with _left_in_order(work, destination):
+                _begin(work, stored)
+                require_space(destination, n_bytes - _size(work.output))
+                yield work
+                _sync_all(work.output)
+                work.output.rename(destination)
+                _sync(destination.parent)
+            shutil.rmtree(work.path, ignore_errors=True)
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only where it is empty
+
+
+def new_folder(destination: Path, source: Path) -> Path:
+    """Return the absolute path of a folder to make, and refuse those that cannot be made.
+
+    Raises:
+        CheckpointError: It has no name (``foo/..``), exists, is the source or lies inside it.
+    """
+    if destination.name in ("", ".."):
+        raise CheckpointError(f"destination {destination} is no name for a new folder", remedy="choose a name")
+    # Not Path.resolve(), which raises where links form a loop.
+    real, source = Path(os.path.realpath(destination.parent)) / destination.name, Path(os.path.realpath(source))
+    followed = Path(os.path.realpath(real))
+    if followed == source or source in followed.parents:
+        raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
+    if os.path.lexists(real):
+        raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
+    if Path(os.path.realpath(_partial(real))) == source:
+        raise CheckpointError(
+            f"{_partial(destination)} is the source and the place to work in", remedy="choose another destination"
+        )
+    return real
 
 
 @contextmanager
@@ -83,11 +144,13 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
     """Hold a folder's lock for a block, or refuse: ``another run is packing FOLDER``.
 
     Raises:
-        CheckpointError: Another process, or another block of this one, holds it.
+        CheckpointError: Another process, or another block of this one, holds it, or has just removed the folder.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.exists(folder) or not os.path.samestat(os.fstat(handle), os.stat(folder)):
+            raise CheckpointError(f"another run was {doing} {folder} and has just ended", remedy="run again")
         yield
     except BlockingIOError as error:
         raise CheckpointError(f"another run is {doing} {folder}", remedy="wait for it") from error
@@ -96,15 +159,147 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def _no_space_is_ours(folder: Path) -> Iterator[None]:
+def write_errors(where: Path, remedy: str) -> Iterator[None]:
+    """Explain the errors of a disk or a folder in which nothing can be written.
+
+    Args:
+        where: The file or folder that is written.
+        remedy: What to do where the disk is full.
+
+    Raises:
+        CheckpointError: The disk or the user's share of it is full, a file is larger than is allowed, or the user may
+            not write there.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(f"the disk of {where} is full", got=error.strerror, remedy=remedy) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise CheckpointError(f"cannot use {error.filename or where}", got=error.strerror) from error
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(
+                f"cannot write {where}",
+                got=error.strerror,
+                needed="a file system and a limit (ulimit -f) that allow files of this size",
+            ) from error
+        raise
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Refuse to write more bytes than are free.
+
+    Raises:
+        CheckpointError: The disk of ``path``, whose folder exists, has fewer.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
         raise CheckpointError(
-            f"the disk of {folder} is full", got=error.strerror, remedy="free some space and run again: it resumes"
-        ) from error
+            f"not enough space for {path}",
+            got=f"{readable_size(free)} free",
+            needed=readable_size(needed),
+            remedy="free some space and run again",
+        )
+
+
+def _partial(destination: Path) -> Path:
+    return destination.with_name(f"{destination.name}.partial")
+
+
+def _make(partial: Path) -> list[Path]:
+    """Make the place of work, and return the folders that were not there before, innermost first."""
+    made: list[Path] = []
+    try:
+        if partial.is_symlink():
+            raise CheckpointError(f"{partial} is a link", remedy=f"remove {partial} and run again")
+        folder = partial
+        while not os.path.lexists(folder):
+            made, folder = [*made, folder], folder.parent
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {partial}", got=error.strerror) from error
+    return made
+
+
+def _refuse_what_is_not_ours(work: Workplace, plan: dict[str, Any]) -> None:
+    """Refuse a place of work that others can write, or in which another run has work to lose."""
+    _refuse_what_others_may_write(work.path)
+    path = work.path / PLAN
+    known = path.exists()
+    if not known and all(found.suffix == ".tmp" for found in work.path.iterdir()):
+        return
+    if not known or (read_json(path) != plan and work.files() and not (work.path / FAILED).exists()):
+        raise CheckpointError(
+            f"{work.path} holds the unfinished output of another run (other options or another source)",
+            remedy=f"remove {work.path} and run again",
+        )
+
+
+def _begin(work: Workplace, plan: dict[str, Any]) -> None:
+    """Clear up what an earlier run has left, and write the plan."""
+    for leftover in work.path.rglob("*.tmp"):
+        if leftover.is_symlink() or not leftover.is_dir():
+            leftover.unlink()
+    path = work.path / PLAN
+    if path.exists() and read_json(path) != plan:
+        _clear(work.path)
+    (work.path / FAILED).unlink(missing_ok=True)
+    write_json(path, plan)
+    for folder in (work.output, work.notes, work.kept):
+        folder.mkdir(exist_ok=True)
+
+
+def _refuse_what_others_may_write(partial: Path) -> None:
+    """Refuse a folder that is not as this user makes one: somebody else may have put files there."""
+    made = Path(tempfile.mkdtemp(suffix=".tmp", dir=partial))  # so that a file system without owners compares equal
+    try:
+        ours, found = made.stat(), partial.stat()
+    finally:
+        made.rmdir()
+    if (found.st_uid, found.st_mode & 0o022) != (ours.st_uid, ours.st_mode & 0o022):
+        raise CheckpointError(
+            f"{partial} belongs to another user, or others may write it", remedy=f"remove {partial} and run again"
+        )
+
+
+@contextmanager
+def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
+    """Leave nothing after an exception if nothing is finished; else say in its message that there is something."""
+    try:
+        yield
+    except BaseException as error:
+        if destination.exists():  # complete
+            raise
+        count = work.files()
+        if not count:
+            with contextlib.suppress(OSError):
+                _clear(work.path)
+                work.path.rmdir()
+            raise
+        kept = f"{work.path} keeps {count} finished files"
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (f"{kept}, and the same command goes on from there",)
+        elif isinstance(error, Exception) and not isinstance(error, OSError):
+            replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
+        if isinstance(error, SlideSparseError):
+            error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
+        raise
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
+
+
+def _clear(partial: Path) -> None:
+    for path in partial.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _sync_all(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.typed_json import decode, load_json
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
 
 VERSION = 1

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.cache_folder import cache_folder
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper.tiles import Tile
 

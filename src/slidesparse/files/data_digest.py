@@ -1,0 +1,56 @@
+"""The digest of data on disk or in memory, by which damage is noticed: a flipped bit, a lost page, half a copy.
+
+It does not resist somebody who means to deceive: who can write the data can write its digest too. So it need not be
+slow: CRC-32 runs at more than 1 GB/s a core on any processor, and SHA-256 only on those with instructions for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+BLOCK = 1 << 20
+"""Bytes that one CRC-32 covers. Damage within a block goes unnoticed once in four billion times."""
+
+THREADS = 8
+"""Most threads; more than that wait for memory."""
+
+DIGITS = 32
+"""Hexadecimal digits of a digest."""
+
+
+def data_digest(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's bytes: BLAKE2b, 16 bytes, over the CRC-32 of every :data:`BLOCK`.
+
+    Args:
+        tensor: On the CPU, of any type and shape.
+
+    Returns:
+        :data:`DIGITS` hexadecimal digits. Type and shape are not part of it; a file's header has them.
+    """
+    if not tensor.numel():
+        return _of_blocks([])
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
+    threads = min(len(os.sched_getaffinity(0)), THREADS, len(blocks) // 2)
+    if threads < 2:
+        return _of_blocks(list(map(zlib.crc32, blocks)))
+    with ThreadPoolExecutor(threads) as pool:  # zlib computes without Python's lock
+        return _of_blocks(list(pool.map(zlib.crc32, blocks)))
+
+
+def text_digest(text: str) -> str:
+    """Return the digest of a short text: BLAKE2b, :data:`DIGITS` hexadecimal digits."""
+    return _digest(text.encode())
+
+
+def _of_blocks(sums: list[int]) -> str:
+    return _digest(b"".join(one.to_bytes(4, "little") for one in sums))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=DIGITS // 2).hexdigest()

@@ -1,0 +1,215 @@
+"""The other files of a checkpoint that is pruned: which are copied, which are not, and which stop the work.
+
+Whoever made the checkpoint chose its files, so none is believed to be what its name says. A link may lead to the user's
+own files, which then would be in a folder that is given on; a pipe is waited for; a device has no end. All of that is
+looked at before any work is done.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slidesparse.base.typed_json import load_json
+from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, readable_size
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
+
+Links = Literal["refuse", "copy", "skip"]
+"""What happens to links that lead out of the source: an error, copies of what is there, or nothing but their names."""
+
+MAX_FILES = 100_000
+"""Most files and folders of a source. A link that leads far away, or to and fro, brings more."""
+
+MAX_HOLES = 1 << 30
+"""Most bytes that a file may promise without having them on disk."""
+
+WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb)(\.index\.json)?$"
+    r"|\.onnx[._]?data|\.ckpt\.|\.gguf\.",
+    re.IGNORECASE,
+)
+"""Names of files that hold weights, or the index of them, in the form of any library."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to copy.
+
+    Attributes:
+        name: Relative to the source, and to the copy.
+        path: The file itself, after all links.
+        size: Bytes.
+        mode: Permissions, without those that let others run it as its owner.
+        time_ns: Time of the last change.
+    """
+
+    name: Path
+    path: str
+    size: int
+    mode: int
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class SourceFiles:
+    """The other files of a source.
+
+    Attributes:
+        copied: Files to copy.
+        not_copied: Names of files with other copies of the weights.
+        links: Names of links that lead out of the source, or nowhere, and are left out.
+    """
+
+    copied: tuple[SourceFile, ...]
+    not_copied: tuple[str, ...]
+    links: tuple[str, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files to copy."""
+        return sum(file.size for file in self.copied)
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the files into a folder, with their times and permissions, and nothing else of theirs.
+
+        Raises:
+            CheckpointError: A file has changed since it was looked at.
+        """
+        for file in self.copied:
+            target = folder / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # of a run that was killed
+            _copy(file, target)
+
+
+def survey(folder: Path, rewritten: Collection[str], links: Links = "refuse") -> SourceFiles:
+    """Look at all files of a source, before anything is done with them.
+
+    Names that begin with a dot are passed over: ``.git``, ``.cache``. Weights in folders that ``modules.json`` names
+    (the ``2_Dense`` of a sentence encoder) are other parts of the model, and copied; all others are duplicates.
+
+    Args:
+        folder: The checkpoint.
+        rewritten: Names of the files that pruning makes anew: config.json, the index, the shards.
+        links: What to do with links that lead out of the folder. Those of a hub's cache, whose snapshots are links to
+            its blobs, do not.
+
+    Raises:
+        CheckpointError: A link leads out and is not to be followed, or leads nowhere or back to a folder above it; or
+            there is a pipe, a socket, a device, a file with large holes, or one that cannot be read; or too many files.
+    """
+    return _Survey(folder, rewritten, links).files()
+
+
+class _Survey:
+    """One look at a source: :func:`survey`."""
+
+    def __init__(self, folder: Path, rewritten: Collection[str], links: Links) -> None:
+        self.folder, self.rewritten, self.links = folder, rewritten, links
+        self.top = os.path.realpath(folder)
+        self.inside = [self.top]
+        above, name = os.path.split(os.path.dirname(self.top))
+        if name == "snapshots":  # a hub's cache
+            self.inside.append(os.path.join(above, "blobs"))
+        self.modules = _modules(folder)
+        self.copied: list[SourceFile] = []
+        self.not_copied: list[str] = []
+        self.skipped: list[str] = []
+
+    def files(self) -> SourceFiles:
+        for name, entry in self._entries():
+            status = os.stat(entry)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{self.folder / name} cannot be copied", got=kind_of(status.st_mode))
+            if not os.access(entry, os.R_OK):
+                raise CheckpointError(f"{self.folder / name} cannot be read", got="no permission")
+            if len(name.parts) == 1 and str(name) in self.rewritten:
+                continue
+            on_disk = status.st_blocks * 512
+            if status.st_size - on_disk > MAX_HOLES:
+                raise CheckpointError(
+                    f"{self.folder / name} has large holes",
+                    got=f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk",
+                    remedy="remove it",
+                )
+            mode = stat.S_IMODE(status.st_mode) & 0o777
+            self.copied.append(SourceFile(name, entry, status.st_size, mode, status.st_mtime_ns))
+        self.copied.sort(key=lambda file: file.name)
+        return SourceFiles(tuple(self.copied), tuple(sorted(self.not_copied)), tuple(sorted(self.skipped)))
+
+    def _entries(self) -> Iterator[tuple[Path, str]]:
+        """Yield the name and the real path of everything but folders, weights, and links to be left out."""
+        folders = [(Path(), self.top, frozenset({self.top}))]
+        seen = 0
+        while folders:
+            within, folder, above = folders.pop()
+            for entry in _listed(folder):
+                seen += 1
+                if seen > MAX_FILES:
+                    raise CheckpointError(f"{self.folder} has too many files", needed=f"at most {MAX_FILES}")
+                name = within / entry.name
+                if self._is_duplicate(name) and not entry.is_dir(follow_symlinks=False):
+                    self.not_copied.append(readable_name(name))
+                    continue
+                path = self._followed(name, entry, above) if entry.is_symlink() else entry.path
+                if path is not None and os.path.isdir(path):
+                    folders.append((name, path, above | {path}))
+                elif path is not None:
+                    yield name, path
+
+    def _is_duplicate(self, name: Path) -> bool:
+        if len(name.parts) == 1 and (str(name) in self.rewritten or str(name) == PACKED_FILE):
+            return str(name) == PACKED_FILE
+        return WEIGHTS.search(name.name) is not None and not any(module in name.parents for module in self.modules)
+
+    def _followed(self, name: Path, entry: os.DirEntry[str], above: frozenset[str]) -> str | None:
+        """Return where a link leads, or None for one that is left out; refuse the others."""
+        path = os.path.realpath(entry.path)
+        if not os.path.exists(entry.path):
+            why, remedy = "a link that leads nowhere", "remove it, or leave it out with --links skip"
+        elif path in above:
+            why, remedy = "a link to a folder above it", "remove it, or leave it out with --links skip"
+        elif self.links == "copy" or any(os.path.commonpath((path, inside)) == inside for inside in self.inside):
+            return path
+        else:
+            why, remedy = "a link out of the source", "copy what is there with --links copy, or leave it out with skip"
+        if self.links == "skip" and str(name) not in self.rewritten:
+            self.skipped.append(readable_name(name))
+            return None
+        raise CheckpointError(f"{self.folder / name} is {why}", got=path, remedy=remedy)
+
+
+def _listed(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((one for one in entries if not one.name.startswith(".")), key=lambda one: one.name)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
+
+
+def _modules(folder: Path) -> list[Path]:
+    """Return the folders that a sentence encoder's ``modules.json`` names."""
+    try:
+        listed = load_json(folder / "modules.json")
+    except (FileNotFoundError, InputError):
+        return []
+    paths = [one.get("path") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return [Path(path) for path in paths if isinstance(path, str) and Path(path).parts]
+
+
+def _copy(file: SourceFile, target: Path) -> None:
+    reading = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(reading, "rb") as source:
+        status = os.fstat(reading)
+        if not stat.S_ISREG(status.st_mode) or (status.st_size, status.st_mtime_ns) != (file.size, file.time_ns):
+            raise CheckpointError(f"{file.path} changed while the source was copied", remedy="run again")
+        with open(os.open(target, NEW_FILE, file.mode), "wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+    os.utime(target, ns=(file.time_ns, file.time_ns))

@@ -1,0 +1,66 @@
+"""The digest by which damage is noticed: by definition, of every type, and fast enough to be computed at each load."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files.checkpoint import Stored, TensorReader, TensorWriter
+from slidesparse.files.data_digest import BLOCK, data_digest
+
+
+def by_definition(data: bytes) -> str:
+    sums = [zlib.crc32(data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)]
+    return hashlib.blake2b(b"".join(one.to_bytes(4, "little") for one in sums), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 3])
+def test_by_definition(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    assert data_digest(data) == by_definition(data.numpy().tobytes())
+
+
+def test_it_is_of_the_bytes_alone() -> None:
+    value = torch.randn(6, 4)
+    assert data_digest(value) == data_digest(value.view(torch.int32)) == data_digest(value.flatten())
+    assert data_digest(value.T) == data_digest(value.T.contiguous()) != data_digest(value)
+    assert data_digest(value.to(torch.bfloat16)) == data_digest(value.to(torch.bfloat16).view(torch.int16))
+
+
+def test_every_bit_counts() -> None:
+    value = torch.zeros(4 * BLOCK + 1, dtype=torch.uint8)
+    digests = {data_digest(value)}
+    for place in (0, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 4 * BLOCK):
+        for bit in range(8):
+            value[place] = 1 << bit
+            digests.add(data_digest(value))
+        value[place] = 0
+    assert len(digests) == 1 + 5 * 8
+
+
+def test_a_file_with_digests_is_an_ordinary_one(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(3, 5), "ä": torch.arange(7, dtype=torch.int8), "none": torch.empty(0, 4)}
+    stored = {"b": Stored("F32", (3, 5)), "ä": Stored("I8", (7,)), "none": Stored("F32", (0, 4))}
+    with TensorWriter(tmp_path / "x", stored, {"about": "this"}, with_digests=True) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    reader = TensorReader(tmp_path / "x")
+    assert {name: reader.digests[name] for name in tensors} == writer.digests
+    for name, tensor in load_file(tmp_path / "x").items():
+        assert torch.equal(tensor, tensors[name])
+        assert torch.equal(reader.verified(name), tensors[name])
+
+
+def test_a_file_without_digests_is_not_verified(tmp_path: Path) -> None:
+    with TensorWriter(tmp_path / "x", {"b": Stored("I8", (7,))}) as writer:
+        writer.write("b", torch.arange(7, dtype=torch.int8))
+    reader = TensorReader(tmp_path / "x")
+    assert reader.digests == {}
+    with pytest.raises(CheckpointError, match="other data of b than were written"):
+        reader.verified("b")

@@ -1,0 +1,334 @@
+"""A folder is complete or absent; finished files of a killed run are taken over when they hold what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
+
+import slidesparse
+from slidesparse.cli import main
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError
+from slidesparse.files import staging
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Stored, TensorWriter
+from slidesparse.files.staging import Workplace, new_folder, staged
+
+INT8 = PruneOptions("6:8", "int8")
+LAYOUT = {"x": Stored("F32", (3, 4))}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def write(work: Workplace, name: str = "one.safetensors", layout: dict[str, Stored] = LAYOUT) -> None:
+    with TensorWriter(work.output / name, layout) as writer:
+        for tensor, stored in layout.items():
+            writer.write(tensor, torch.ones(stored.shape))
+    work.finish(name, writer.digests)
+
+
+def stopped(folder: Path, error: BaseException, plan: dict[str, Any], **more: Any) -> str:
+    """The message of a run that ends so after its first file."""
+
+    def run() -> None:
+        with staged(folder / "s", folder / "m", plan, 0) as work:
+            write(work, **more)
+            raise error
+
+    with pytest.raises(type(error)) as ended:
+        run()
+    return str(ended.value)
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("destination", ["foo/..", "foo/../..", "..", ".", "/"])
+def test_a_destination_without_a_name_is_refused_before_any_work(
+    tmp_path: Path, destination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is no name for a new folder; choose a name"):
+        prune_checkpoint(tmp_path / "m", destination, INT8)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_folders_above_are_made_and_removed_with_the_run(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+
+    def run() -> None:
+        with staged(tmp_path / "a/b/../c/s", tmp_path / "m", {}, 0):
+            assert (tmp_path / "a/c/s.partial").is_dir()
+            raise InputError("something")
+
+    with pytest.raises(InputError, match="something"):
+        run()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_links_in_a_loop_are_no_destination(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="exists"):
+        new_folder(tmp_path / "loop", tmp_path / "m")
+    with (
+        pytest.raises(CheckpointError, match=r"cannot make .*loop/s.partial"),
+        staged(tmp_path / "loop/s", tmp_path / "m", {}, 0),
+    ):
+        pass
+
+
+def test_the_source_is_found_under_other_names(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "way").symlink_to("m")
+    for destination in ("way", "way/in", "m/../m", "m/../m/in/deeper"):
+        with pytest.raises(CheckpointError, match="is the source or lies inside it"):
+            new_folder(tmp_path / destination, tmp_path / "m")
+
+
+# -- what is left --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [InputError("wrong"), KeyboardInterrupt(), OSError(errno.EIO, "broken")])
+def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    def run() -> None:
+        with staged(tmp_path / "s", tmp_path / "m", {}, 0) as work:
+            (work.output / "half").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_path: Path) -> None:
+    stopped(tmp_path, KeyboardInterrupt(), {"pattern": "6:8"})
+    with (
+        pytest.raises(CheckpointError, match="unfinished output of another run"),
+        staged(tmp_path / "s", tmp_path / "m", {"pattern": "4:6"}, 0),
+    ):
+        pass
+    stopped(tmp_path, InputError("wrong"), {"pattern": "6:8"})
+    with staged(tmp_path / "s", tmp_path / "m", {"pattern": "4:6"}, 0) as work:
+        assert not work.is_finished("one.safetensors", LAYOUT)
+        write(work)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["one.safetensors", "s"]
+
+
+def test_an_error_says_what_is_kept(tmp_path: Path) -> None:
+    kept = f"{tmp_path}/s.partial keeps 1 finished files"
+    goes_on = f"{kept}: the same command goes on from there, and another one replaces them"
+    assert stopped(tmp_path, InputError("wrong"), {}) == f"wrong; {goes_on}"
+    assert stopped(tmp_path, KeyboardInterrupt(), {}) == f"{kept}, and the same command goes on from there"
+
+
+def test_a_kill_after_the_output_has_its_name_leaves_nothing_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt), staged(tmp_path / "s", tmp_path / "m", {"a": 1}, 0) as work:
+            write(work)
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["one.safetensors"]
+    (tmp_path / "s/one.safetensors").unlink()
+    (tmp_path / "s").rmdir()
+    with staged(tmp_path / "s", tmp_path / "m", {"a": 2}, 0):  # the rest is in nobody's way
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_half_written_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    stopped(tmp_path, KeyboardInterrupt(), {})
+    for name in ("plan.json.00.tmp", "output/x.safetensors.0123456789abcdef.tmp", "kept/x.0123456789abcdef.tmp"):
+        (tmp_path / "s.partial" / name).write_bytes(b"half")
+    with staged(tmp_path / "s", tmp_path / "m", {}, 0) as work:
+        assert list(work.path.rglob("*.tmp")) == []
+        assert work.is_finished("one.safetensors", LAYOUT)
+
+
+# -- what is taken over --------------------------------------------------------------------------------------------
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def with_another_header(path: Path) -> None:
+    with TensorWriter(path, {"x": Stored("I32", (3, 4))}) as writer:
+        writer.write("x", torch.ones(3, 4).view(torch.int32))
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def half_a_note(path: Path) -> None:
+    note = path.parent.parent / "finished" / f"{path.name}.json"
+    note.write_text(note.read_text()[:-9])
+
+
+def a_link(path: Path) -> None:
+    other = path.with_name("other")
+    path.rename(other)
+    path.symlink_to("other")
+
+
+@pytest.mark.parametrize("damage", [flipped, with_another_header, shorter, half_a_note, a_link])
+def test_a_file_that_is_not_what_was_written_is_written_again(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(tmp_path, KeyboardInterrupt(), {})
+    damage(tmp_path / "s.partial/output/one.safetensors")
+    with staged(tmp_path / "s", tmp_path / "m", {}, 0) as work:
+        assert not work.is_finished("one.safetensors", LAYOUT)
+    assert "one.safetensors is not what an earlier run wrote, and is written again" in caplog.text
+
+
+def test_a_damaged_shard_is_pruned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    prune_checkpoint(tmp_path / "m", tmp_path / "whole", INT8)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slidesparse.files.source_files.SourceFiles.copy_to", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    shards = sorted((tmp_path / "s.partial/output").glob("*.safetensors"))
+    flipped(shards[1])
+    shards[2].write_text("garbage")
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert summary.resumed == [path.name for path in shards if path not in shards[1:3]]
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_source(tmp_path, "llama", torch.float32)
+    options = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
+    prune_checkpoint(source, tmp_path / "whole", options)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("slidesparse.commands.prune._Job.write_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoint(source, tmp_path / "s", options)
+    flipped(tmp_path / "s.partial/kept/model.layers.0.safetensors")
+    prune_checkpoint(source, tmp_path / "s", options)
+    assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:
+    stopped(tmp_path, KeyboardInterrupt(), {})
+    assert (tmp_path / "s.partial").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "s.partial").chmod(0o777)
+    with (
+        pytest.raises(CheckpointError, match="belongs to another user, or others may write it"),
+        staged(tmp_path / "s", tmp_path / "m", {}, 0),
+    ):
+        pass
+    (tmp_path / "t.partial").symlink_to("s.partial")
+    with pytest.raises(CheckpointError, match=r"t.partial is a link"), staged(tmp_path / "t", tmp_path / "m", {}, 0):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_the_place_of_another_user_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "s.partial").mkdir(mode=0o755)
+    os.chown(tmp_path / "s.partial", 65534, -1)
+    with pytest.raises(CheckpointError, match="belongs to another user"), staged(tmp_path / "s", tmp_path / "m", {}, 0):
+        pass
+
+
+def test_a_folder_of_the_users_own_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "s.partial").mkdir(mode=0o700)
+    (tmp_path / "s.partial/diary.txt").write_text("dear diary")
+    with (
+        pytest.raises(CheckpointError, match="holds the unfinished output of another run"),
+        staged(tmp_path / "s", tmp_path / "m", {}, 0),
+    ):
+        pass
+    assert (tmp_path / "s.partial/diary.txt").read_text() == "dear diary"
+
+
+# -- no run blocks the one with its own remedy ---------------------------------------------------------------------
+
+
+def test_a_weight_with_nan_can_be_mended_afterwards(tmp_path: Path) -> None:
+    model: Any = make_checkpoint(tmp_path / "m", shard_size="60KB")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
+    with pytest.raises(SlideSparseError, match=r"up_proj.weight holds NaN or Inf.*s.partial keeps"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = 0.5
+    model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    slidesparse.load(tmp_path / "s")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "s"]
+
+
+def test_a_set_that_cannot_be_calibrated_can_be_ignored_afterwards(tmp_path: Path) -> None:
+    model: Any = make_checkpoint(tmp_path / "m", dtype=torch.float32)
+    model.model.layers[1].self_attn.v_proj.weight.data.fill_(3e38)  # finite, and nothing that reads it is
+    model.save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "fp32", "wanda", Calibration(str(text), 4, 16))
+    with pytest.raises(
+        InputError, match=r"inputs of model.layers.1.self_attn.o_proj hold NaN or Inf.*keeps 1 finished"
+    ):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    ignored = replace(options, ignore=("re:.*layers.1.self_attn.*", "re:.*layers.1.mlp.*"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", ignored)
+
+
+# -- disks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "the disk of .*s.partial is full; .*run again: it resumes"),
+        (errno.EDQUOT, "the disk of .*s.partial is full"),
+        (errno.EFBIG, r"cannot write .*s.partial; got File too large; needed .*ulimit -f"),
+        (errno.EACCES, "cannot use some/file; got Permission denied"),
+        (errno.EROFS, "cannot use some/file; got Read-only file system"),
+    ],
+)
+def test_errors_of_a_disk_say_what_to_do(tmp_path: Path, number: int, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says), staged(tmp_path / "s", tmp_path / "m", {}, 0):
+        raise OSError(number, os.strerror(number), "some/file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_with_names_that_are_not_utf8_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The safetensors library opens none of their files."""
+    make_checkpoint(tmp_path / "m")
+    odd = tmp_path / os.fsdecode(b"s\xe9")
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / "m"), str(odd), "--pattern", "6:8", "--dtype", "int8"]) == 1
+    told = capsys.readouterr().err
+    assert f"destination is not UTF-8; got {tmp_path}/s" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    (tmp_path / "m").rename(odd)
+    assert main(["inspect", str(odd)]) == 1
+    assert "is not UTF-8" in capsys.readouterr().err
