@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
@@ -34,7 +35,9 @@ def layer_patterns(
     names = list(names)
     default = Pattern.parse(pattern)
     patterns = dict.fromkeys(names, default)
-    exceptions = [(entry, Pattern.parse(text)) for entry, text in (layers or {}).items()]
+    if layers is not None:
+        require_kind(layers, Mapping, "layers", "a dict from names to patterns")
+    exceptions = [(entry, Pattern.parse(text)) for entry, text in ({} if layers is None else layers).items()]
     for entry, exception in reversed(exceptions):
         matches = [name for name in names if matches_entry(name, entry)]
         if not matches:
@@ -162,6 +165,9 @@ def sparsify_(
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
+    require_kind(model, nn.Module, "model", "a torch.nn.Module")
+    if run is not None and not callable(run):
+        raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
     targets = find_targets(model, ignore, lm_head)
     patterns = layer_patterns(targets.linears, pattern, layers)
