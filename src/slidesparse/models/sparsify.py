@@ -12,6 +12,7 @@ from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.models.description import describe_in_config
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
@@ -145,6 +146,9 @@ def sparsify_(
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place.
 
+    A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
+    :func:`slidesparse.load`, vLLM and transformers load.
+
     Args:
         model: Any module; transformers models know their output embedding, which stays dense.
         pattern: The common pattern.
@@ -198,4 +202,5 @@ def sparsify_(
             layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
             for alias in aliases[id(targets.linears[name])]:  # one module may have several names
                 model.set_submodule(alias, layer)
+    describe_in_config(model)
     return model
