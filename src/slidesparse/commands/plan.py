@@ -261,8 +261,7 @@ def _require_backend(
             reason = backend.why_not(Problem(pattern, torch.int8, *shape, device))
             if reason is not None:
                 raise InputError(
-                    f"{name} cannot run {pattern} at {layer}",
-                    got=reason,
+                    f"{name} cannot run {pattern} at {layer}: {reason}",
                     remedy="leave the pattern out with --patterns, or the layer with --ignore",
                 )
 

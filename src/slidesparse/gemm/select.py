@@ -106,7 +106,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     if not isinstance(backend, str) or backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
-            raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
+            raise UnsupportedError(f"backend {backend} cannot run this layer: {reason}", remedy="use backend='auto'")
         return _only(backend, "asked for")
     if not problem.slid:
         return _only("dense", NOTHING_SLID)
