@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from slidesparse.base.cache_folder import replace_file
 from slidesparse.base.typed_json import load_json
+from slidesparse.base.whole_file import replace_file
 from slidesparse.bench import environment
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, get_backend

@@ -17,9 +17,10 @@ from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, 
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import MARKER_KEY, is_bitnet, quantisation_dtype
+from slidesparse.files.marker import is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 

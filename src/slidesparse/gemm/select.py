@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.base.device import driver_version
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
@@ -89,8 +90,8 @@ def get_backend(name: str) -> Backend:
     Raises:
         InputError: Listing the known names.
     """
-    if name not in BACKENDS:
-        raise InputError("unknown backend", got=repr(name), needed=f"auto or one of {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise InputError("unknown backend", got=shown(name), needed=f"auto or one of {', '.join(BACKENDS)}")
     return _made(BACKENDS[name])
 
 
@@ -108,10 +109,10 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         UnsupportedError: The backend asked for cannot run the problem; the message says why.
     """
     _check_fallback(fallback)
-    if backend != "auto":
+    if not isinstance(backend, str) or backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
-            raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
+            raise UnsupportedError(f"backend {backend} cannot run this layer: {reason}", remedy="use backend='auto'")
         return _only(backend, "asked for")
     if not problem.slid:
         return _only("dense", NOTHING_SLID)
@@ -141,9 +142,9 @@ def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallb
     return ["dense", *able] if len(able) > (fallback == "none") else []
 
 
-def _check_fallback(fallback: str) -> None:
-    if fallback not in ("dense", "none"):
-        raise InputError("unknown fallback", got=repr(fallback), needed="dense or none")
+def _check_fallback(fallback: object) -> None:
+    if not isinstance(fallback, str) or fallback not in ("dense", "none"):
+        raise InputError("unknown fallback", got=shown(fallback), needed="dense or none")
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:

@@ -22,9 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from slidesparse.base.cache_folder import cache_folder, replace_file
+from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import log_once
 from slidesparse.base.typed_json import decode, load_json
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -37,6 +37,7 @@ from slidesparse.integrations.vllm.refused import SERVE_DENSE
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+from slidesparse.models.config_keys import MARKER_KEY
 
 log = logging.getLogger(LOGGER)
 
