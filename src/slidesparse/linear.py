@@ -151,7 +151,9 @@ class SlideLinear(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.spec)
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-            y = y.to(torch.get_autocast_dtype(x.device.type))  # graphs do not have what the operator does under autocast
+            y = y.to(
+                torch.get_autocast_dtype(x.device.type)
+            )  # graphs do not have what the operator does under autocast
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 

@@ -63,7 +63,11 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """
     dtype = DTYPES.get(name) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise InputError("unknown weight type", got=repr(name) if isinstance(name, torch.dtype) else shown(name), needed=f"one of {', '.join(DTYPES)}")
+        raise InputError(
+            "unknown weight type",
+            got=repr(name) if isinstance(name, torch.dtype) else shown(name),
+            needed=f"one of {', '.join(DTYPES)}",
+        )
     return dtype
 
 
