@@ -82,7 +82,13 @@ def test_beyond_the_users_tokens_the_packages_times_go_on() -> None:
     assert found is not None
     assert found.layer.tokens == (64, 256, 512, 1024, 16384)
     assert found.layer.us == {"dense": (2.0, 1.0, 1.0, 3.0, 4.0), "quick": (1.0, 0.5, None, 1.5, 2.0)}
-    # Within them the user's count alone, as do those of other backends and of another size.
+    # A backend that the package has no times of has none there.
+    both = replace(users, us={**users.us, "sparse 6:8": (0.4, 0.4)})
+    tables = [_table(layer, libraries=LIBRARIES | {"sparse": "Sparse 1.0"}) for layer in (both, packages)]
+    found = _find(tables, LIBRARIES | {"sparse": "Sparse 1.0"})
+    assert found is not None
+    assert found.layer.us["sparse"] == (None, 0.4, 0.4, None, None)
+    # Within them the user's count alone, as do those of more backends and of another size.
     wide = LayerSpeed("int8", 4096, 4096, (16, 32768), {"dense": (1.0, 1.0), "quick 6:8": (0.5, 0.5)})
     more = _layer(dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3, "sparse 6:8": (1.0,) * 3})
     near = _layer(4096, 4097, dense=(2.0,) * 3, **{"quick 6:8": (1.0,) * 3})

@@ -49,7 +49,7 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert tuner.wants(problem)
     tuner.measure(problem, packed)
     assert torch.cuda.max_memory_allocated() - before < 1.25 * TRANSIENT_BYTES  # estimated, not counted
-    assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
+    assert torch.cuda.memory_allocated() - before < 256 << 20  # workspaces of libraries
     assert tuner.spent_s < BUDGET_S
     table = load_speeds(tuned_path(installation()))
     assert table is not None

@@ -203,7 +203,9 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
     # that end with their first token free their blocks for the next ones, so two batches of those are enough.
     token_bytes = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     tokens = max(min(max(profile.prefill), 2 * BATCHED_TOKENS), DECODE_TOKENS * max(profile.decode))
-    additional = {"slidesparse": {"backend": variant.backend}} if variant.backend else {}
+    # Engines that start side by side would measure their layers on a busy GPU; they go by what is known.
+    ours = {"backend": variant.backend, "tune": "auto" if profile.alone else "off"}
+    additional = {"slidesparse": ours} if variant.backend else {}
     return EngineOptions(
         folder, bool(variant.backend), additional, arguments, kv_cache_gb=1.2e-9 * token_bytes * tokens
     )

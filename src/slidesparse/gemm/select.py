@@ -162,7 +162,7 @@ def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | Non
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
-    compared = replace(here, libraries={name: get_backend(name).library() for name in names})
+    compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
     return find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
 

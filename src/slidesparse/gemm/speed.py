@@ -55,6 +55,10 @@ class LayerSpeed:
             if len(times) != len(self.tokens) or not all(us is None or 0 < us < math.inf for us in times):
                 raise InputError(f"times of {name}", got=times, needed="one for each of the tokens, above zero")
 
+    def __hash__(self) -> int:
+        """Return a hash of all but the times, so that what follows from a layer can be kept."""
+        return hash((self.dtype, self.out, self.columns, self.tokens))
+
     def at(self, name: str, tokens: int) -> float | None:
         """Return the microseconds at one of the measured M; None where it has no time of that name there."""
         return self.us[name][self.tokens.index(tokens)] if name in self.us else None
@@ -184,15 +188,14 @@ def find_nearest(
         columns: Its columns.
 
     Returns:
-        None when no layer has a packed time. Where another table has times of the same backends at the same size, they
-        are added below the fewest tokens of the layer found and above the most: a user who measured a few numbers of
+        None when no layer has a packed time. Where another table has times of these backends at the same size, they are
+        added below the fewest tokens of the layer found and above the most: a user who measured a few numbers of
         tokens keeps the packaged times of the others.
     """
     found = [
         (table.installation.gpu != here.gpu, _seen_from(here, table, layer, (out, columns)))
         for table in tables
-        for layer in _known_layers(table, here.libraries, dtype, pattern)
-        if layer.distance(out, columns) <= math.log2(SIZE_REACH)
+        for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns))
     ]
 
     def rank(one: tuple[bool, MeasuredLayer]) -> tuple[bool, bool, int, float]:
@@ -208,12 +211,16 @@ def find_nearest(
     return best
 
 
-def _known_layers(table: SpeedTable, libraries: Mapping[str, str], dtype: str, pattern: str) -> list[LayerSpeed]:
-    """Return the layers of a type that have a packed time at a pattern, their comparisons at one size joined."""
+def _known_layers(
+    table: SpeedTable, libraries: Mapping[str, str], dtype: str, pattern: str, near: tuple[int, int]
+) -> list[LayerSpeed]:
+    """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined."""
     by_size: dict[tuple[int, int], LayerSpeed] = {}
     for layer in table.layers:
+        if layer.dtype != dtype or layer.distance(*near) > math.log2(SIZE_REACH):
+            continue
         times = _times(layer, pattern, (name for name in libraries if name in table.installation.libraries))
-        if layer.dtype == dtype and _is_comparable(times, libraries):
+        if _is_comparable(times, libraries):
             own, size = replace(layer, us=times), (layer.out, layer.columns)
             by_size[size] = by_size[size].updated(own) if size in by_size else own
     return list(by_size.values())
@@ -238,10 +245,10 @@ def _is_comparable(times: Mapping[str, object], libraries: Mapping[str, str]) ->
 
 
 def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
-    """Return a layer with the times of another one, of the same size and backends, past its own numbers of tokens."""
+    """Return a layer with the times of another one of its size, past its own numbers of tokens."""
     layer, other = measured.layer, more.layer
     past = [i for i, m in enumerate(other.tokens) if not layer.tokens[0] <= m <= layer.tokens[-1]]
-    alike = (layer.out, layer.columns, layer.us.keys()) == (other.out, other.columns, other.us.keys())
+    alike = (layer.out, layer.columns) == (other.out, other.columns) and other.us.keys() <= layer.us.keys()
     if not alike or not past:
         return measured
     rest = {

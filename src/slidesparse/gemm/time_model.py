@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import combinations, pairwise
 
 from slidesparse.gemm.spec import Route
@@ -69,6 +70,7 @@ def decide(layer: LayerSpeed, tokens: float) -> str:
     return best if MARGIN * times[best] <= times[packed] else packed
 
 
+@lru_cache(maxsize=1024)
 def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     """Return the routes by which numbers of tokens run on the backends that :func:`decide` names.
 
