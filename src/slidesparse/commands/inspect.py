@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.progress import progress_bar, table
+from slidesparse.commands.cards import warn_of_type
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
@@ -106,6 +107,8 @@ class Inspection:
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows), *_describe_choices(self.layers)]
         lines += describe_dense(self.dense)
+        types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
+        lines += [warning for dtype in types if (warning := warn_of_type(dtype)) is not None]
         lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
         return "\n".join(lines)
 
