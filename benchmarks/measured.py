@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.bench.problems import MODELS
+from slidesparse.commands import cards as card_list
 from slidesparse.pattern import Pattern
 from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, Record, read_records
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
@@ -31,7 +32,9 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
-PAGES += tuple(ROOT / f"docs/{name}.md" for name in ("quantise-lift-kernel", "quickstart", "log/served-models"))
+PAGES += tuple(
+    ROOT / f"docs/{name}.md" for name in ("cards", "quantise-lift-kernel", "quickstart", "log/served-models")
+)
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
@@ -376,6 +379,26 @@ def cpu() -> str:
     return markdown((f"on {record['threads']} cores of an {record['cpu']}", "measured"), rows)
 
 
+# -- cards ---------------------------------------------------------------------------------------------------------
+
+
+def cards() -> str:
+    """What can run on which card, and who measured it; no record of ours."""
+    return markdown(card_list.COLUMNS, card_list.table(), text_columns=len(card_list.COLUMNS))
+
+
+def authors() -> str:
+    """What the paper's authors measured, of cards that have kernels for it."""
+    rows = [
+        (card.name, TYPES[dtype], *(f"{gain:.2f}" for gain in gains))
+        for card in card_list.CARDS
+        for dtype, gains in card.authors.items()
+    ]
+    return markdown(
+        ("6:8 over dense", "type", *(f"{tokens} tokens" for tokens in card_list.TOKENS)), rows, text_columns=2
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qwen2.5-7b": seven,
@@ -392,6 +415,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "lifting": lifting,
     "cpu": cpu,
     "demo": demo,
+    "cards": cards,
+    "authors": authors,
 }
 
 

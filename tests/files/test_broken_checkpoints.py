@@ -211,7 +211,7 @@ def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(
 )
 def test_config_groups_of_the_wrong_kind(quantised: Path, tmp_path: Path, groups: object) -> None:
     folder = damaged(quantised, tmp_path / "m", lambda _, c: c["quantization_config"].update(config_groups=groups))
-    with pytest.raises(CheckpointError, match="quanti[sz]ation"):
+    with pytest.raises(CheckpointError, match=r"quanti[sz]ation"):
         prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
 
 

@@ -108,12 +108,23 @@ def test_hopper_runs_what_it_has_kernels_for(monkeypatch: pytest.MonkeyPatch, dt
     assert _why(monkeypatch, dtype, version=(0, 10, 0)) is None
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (11, 0), (12, 0), (12, 1), (13, 0)])
+def test_listed_and_later_architectures_run_int8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    assert _why(monkeypatch, INT8, capability=capability, version=(0, 10, 0)) is None
+
+
+def test_what_b300_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (FP8, torch.bfloat16, torch.float16):
+        assert _why(monkeypatch, dtype, capability=(10, 3), version=(0, 10, 0)) is None
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         ({"capability": (7, 5)}, "compute capability 7.5 has no Sparse Tensor Cores"),
         ({"dtype": FP8, "capability": (8, 6)}, "FP8 needs compute capability 8.9, this GPU has .* 8.6"),
         ({"dtype": torch.float32}, "no fp32 kernels"),
+        ({"capability": (10, 3)}, "no int8 kernels for compute capability 10.3; use fp8"),
         ({"dtype": torch.float16}, "FP16 kernels of cuSPARSELt 0.8 fail on Hopper"),
         ({"pattern": "dense"}, "no 2:4 segment"),
         ({"pattern": "4:6@50%", "slid": False}, "no group of this weight is slid"),

@@ -144,14 +144,27 @@ def test_the_fastest_kernel_that_applies_scales(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, out_dtype: Any, tokens: int, has_vllm: bool, by: str | None
 ) -> None:
     monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM if has_vllm else None)
-    monkeypatch.setattr(dense, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(dense, "_capability", lambda _: dense.HOPPER)
     found = dense.fused_product(dtype, out_dtype, tokens, 0)
     assert getattr(found, "func", found) is (None if by is None else getattr(dense, by))
 
 
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_vllms_kernel_is_not_asked_for_int8_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """It raises there: "Int8 not supported on SM120. Use FP8 quantization instead"."""
+    monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
+    monkeypatch.setattr(dense, "_capability", lambda _: capability)
+    assert dense.fused_product(INT8, BF16, 64, 0) is None
+    for tokens in (64, 4096):
+        fp8: Any = dense.fused_product(FP8, BF16, tokens, 0)
+        assert fp8.func is dense._by_vllm
+
+
 def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "vllm_scaled_mm", lambda: VLLM)
-    monkeypatch.setattr(dense, "_has_kernels", lambda *_: True)
+    monkeypatch.setattr(dense, "_capability", lambda _: dense.HOPPER)
     backend, lift = dense.Dense(), Parts().lift
     whole = backend.runner(lift, OUT)
     assert isinstance(whole, DenseLinear)
@@ -165,5 +178,5 @@ def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs_by_parts(lift, OUT + 8)  # its weight is padded
     for name, other in (("padded", TOKENS + 1), ("quantised", False), ("tokens", 0)):
         assert runs_by_parts(SimpleNamespace(**vars(lift) | {name: other}))
-    monkeypatch.setattr(dense, "_has_kernels", lambda *_: False)
+    monkeypatch.setattr(dense, "_capability", lambda _: (7, 5))
     assert runs_by_parts(lift)

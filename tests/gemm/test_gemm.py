@@ -11,9 +11,9 @@ from oracles import scaled_product, sparse_int8
 from tolerances import assert_product
 
 from slidesparse import InputError, Pattern, UnsupportedError, pack, prune_mask
-from slidesparse.gemm import BACKENDS, Backend, Problem, choose, get_backend, select
+from slidesparse.gemm import BACKENDS, Backend, Problem, choose, dense, get_backend, select
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
-from slidesparse.gemm.dense import Dense, _has_kernels
+from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
 from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback, backends_to_compare
@@ -275,8 +275,8 @@ def test_unknown_names(arguments: tuple[str, ...], message: str) -> None:
 def test_dense_leaves_a_gpu_without_kernels_to_the_definition(
     dtype: torch.dtype, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert _has_kernels.__wrapped__(dtype, 0) == has
+    monkeypatch.setattr(dense, "_capability", lambda _: capability)
+    assert dense._has_kernels(dtype, 0) == has
 
 
 @pytest.mark.parametrize("backend", ["hopper", "cusparselt", "cusparselt-bf16"])

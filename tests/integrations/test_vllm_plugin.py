@@ -124,6 +124,16 @@ def test_a_float_checkpoint_is_refused_by_an_old_vllm_too(monkeypatch: pytest.Mo
         registered()()
 
 
+def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    from slidesparse.integrations.vllm import register
+
+    if not metadata.entry_points(group="vllm.general_plugins", name="slidesparse"):
+        pytest.skip("slidesparse is on the path without being installed")
+    assert load_plugins_by_group("vllm.general_plugins")["slidesparse"] is register
+
+
 def test_registering_again_changes_nothing() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 

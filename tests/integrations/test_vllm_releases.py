@@ -69,6 +69,23 @@ def test_the_extra_takes_exactly_the_tested_range() -> None:
     assert "0.21.0" not in allowed
 
 
+def test_the_image_is_of_a_tested_release_that_ran_on_a_gpu() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    (release,) = re.findall(r"^ARG VLLM=(\S+)$", text, re.MULTILINE)
+    assert "FROM vllm/vllm-openai:v${VLLM}\n" in text
+    rows = dict(re.findall(r"^\| (\d\S*) \| (.*) \|$", (ROOT / "docs/serving.md").read_text(), re.MULTILINE))
+    assert release == [version for version in TESTED if rows[version].startswith("on an H200")][-1]
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert [name for name in kept if not (ROOT / name).exists()] == []
+
+
+def test_ci_runs_the_images_steps() -> None:
+    assert "docker/check.sh" in (ROOT / ".ci/run").read_text()
+    steps = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert steps == ["bash docker/install.sh"]
+    assert "sed -n 's/^RUN //p' Dockerfile | bash -ex" in (ROOT / "docker/check.sh").read_text()
+
+
 # -- the commands --------------------------------------------------------------------------------------------------
 
 

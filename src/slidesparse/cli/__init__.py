@@ -10,6 +10,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from slidesparse import __version__
 from slidesparse.cli import benchmarks, checkpoints
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when it worked; 1 when it did not, with one line on standard error; 2 for wrong usage; 130 when interrupted;
-        141 when nobody reads its output any more. With ``--json`` standard output has the error too: ``docs/formats.md``.
+        141 when nobody reads its output any more. With ``--json`` standard output has the error too (docs/formats.md).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _make_printable()
@@ -74,7 +75,7 @@ def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
     parser = Parser(prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores.")
     parser.as_json = as_json
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
     benchmarks.add_commands(commands)
     for command in commands.choices.values():

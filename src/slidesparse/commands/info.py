@@ -1,4 +1,4 @@
-"""``slidesparse info``: the libraries and GPUs of this machine, and which backends can run."""
+"""``slidesparse info``: the libraries and GPUs of this machine, which backends can run, and who measured which card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import why_no_cuda
-from slidesparse.base.progress import wrapped
+from slidesparse.base.progress import table, wrapped
+from slidesparse.commands import cards
 from slidesparse.gemm import BACKENDS, Problem, get_backend
 from slidesparse.pattern import Pattern
 
@@ -25,7 +26,10 @@ LIBRARIES = (
 
 
 def collect() -> dict[str, Any]:
-    """Return versions, GPUs and, for each backend, why it cannot run a typical INT8 6:8 layer here (None: it can)."""
+    """Return versions, GPUs, cards, and for each backend why it cannot run an INT8 6:8 layer here (None: it can).
+
+    What is said of cards is the same on every machine: see :mod:`slidesparse.commands.cards`.
+    """
     why = why_no_cuda()
     device = torch.device("cuda" if why is None else "cpu")
     problem = Problem(Pattern(6, 8), torch.int8, out_features=4096, in_features=4096, device=device)
@@ -35,6 +39,7 @@ def collect() -> dict[str, Any]:
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if why is None else [],
         "why_no_gpu": why,
         "backends": {name: get_backend(name).why_not(problem) for name in BACKENDS},
+        "cards": [card.to_json() for card in cards.CARDS],
     }
 
 
@@ -51,6 +56,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gb": round(properties.total_memory / 1e9, 1),
+        "measured": cards.describe_measurement(properties.name),
     }
 
 
@@ -58,7 +64,11 @@ def describe(info: dict[str, Any]) -> str:
     """Return the result of :func:`collect` as text."""
     lines = [f"python      {info['python']}"]
     lines += [f"{name:<24}{version or 'not installed'}" for name, version in info["libraries"].items()]
-    lines += [f"GPU         {gpu['name']}, sm {gpu['capability']}, {gpu['memory_gb']} GB" for gpu in info["gpus"]]
+    for gpu in info["gpus"]:
+        lines += [f"GPU         {gpu['name']}, sm {gpu['capability']}, {gpu['memory_gb']} GB"]
+        lines += [f"            measured {gpu['measured']}"]
     lines += [] if info["gpus"] else [f"GPU         none: {info['why_no_gpu']}"]
     lines += [f"backend     {name}: {why or 'can run here'}" for name, why in info["backends"].items()]
-    return "\n".join(map(wrapped, lines))
+    lines = [wrapped(line) for line in lines]
+    lines += ["", wrapped("Sparse backends that have kernels for a card, and who has measured them (docs/cards.md):")]
+    return "\n".join([*lines, table(cards.COLUMNS, cards.table()), wrapped(cards.describe_fp4())])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slidesparse.base.progress import progress_bar, table, wrapped
+from slidesparse.commands.cards import warn_of_type
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
@@ -119,6 +120,8 @@ class Inspection:
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows)]
         lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense(self.dense)])
+        types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
+        lines += [wrapped(warning) for dtype in types if (warning := warn_of_type(dtype)) is not None]
         lines += [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join(lines)
 

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slidesparse.base.device import usable_device
+from slidesparse.base.device import usable_device, why_no_cuda
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
+from slidesparse.commands.cards import describe_trade, warn_of_type
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
@@ -92,6 +93,7 @@ class PruneSummary:
 
     Attributes:
         destination: The new checkpoint.
+        dtype: Type of the treated weights.
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
         not_copied: Files of the source that hold other copies of the weights.
@@ -105,6 +107,7 @@ class PruneSummary:
     """
 
     destination: str
+    dtype: str
     patterns: dict[str, str]
     dense: dict[str, str]
     not_copied: list[str]
@@ -135,7 +138,8 @@ class PruneSummary:
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
-        return "\n".join(lines)
+        warning = warn_of_type(parse_dtype(self.dtype))
+        return "\n".join(lines if warning is None else [*lines, warning])
 
 
 def prune_checkpoint(
@@ -190,6 +194,7 @@ def prune_checkpoint(
         write_json(work.output / "config.json", job.config())
     return PruneSummary(
         destination=str(destination),
+        dtype=dtype_name(job.dtype),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
         not_copied=list(files.not_copied),
@@ -409,7 +414,18 @@ def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torc
         )
     dtype = source or wanted
     if dtype is None:
-        raise InputError("which type shall the weights have", got="no --dtype", needed="int8 or fp8, or bf16 or fp16")
+        raise InputError(
+            "which type shall the weights have",
+            got="no --dtype",
+            needed="int8 or fp8, or bf16, fp16 or fp32 to prune only",
+            remedy=describe_trade(_gpus()),
+        )
     if options.recipe == "ternary" and dtype != torch.int8:
         raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
     return source, dtype
+
+
+def _gpus() -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of this machine's GPUs."""
+    count = torch.cuda.device_count() if why_no_cuda() is None else 0
+    return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]

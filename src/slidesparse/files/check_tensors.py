@@ -1,7 +1,7 @@
 """Check the tensors of a checkpoint against its model, its config and its marker, before anything relies on them.
 
-A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by whatever scale
-it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
+A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by any scale
+that it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
 show, and the values of scales, which are few.
 """
 
@@ -57,16 +57,16 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
     allowed, tensors = _Allowed(meta, checkpoint), stored_names(meta)
     parameters = dict(meta.model.named_parameters(remove_duplicate=False))
     for name, expected in meta.model.state_dict(keep_vars=True).items():
-        tensor = tensors.get(name)
-        if tensor is None:
+        own = tensors.get(name)
+        if own is None:
             continue
-        found = checkpoint.stored(tensor)
+        found = checkpoint.stored(own)
         if found.shape != tuple(expected.shape):
             yield CheckpointError(
-                f"shape of {tensor}", got=list(found.shape), needed=f"{list(expected.shape)}, as config.json says"
+                f"shape of {own}", got=list(found.shape), needed=f"{list(expected.shape)}, as config.json says"
             )
         elif name in parameters:
-            yield from _type_faults(name, tensor, found.dtype, checkpoint, allowed)
+            yield from _type_faults(name, own, found.dtype, checkpoint, allowed)
 
 
 class _Allowed:

@@ -2,7 +2,8 @@
 
 It runs where sparsity does not pay, so on a GPU it is the best dense GEMM that is available:
 
-* INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused; but see TORCH_ROWS.
+* INT8 and FP8 where vLLM is installed: its CUTLASS kernel, with scales and bias fused; but see TORCH_ROWS and
+  WITHOUT_INT8.
 * INT8 otherwise: ``torch._int_mm`` (cuBLASLt) into int32, then kernels/scale.py.
 * FP8 otherwise: ``torch._scaled_mm`` with row-wise scales, which writes bf16; other outputs go into float32, then
   kernels/scale.py.
@@ -44,9 +45,14 @@ MULTIPLE = 16
 FEWEST_ROWS = 32
 """_int_mm refuses up to 16 rows. The padding takes a few kilobytes."""
 
+HOPPER = (9, 0)
+
 TORCH_ROWS = 256
 """From this many tokens on, torch's row-wise FP8 kernel is the faster one on Hopper: on an H200 by 3 to 8 % at 256
 tokens and by 3 to 13 % at 16384, whereas vLLM's is up to twice as fast at 64 (results/h200)."""
+
+WITHOUT_INT8 = (10, 0)
+"""From this compute capability on (Blackwell) vLLM's CUTLASS kernel raises for INT8, and torch's runs."""
 
 
 def padded_rows(tokens: int) -> int:
@@ -188,7 +194,9 @@ def fused_product(dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, devic
     """Return the fastest kernel that applies scales and a bias of the output's type; None where there is none."""
     torchs = dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
     scaled_mm = vllm_scaled_mm() if out_dtype in (torch.bfloat16, torch.float16) else None
-    if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _is_hopper(device)):
+    if dtype == torch.int8 and _capability(device) >= WITHOUT_INT8:
+        scaled_mm = None
+    if scaled_mm is not None and not (torchs and tokens >= TORCH_ROWS and _capability(device) == HOPPER):
         return partial(_by_vllm, scaled_mm)
     return _by_torch if torchs else None
 
@@ -219,15 +227,14 @@ def _by_torch(
     return torch_private.fp8_mm(x, weight.t(), scale_x, scale_w.unsqueeze(0), bias, **options)
 
 
-@lru_cache(maxsize=64)
 def _has_kernels(dtype: torch.dtype, device: int) -> bool:
     """Whether 8-bit kernels run: FP8 needs compute capability 8.9, and Triton, which applies scales, 8.0."""
-    return torch.cuda.get_device_capability(device) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
+    return _capability(device) >= ((8, 9) if dtype == torch.float8_e4m3fn else (8, 0))
 
 
 @lru_cache(maxsize=64)
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=1)

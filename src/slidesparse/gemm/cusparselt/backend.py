@@ -27,6 +27,7 @@ from slidesparse.base.torch_private import empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Operand, Problem, gpu_of, release
 from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt.capabilities import why_no_kernels
 from slidesparse.gemm.cusparselt.plan import (
     ALIGNMENT,
     MatmulPlan,
@@ -101,10 +102,8 @@ class CuSparseLt(Backend):
         if problem.dtype not in api.COMPUTE_TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels that are exact"
         capability = torch.cuda.get_device_capability(problem.device)
-        if capability < (8, 0):
-            return f"{_text(capability)} has no Sparse Tensor Cores; it needs compute capability 8.0"
-        if problem.dtype == torch.float8_e4m3fn and capability < (8, 9):
-            return f"FP8 needs compute capability 8.9, this GPU has {_text(capability)}"
+        if (reason := why_no_kernels(problem.dtype, capability)) is not None:
+            return reason
         try:
             version = api.load_library().version
             handle_of(device_index(problem.device))  # the library says whether it supports this GPU and its driver
@@ -270,7 +269,3 @@ def _dense_product(x: torch.Tensor, weight: torch.Tensor, one: torch.Tensor) -> 
     if x.dtype == torch.int8:
         return torch_private.int8_mm(x, weight.T)
     return torch_private.fp8_mm(x, weight.T, one, one, out_dtype=torch.float32)
-
-
-def _text(capability: tuple[int, int]) -> str:
-    return f"compute capability {capability[0]}.{capability[1]}"

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 REVISION = "hopper-3"
 """Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""
 
+CAPABILITY = (9, 0)
+"""The compute capability that the kernel is written for."""
+
 
 class Hopper(Backend):
     """The backend that multiplies 2:4 and dense segments by lifted activations on sm_90a, in one launch."""
@@ -59,7 +62,7 @@ class Hopper(Backend):
         if problem.dtype not in TYPES:
             return f"it has no {dtype_name(problem.dtype)} kernels"
         major, minor = torch.cuda.get_device_capability(problem.device)
-        if (major, minor) != (9, 0):
+        if (major, minor) != CAPABILITY:
             return f"it is written for compute capability 9.0 (H100, H200), this GPU has {major}.{minor}"
         try:
             compiler, driver = nvrtc_version(), driver_version()

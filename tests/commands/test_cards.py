@@ -1,0 +1,154 @@
+"""What is said of other cards: by info, prune and inspect, and on the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+from slidesparse.cli import main
+from slidesparse.commands import cards, info, prune
+from slidesparse.commands.cards import CARDS, find_card, warn_of_type
+from slidesparse.gemm import Problem, get_backend
+from slidesparse.gemm.cusparselt import api
+from slidesparse.gemm.cusparselt import backend as cusparselt
+from slidesparse.gemm.hopper import backend as hopper
+from slidesparse.pattern import Pattern
+
+PAGE = (Path(__file__).parents[2] / "docs/cards.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", None),  # of another power, so of other times
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB10", "GB10"),
+    ],
+)
+def test_cards_are_found_by_what_the_driver_calls_them(device: str, name: str | None) -> None:
+    card = find_card(device)
+    assert (None if card is None else card.name) == name
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_the_named_backends_are_those_that_do_not_refuse(card: cards.Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusals that a machine of this card would get, its libraries aside."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: card.capability)
+    monkeypatch.setattr(api, "load_library", lambda: SimpleNamespace(version=(0, 10, 0)))
+    monkeypatch.setattr(cusparselt, "device_index", lambda _: 0)
+    monkeypatch.setattr(cusparselt, "handle_of", lambda _: None)
+    monkeypatch.setattr(hopper, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(hopper, "driver_version", lambda: 13)
+    for dtype in cards.TYPES:
+        problem = Problem(Pattern(6, 8), dtype, 64, 64, torch.device("cuda"))
+        able = [name for name in ("hopper", "cusparselt") if get_backend(name).why_not(problem) is None]
+        assert able == cards.list_backends(card.capability, dtype)
+
+
+def test_whose_measurement_there_is() -> None:
+    whose = {card.name: card.measured_by for card in CARDS}
+    assert [name for name, by in whose.items() if by == "us"] == ["H200"]
+    assert {name for name, by in whose.items() if by == "nobody"} == {"L40S", "B300", "RTX 5090"}
+    assert [card.name for card in CARDS if card.is_slower] == ["GB10"]
+    assert "by this project" in cards.describe_measurement("NVIDIA H200")
+    for unknown in ("NVIDIA L40S", "NVIDIA GH200 480GB"):
+        assert "by nobody" in cards.describe_measurement(unknown)
+    assert cards.describe_measurement("NVIDIA B200") == (
+        "by the paper's authors, cuSPARSELt at 6:8 over dense, 64, 1024, 4096, 16384 tokens:"
+        " fp8 1.01, 1.07, 1.09, 1.18; bf16 1.08, 1.09, 1.17, 1.20"
+    )
+
+
+def test_every_figure_has_its_number_of_tokens() -> None:
+    assert all(len(gains) == len(cards.TOKENS) for card in CARDS for gains in card.authors.values())
+    assert [card.capability for card in CARDS] == sorted(card.capability for card in CARDS)
+
+
+def test_info_says_it_of_every_card_and_of_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(json.dumps(info.collect()))
+    assert [card["name"] for card in found["cards"]] == [card.name for card in CARDS]
+    assert found["cards"][6]["backends"] == {"int8": [], "fp8": ["cusparselt"], "bf16": ["cusparselt"]}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, total_memory=48e9),
+    )
+    found["gpus"] = [info._gpu(0)]
+    text = info.describe(found)
+    assert "measured by nobody that this project knows of" in text
+    assert "GB10" in text
+    assert "the paper's authors: slower than dense" in text
+    assert cards.describe_fp4() in text
+
+
+def test_the_page_says_what_the_list_says() -> None:
+    for name, (size, gain) in cards.FP4.items():
+        assert f"{gain:.2f} of dense on a {name} ({size})" in " ".join(PAGE.split())
+    for card in CARDS:
+        if not cards.serves_int8(card.capability):
+            assert card.name.removesuffix("80").removesuffix("90") in PAGE.partition("stock vLLM, 0.22")[0]
+
+
+# -- prune and inspect ---------------------------------------------------------------------------------------------
+
+
+def test_prune_asks_for_a_type_and_names_the_trade(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "m")
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    for words in ("got no --dtype; needed int8 or fp8", "faster one in stock vLLM on an H200", "A100", "on Blackwell"):
+        assert words in error
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "int8"),
+        ("NVIDIA L40S", (8, 9), "fp8"),
+        ("NVIDIA H100 PCIe", (9, 0), "int8"),
+        ("NVIDIA B300 SXM6 AC", (10, 3), "fp8"),
+    ],
+)
+def test_with_a_card_at_hand_the_type_for_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], dtype: str
+) -> None:
+    monkeypatch.setattr(prune, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert cards.describe_trade(prune._gpus()) == f"{cards.TRADE}; for this machine's {name}: --dtype {dtype}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_type", "other"), [("int8", torch.int8, "Blackwell"), ("fp8", torch.float8_e4m3fn, "A100")]
+)
+def test_prune_and_inspect_say_where_a_type_does_not_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, torch_type: torch.dtype, other: str
+) -> None:
+    make_checkpoint(tmp_path / "m")
+    capsys.readouterr()
+    warning = warn_of_type(torch_type)
+    assert warning is not None
+    assert other in warning
+    for arguments in (["prune", "m", "s", "--pattern", "6:8", "--dtype", dtype], ["inspect", "s"]):
+        paths = [str(tmp_path / word) if word in ("m", "s") else word for word in arguments]
+        assert main(paths) == 0
+        assert capsys.readouterr().out.splitlines().count(warning) == 1
+    assert main(["inspect", str(tmp_path / "m")]) == 0
+    assert "Blackwell" not in capsys.readouterr().out
