@@ -1,22 +1,21 @@
 """The command line: argument parsing and printing, nothing else.
 
 Each command imports what it needs when it runs. So ``slidesparse --help`` waits neither for torch nor for transformers,
-and an interruption while they are imported ends in one line.
+and an interruption while anything is imported ends in one line.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slidesparse import __version__
-from slidesparse.cli import benchmarks, checkpoints
-from slidesparse.cli.arguments import JSON, Parser
-from slidesparse.cli.failure import drop_output, report
+from slidesparse.cli.interruption import Signals
 from slidesparse.errors import SlideSparseError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
 
 BROKEN_PIPE = 128 + 13
 """Exit status of a command whose reader went away, as ``head`` does: that of a program which SIGPIPE ends."""
@@ -25,29 +24,48 @@ BROKEN_PIPE = 128 + 13
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
+    Args:
+        arguments: Words after the program's name; None: those of the process, which ends with the command.
+
     Returns:
-        0 when it worked; 1 when it did not, with one line on standard error; 2 for wrong usage; 130 when interrupted;
-        141 when nobody reads its output any more. With ``--json`` standard output has the error too (docs/formats.md).
+        0 when it worked; 1 when it did not, with one line on standard error; 2 for wrong usage; 141 when nobody reads
+        its output any more; 128 and the number of a signal that ended it: 130 when interrupted, 143 when terminated.
+        With ``--json`` standard output has the error too (docs/formats.md).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _make_printable()
-    options = argparse.Namespace(json=JSON in words, verbose=False)
+    with Signals(to_the_end=arguments is None) as signals:
+        try:
+            signals.status = _answer(words, signals)
+        except KeyboardInterrupt as error:
+            from slidesparse.cli.failure import report
+
+            report(error, "--json" in words)
+            signals.status = signals.exit_status()
+        return signals.status
+
+
+def _answer(words: list[str], signals: Signals) -> int:
+    """Run a command and answer its errors, but for interruptions."""
+    verbose = False
     try:
-        options = build_parser(options.json).parse_args(words)
+        _make_printable()
+        options = build_parser("--json" in words).parse_args(words)
+        verbose = getattr(options, "verbose", False)
         status = _run(options)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        drop_output()
-        return BROKEN_PIPE
-    except KeyboardInterrupt as error:
-        report(error, options.json)
-        return 130
     except Exception as error:
-        if options.verbose and not isinstance(error, SlideSparseError):
+        if signals.received is not None:  # a library has made another error of it
+            raise signals.received from error
+        from slidesparse.cli.failure import drop_output, report
+
+        if isinstance(error, BrokenPipeError):
+            drop_output()
+            return BROKEN_PIPE
+        if verbose and not isinstance(error, SlideSparseError):
             traceback.print_exc()
-        report(error, options.json)
+        report(error, "--json" in words)
         return 1
 
 
@@ -72,6 +90,10 @@ def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
     Args:
         as_json: Say wrong usage in JSON too.
     """
+    from slidesparse import __version__
+    from slidesparse.cli import benchmarks, checkpoints
+    from slidesparse.cli.arguments import Parser
+
     parser = Parser(prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores.")
     parser.as_json = as_json
     parser.add_argument("--version", action="version", version=__version__)

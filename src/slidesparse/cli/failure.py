@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 
+from slidesparse.cli import interruption
 from slidesparse.errors import SlideSparseError, first_line
 
 REPORT = "run it again with --verbose, and report what that shows: it is a defect of slidesparse"
@@ -20,7 +22,8 @@ def report(error: BaseException, as_json: bool) -> None:
     """
     line = describe(error)
     if sys.stderr is not None:
-        print(f"slidesparse: {line}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a terminal that is closed
+            print(f"slidesparse: {line}", file=sys.stderr)
     if as_json:
         print_error(error.to_json() if isinstance(error, SlideSparseError) else fields(type(error).__name__, line))
     _flush()
@@ -48,7 +51,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SlideSparseError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return interruption.describe(error)
     if isinstance(error, OSError):
         name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
         return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())

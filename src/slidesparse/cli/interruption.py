@@ -1,0 +1,104 @@
+"""What signals do to a command: one line, the status that a shell expects, and nothing left half done.
+
+A signal raises an exception, so that temporary files are removed and the line can say what is kept. While libraries are
+imported the exception may be lost in their code, or become another one; that is answered here too. This module imports
+little, since it must be there before anything can be interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+PATIENCE = 1.0
+"""Seconds in which more signals change nothing: one reason often sends several. After that the next one ends all."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends a command; its arguments say what is kept.
+
+    Attributes:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def describe(error: KeyboardInterrupt) -> str:
+    """Return what happened, and what was kept, in one line."""
+    word = WORDS[signal.Signals(error.number)] if isinstance(error, Interrupted) else WORDS[signal.SIGINT]
+    return "; ".join([word, *map(str, error.args)])
+
+
+class Signals:
+    """Turns the signals of the block into :class:`Interrupted`, and knows which came.
+
+    Signals that were ignored before, as under nohup, still are. Outside the main thread nothing changes.
+
+    Args:
+        to_the_end: The process ends after the block, and is not to be interrupted in that.
+
+    Attributes:
+        received: The exception of the first signal, or None.
+        status: The status with which the process will end, once it is known.
+    """
+
+    def __init__(self, *, to_the_end: bool) -> None:
+        self.to_the_end, self.status = to_the_end, 0
+        self.received: Interrupted | None = None
+        self.at, self.process = 0.0, os.getpid()
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self.hook, sys.unraisablehook = sys.unraisablehook, self._lost
+        for number in WORDS:
+            before = signal.getsignal(number)
+            if before not in (None, signal.SIG_IGN):
+                try:
+                    signal.signal(number, self._handle)
+                except ValueError:  # not in the main thread
+                    break
+                self.before[number] = before
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.unraisablehook = self.hook
+        for number, before in self.before.items():
+            # Ignored, and not handled: Python gives its handlers up while it ends.
+            signal.signal(number, signal.SIG_IGN if self.to_the_end and number != signal.SIGTERM else before)
+
+    def exit_status(self) -> int:
+        """Return the status of a command that a signal has ended: 128 and its number."""
+        return 128 + (self.received.number if self.received is not None else signal.SIGINT)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:  # a child that was forked: as if there were no handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received is None:
+            self.received, self.at = Interrupted(number), time.monotonic()
+            raise self.received
+        if time.monotonic() - self.at > PATIENCE:
+            self._leave_now()
+
+    def _lost(self, information: Any) -> None:
+        """Answer for a signal whose exception some code could not raise; Python would print it and go on."""
+        if self.received is not None and isinstance(information.exc_value, KeyboardInterrupt):
+            self._leave_now()
+        self.hook(information)
+
+    def _leave_now(self) -> None:
+        if self.received is not None:
+            os.write(2, f"slidesparse: {describe(self.received)}\n".encode())
+        os._exit(self.exit_status())

@@ -1,0 +1,159 @@
+"""A signal ends a command in one line, at any moment, and the line says from what the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+
+import slidesparse.commands.info
+from slidesparse.cli import main
+from slidesparse.commands.prune import _Job
+from slidesparse.files.checkpoint import TensorWriter
+from slidesparse.files.packed_file import write_packed
+
+WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
+
+
+def run_with_torch(folder: Path, code: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``slidesparse info`` with this code in the place of torch, so that it runs while torch is imported."""
+    (folder / "torch.py").write_text(f"import os, signal, time\n{code}\n")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "slidesparse", "info"]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60, **more
+    )
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_while_torch_is_imported(tmp_path: Path, name: str, word: str) -> None:
+    done = run_with_torch(tmp_path, f"os.kill(os.getpid(), signal.{name})\ntime.sleep(30)")
+    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), f"slidesparse: {word}\n")
+
+
+def test_where_a_library_makes_another_error_of_it(tmp_path: Path) -> None:
+    code = """
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except KeyboardInterrupt:
+    raise ImportError("numpy's extension modules failed to import")
+"""
+    done = run_with_torch(tmp_path, code)
+    assert (done.returncode, done.stderr) == (130, "slidesparse: interrupted\n")
+
+
+def test_where_the_exception_is_lost(tmp_path: Path) -> None:
+    code = """
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+Lost()
+time.sleep(30)
+"""
+    done = run_with_torch(tmp_path, code)
+    assert (done.returncode, done.stderr) == (143, "slidesparse: terminated\n")
+
+
+def test_more_signals_change_nothing_at_first_and_then_end_all(tmp_path: Path) -> None:
+    code = """
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+finally:
+    for _ in range(5):
+        os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(1.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+"""
+    done = run_with_torch(tmp_path, code)
+    assert (done.returncode, done.stderr) == (143, "slidesparse: terminated\n")
+
+
+def test_what_was_ignored_still_is(tmp_path: Path) -> None:
+    """As under nohup."""
+    code = 'os.kill(os.getpid(), signal.SIGHUP)\ntime.sleep(0.1)\nraise ImportError("went on")'
+    done = run_with_torch(tmp_path, code, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert done.returncode == 1
+    assert "went on" in done.stderr
+
+
+def test_children_end_as_they_did(tmp_path: Path) -> None:
+    code = """
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+raise ImportError(f"child {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+"""
+    done = run_with_torch(tmp_path, code)
+    assert done.returncode == 1
+    assert "child -15" in done.stderr
+    assert "terminated" not in done.stderr
+
+
+def test_handlers_are_given_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook
+    monkeypatch.setattr(slidesparse.commands.info, "collect", sends(signal.SIGINT, lambda: {}))
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "slidesparse: interrupted\n"
+    assert ([signal.getsignal(getattr(signal, name)) for name, _ in WORDS], sys.unraisablehook) == before
+
+
+def sends(number: int, then: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that interrupts this process, and is not expected to go on."""
+
+    def interrupt(*arguments: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return then(*arguments, **named)
+
+    return interrupt
+
+
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_prune_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, word: str
+) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    command = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
+    write, shards = _Job.write_shard, []
+
+    def third(job: _Job, path: Path, *rest: Any) -> dict[str, str]:
+        shards.append(path)
+        if len(shards) == 3:
+            os.kill(os.getpid(), getattr(signal, name))
+        return write(job, path, *rest)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Job, "write_shard", third)
+        assert main(command) == 128 + getattr(signal, name)
+    kept = f"{tmp_path}/s.partial keeps 2 finished files, and the same command goes on from there"
+    assert capsys.readouterr().err == f"slidesparse: {word}; {kept}\n"
+    assert list((tmp_path / "s.partial").rglob("*.tmp")) == []
+    assert main(command) == 0
+    assert "taken over from an interrupted run" in capsys.readouterr().out
+
+
+def test_pack_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m")
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]) == 0
+    before = sorted(path.name for path in (tmp_path / "s").iterdir())
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorWriter, "write", sends(signal.SIGTERM, TensorWriter.write))
+        assert main(["pack", str(tmp_path / "s")]) == 143
+    assert capsys.readouterr().err == "slidesparse: terminated\n"
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == before
+    write_packed(tmp_path / "s")
