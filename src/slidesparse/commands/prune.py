@@ -195,7 +195,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
         not_copied=[str(file) for file in not_copied],
-        unexpected=list(job.meta.unexpected),
+        unexpected=list(job.meta.names.unexpected),
         resumed=sorted(finished),
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
@@ -350,8 +350,8 @@ class _Job:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
     def _in_8_bits(self, name: str) -> bool:
-        tensor = self.meta.tensors.get(f"{name}.weight")
-        return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+        tensor = self.meta.names.recipes.get(f"{name}.weight")
+        return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
         if self.recipe == "ternary":

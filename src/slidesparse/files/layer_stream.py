@@ -50,7 +50,7 @@ class CheckpointLayerStore(LayerStore):
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state from the checkpoint."""
-        state = {name: self._read(self.meta.tensors[name]) for name in names if name in self.meta.tensors}
+        state = {name: self.meta.read(name, self._read) for name in names if name in self.meta.names.recipes}
         wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
         self.meta.model.load_state_dict(wide, strict=False, assign=True)
 

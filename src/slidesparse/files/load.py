@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def load(
             packed = packed_file.read(name, marker.pattern_of(name), shape, scale, device)
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
-        bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
+        bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
         meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
@@ -88,18 +89,30 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
         value = checkpoint.tensor(tensor, device)
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-    rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
+    rest = {name: meta.read(name, read) for name in meta.names.recipes if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
-        model.tie_weights()
-    if meta.unexpected:
+    _tie(meta)
+    unused = meta.names.unexpected
+    if unused:
         warnings.warn(
-            f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
-            f" loaded: {', '.join(meta.unexpected[:3])}",
+            f"{len(unused)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not loaded:"
+            f" {', '.join(unused[:3])}",
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
         model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
+
+
+def _tie(meta: MetaModel) -> None:
+    """Let layers share what transformers lets them share: a SlideLinear, or a single parameter."""
+    for name, other in meta.tied_layers.items():
+        if isinstance(layer := meta.model.get_submodule(other), SlideLinear):
+            meta.model.set_submodule(name, layer)
+    for name, other in meta.names.tied.items():
+        place, _, leaf = name.rpartition(".")
+        owner, _, source = other.rpartition(".")
+        if not isinstance(meta.model.get_submodule(owner), SlideLinear):
+            setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))
 
 
 def _generation_config(path: Path) -> Any:
