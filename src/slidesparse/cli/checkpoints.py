@@ -86,6 +86,12 @@ def _add_prune(commands: Commands) -> None:
         help="another pattern for a layer (name or re:...)",
     )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
+    prune.add_argument(
+        "--part",
+        default="language",
+        choices=("language", "vision", "all"),
+        help="what is treated of a model of text and images (%(default)s)",
+    )
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -119,6 +125,7 @@ def _prune(options: argparse.Namespace) -> int:
             ignore=tuple(options.ignore),
             layers=layers,
             lm_head=options.lm_head,
+            part=options.part,
         ),
         device=_device(options),
     )

@@ -17,6 +17,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.models.experts import Experts, describe_experts, find_experts
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -68,11 +69,15 @@ class Inspection:
         path: The checkpoint.
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
+        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
+        experts: The mixtures of experts, which are not treated either.
     """
 
     path: str
     layers: list[Layer]
     dense: dict[str, str]
+    other: dict[str, str]
+    experts: list[Experts]
 
     @property
     def ok(self) -> bool:
@@ -105,7 +110,8 @@ class Inspection:
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows), *_describe_choices(self.layers)]
-        lines += describe_dense(self.dense)
+        lines += describe_dense({**self.dense, **self.other})
+        lines += [f"not treated: {line} (mixture of experts)" for line in describe_experts(self.experts)]
         lines += [f"PROBLEM: {layer.problem}" for layer in self.layers if layer.problem]
         return "\n".join(lines)
 
@@ -156,9 +162,9 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
     if marker is None:
-        targets = find_targets(meta.model)
+        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise())
     else:
-        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"), {})
     prefixes = {name: meta.prefix(name) for name in targets.linears}
     layers = []
     with progress_bar("inspect", len(prefixes), unit="layers", show=progress) as advance:
@@ -166,7 +172,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
             weight = checkpoint.tensor(f"{prefix}.weight")
             layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    return Inspection(str(path), layers, targets.dense)
+    return Inspection(str(path), layers, targets.dense, targets.other, find_experts(meta.model))
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:

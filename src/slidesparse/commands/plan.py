@@ -24,11 +24,14 @@ from slidesparse.files.calibration import Calibration, calibration_windows, dige
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import MARKER_KEY, quantisation_dtype
+from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns
+from slidesparse.models.experts import refuse_experts
 from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
 
@@ -98,9 +101,14 @@ def plan_checkpoint(
         raise CheckpointError(f"{source} is pruned or quantised already", needed="the dense model in a float type")
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
+    meta = build_meta_model(checkpoint)
+    meta.require_complete()
+    refuse_experts(meta.model)
+    keep = meta.why_stored_otherwise()
+    keep |= read_without_calling(meta.model, find_targets(meta.model, options.ignore, keep=keep).linears, run_once(meta.model))
     model = load_any(source, device)
     windows = calibration_windows(checkpoint.path, model.config, _with_held_out(options.calibration)).to(device)
-    linears = find_targets(model, options.ignore).linears
+    linears = find_targets(model, options.ignore, keep=keep).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     if options.backend is not None:
         _require_backend(options.backend, patterns, shapes, device)

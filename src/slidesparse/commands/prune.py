@@ -42,9 +42,12 @@ from slidesparse.files.marker import (
 )
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import staged
+from slidesparse.models.experts import refuse_experts
 from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.parts import Part
 from slidesparse.models.sparsify import layer_patterns, run_once, sets_to_prune
-from slidesparse.models.targets import describe_dense, find_targets
+from slidesparse.models.targets import Targets, describe_dense, find_targets
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import (
@@ -84,6 +87,7 @@ class PruneOptions:
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
     """
 
     pattern: str
@@ -94,6 +98,7 @@ class PruneOptions:
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     lm_head: bool = False
+    part: Part = "language"
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class PruneSummary:
         destination: The new checkpoint.
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
+        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         not_copied: Files of the source that hold other copies of the weights.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
@@ -116,6 +122,7 @@ class PruneSummary:
     destination: str
     patterns: dict[str, str]
     dense: dict[str, str]
+    other: dict[str, str]
     not_copied: list[str]
     unexpected: list[str]
     resumed: list[str]
@@ -135,7 +142,7 @@ class PruneSummary:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
-        lines += describe_dense(self.dense)
+        lines += describe_dense({**self.dense, **self.other})
         lines += (
             [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
         )
@@ -194,6 +201,7 @@ def prune_checkpoint(
         destination=str(destination),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
+        other=job.targets.other,
         not_copied=[str(file) for file in not_copied],
         unexpected=list(job.meta.names.unexpected),
         resumed=sorted(finished),
@@ -212,19 +220,30 @@ class _Job:
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
         self.meta.require_complete()
-        _refuse_experts(self.meta.model)
-        already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
-        self.targets = find_targets(self.meta.model, options.ignore, options.lm_head, already_ignored)
+        refuse_experts(self.meta.model)
+        run = run_once(self.meta.model)
+        self.targets = self._find_targets(options, run)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.calibrated: PrunedLayers | None = None
-        run = run_once(self.meta.model)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
         self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
+
+    def _find_targets(self, options: PruneOptions, run: Callable[[], object] | None) -> Targets:
+        """Sort the linears into those to be treated and the rest, by what the model, its run and its files show."""
+        model, quantised = self.meta.model, source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+
+        def find(keep: Mapping[str, str]) -> Targets:
+            also = quantised.get("ignore", [])
+            return find_targets(model, options.ignore, options.lm_head, also, part=options.part, keep=keep)
+
+        stored_otherwise = self.meta.why_stored_otherwise()
+        read = read_without_calling(model, find(stored_otherwise).linears, run)
+        return find({**stored_otherwise, **read})
 
     def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
@@ -358,6 +377,15 @@ class _Job:
             return ternary_weight(weight, ternary_scale(self.checkpoint.tensor(tensor)), self.dtype, name=tensor)
         return quantize_weight(weight, self.dtype, name=tensor)
 
+    def _hub_names(self, names: Iterable[str]) -> list[str]:
+        """Return the checkpoint's own names of linears, where they are others than transformers' names.
+
+        Programs that load the output know the one or the other.
+        """
+        recipes = [self.meta.names.recipes.get(f"{name}.weight") for name in names]
+        stored = [recipe.removesuffix(".weight") for recipe in recipes if isinstance(recipe, str)]
+        return [name for name in stored if name not in {*names, *self.patterns}]
+
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
@@ -369,22 +397,11 @@ class _Job:
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            config["quantization_config"] = quantization_config(self.dtype, ignore)
+            config["quantization_config"] = quantization_config(self.dtype, [*ignore, *self._hub_names(ignore)])
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
         return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    """Refuse mixtures of experts: stored as one 3-D tensor, they would silently stay dense and unquantised."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
-            raise CheckpointError(
-                "mixture-of-experts models cannot be treated yet",
-                got=f"{name} {list(parameter.shape)}",
-                needed="a model whose projections are linear layers",
-            )
 
 
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

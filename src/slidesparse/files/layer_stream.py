@@ -50,7 +50,8 @@ class CheckpointLayerStore(LayerStore):
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state from the checkpoint."""
-        state = {name: self.meta.read(name, self._read) for name in names if name in self.meta.names.recipes}
+        known = set(self.meta.filled)
+        state = {name: self.meta.read(name, self._read) for name in names if name in known}
         wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
         self.meta.model.load_state_dict(wide, strict=False, assign=True)
 

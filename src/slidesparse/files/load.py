@@ -66,7 +66,8 @@ def load(
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
-        meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=meta.model.config.dtype)
+        meta.model.set_submodule(name, layer)
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
     return meta.model.to(device).eval()
@@ -85,11 +86,11 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype
 
-    def read(tensor: str) -> torch.Tensor:
-        value = checkpoint.tensor(tensor, device)
+    def read(name: str) -> torch.Tensor:
+        value = meta.read(name, partial(checkpoint.tensor, device=device)).to(device)
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-    rest = {name: meta.read(name, read) for name in meta.names.recipes if name not in filled}
+    rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
     _tie(meta)
     unused = meta.names.unexpected
@@ -104,15 +105,11 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
 
 
 def _tie(meta: MetaModel) -> None:
-    """Let layers share what transformers lets them share: a SlideLinear, or a single parameter."""
-    for name, other in meta.tied_layers.items():
-        if isinstance(layer := meta.model.get_submodule(other), SlideLinear):
-            meta.model.set_submodule(name, layer)
+    """Let parameters be shared that transformers shares. Linears that share their weight are never treated."""
     for name, other in meta.names.tied.items():
         place, _, leaf = name.rpartition(".")
         owner, _, source = other.rpartition(".")
-        if not isinstance(meta.model.get_submodule(owner), SlideLinear):
-            setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))
+        setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))
 
 
 def _generation_config(path: Path) -> Any:

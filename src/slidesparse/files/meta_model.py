@@ -34,7 +34,7 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears that are not on a marker's ignore list, by module name, without those tied to another.
+        """Return the linears that are not on a marker's ignore list, by module name.
 
         Raises:
             CheckpointError: When the marker names a layer that the model does not have.
@@ -43,13 +43,7 @@ class MetaModel:
         unknown = [name for name in (*marker.ignore, *marker.layers) if name not in known]
         if unknown:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        return {name: module for name, module in known.items() if name not in {*marker.ignore, *self.tied_layers}}
-
-    @property
-    def tied_layers(self) -> dict[str, str]:
-        """Module name -> the module whose weight it shares, of linears and others."""
-        pairs = [(name, other) for name, other in self.names.tied.items() if name.endswith(".weight")]
-        return {name.removesuffix(".weight"): other.removesuffix(".weight") for name, other in pairs}
+        return {name: module for name, module in known.items() if name not in marker.ignore}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
@@ -81,10 +75,20 @@ class MetaModel:
         Args:
             name: Name in the state.
             tensor: Name in the checkpoint -> tensor.
+
+        Raises:
+            CheckpointError: Nothing of the checkpoint fills it.
         """
+        if name in self.names.made:
+            return self.names.made[name]
         if name not in self.names.recipes:
             raise CheckpointError(f"the checkpoint holds no {name}")
         return replay(self.names.recipes[name], tensor)
+
+    @property
+    def filled(self) -> list[str]:
+        """The names of the state that :meth:`read` can read."""
+        return [*self.names.recipes, *self.names.made]
 
     def require_complete(self) -> None:
         """Refuse a checkpoint that does not fill the model.

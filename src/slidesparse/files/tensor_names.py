@@ -26,6 +26,7 @@ class TensorNames:
     Attributes:
         recipes: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
         tied: Name in the state -> the name before it whose values it shares; it has no recipe of its own.
+        made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
         missing: Parameters that nothing fills and that are not tied to one that is filled.
         unexpected: Tensors of the checkpoint that fill nothing.
         misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
@@ -33,6 +34,7 @@ class TensorNames:
 
     recipes: Mapping[str, Recipe]
     tied: Mapping[str, str]
+    made: Mapping[str, torch.Tensor]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...] | None]
@@ -65,26 +67,36 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
             tied[name] = other
         elif (recipe := recipe_of(tensor)) is not None:
             recipes[name] = recipe
-    parameters = [name for name, _ in model.named_parameters()]
+    misshapen = dict(_misshapen(info["mismatched_keys"]))
+    unfilled = [name for name, _ in model.named_parameters() if name not in {*recipes, *tied, *misshapen}]
+    missing = [name for name in unfilled if name in info["missing_keys"]]
+    made = [] if missing else unfilled
     used = {name for recipe in recipes.values() for name in sources(recipe)}
     return TensorNames(
         recipes,
         tied,
-        tuple(name for name in parameters if name in info["missing_keys"] and name not in {*recipes, *tied}),
+        _computed(known, config, state, made) if made else {},
+        tuple(missing),
         tuple(_unexpected([name for name in state if name not in used], info["unexpected_keys"])),
-        dict(_misshapen(info["mismatched_keys"])),
+        misshapen,
     )
 
 
-def _load(known: Any, config: Any, state: Mapping[str, TracedTensor], **options: bool) -> tuple[Any, Mapping[str, Any]]:
+def _computed(known: Any, config: Any, state: Mapping[str, TracedTensor], names: list[str]) -> dict[str, torch.Tensor]:
+    """Return the values that transformers gives to parameters which no checkpoint holds; all others stay without."""
+    with _quiet():
+        model, _ = _load(known, config, state, device_map={"": "cpu"})
+    return {name: model.get_parameter(name).detach() for name in names}
+
+
+def _load(known: Any, config: Any, state: Mapping[str, TracedTensor], **options: Any) -> tuple[Any, Mapping[str, Any]]:
     loaded: tuple[Any, Mapping[str, Any]] = known.from_pretrained(
         None,
         config=config,
         state_dict=dict(state),
         dtype=torch.float32,
-        device_map={"": "meta"},
         output_loading_info=True,
-        **options,
+        **{"device_map": {"": "meta"}, **options},
     )
     return loaded
 

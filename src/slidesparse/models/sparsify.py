@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.models.experts import refuse_experts
+from slidesparse.models.parts import Part
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
@@ -100,6 +103,7 @@ def sparsify_(
     ignore: Iterable[str] = (),
     layers: Mapping[str, Pattern | str] | None = None,
     lm_head: bool = False,
+    part: Part = "language",
     method: str | None = "magnitude",
     backend: str = "auto",
     fallback: Fallback = "dense",
@@ -114,6 +118,7 @@ def sparsify_(
         ignore: Layers to leave alone: see :func:`slidesparse.models.targets.find_targets`.
         layers: Exceptions: see :func:`layer_patterns`.
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         method: Pruning method, or None when the weights satisfy their patterns already.
         backend: ``auto`` or a backend's name.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
@@ -125,10 +130,12 @@ def sparsify_(
 
     Raises:
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
+        UnsupportedError: The model is a mixture of experts. It is then unchanged too.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     storage = parse_dtype(dtype)
-    targets = find_targets(model, ignore, lm_head)
+    refuse_experts(model)
+    targets = find_targets(model, ignore, lm_head, part=part)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
@@ -153,8 +160,9 @@ def sparsify_(
             weights = pruner.prune(Linears(weights, patterns[names[0]]))
         for name, weight in weights.items():
             packed = pack_weight(weight, patterns[name], storage, name=name)
-            bias = targets.linears[name].bias
-            layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
-            for alias in aliases[id(targets.linears[name])]:  # one module may have several names
+            linear = targets.linears[name]
+            options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
+            layer = SlideLinear(packed, linear.bias, **options)
+            for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     return model
