@@ -7,7 +7,7 @@ names of the files on the hub. Every model has two layers of 64 features.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

@@ -62,7 +62,6 @@ class DenseWeight(torch.Tensor):
             cls.refuse(name)
         return func(*_made(args), **_made(dict(kwargs or {})))
 
-
     @classmethod
     def refuse(cls, name: str) -> None:
         """Refuse a function that writes into the weight.

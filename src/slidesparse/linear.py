@@ -24,6 +24,7 @@ from slidesparse.read_back import read_back
 from slidesparse.support import following_groups
 from slidesparse.weight_form import WeightForm
 
+
 class SlideLinear(nn.Module):
     """``y = x W^T + b`` with W packed, in inference.
 

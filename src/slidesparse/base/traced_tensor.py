@@ -12,17 +12,17 @@ from typing import Any, Union
 
 import torch
 
-Recipe = Union[str, "Step"]
+Origin = Union[str, "Computation"]
 """The name of a tensor, or the last step of a computation."""
 
 
 @dataclass(frozen=True)
-class Step:
+class Computation:
     """A call of a torch function.
 
     Attributes:
         function: The function.
-        args: Its arguments, with recipes in the places of tensors.
+        args: Its arguments, with origins in the places of tensors.
         kwargs: Its keyword arguments, likewise.
         index: Which of its results, where it returns several.
     """
@@ -38,15 +38,15 @@ KEEPS_VALUES = {"to", "cpu", "cuda", "float", "half", "bfloat16", "contiguous", 
 
 
 class TracedTensor(torch.Tensor):
-    """A tensor on the meta device with a recipe; every torch function of such tensors returns such tensors."""
+    """A tensor on the meta device with an origin; every torch function of such tensors returns such tensors."""
 
-    recipe: Recipe
+    origin: Origin
 
     @classmethod
     def named(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> TracedTensor:
         """Make a tensor that is not computed but has a name."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        made.recipe = name
+        made.origin = name
         return made
 
     @classmethod
@@ -56,58 +56,58 @@ class TracedTensor(torch.Tensor):
         """Call the function, and note the call in what it returns."""
         kwargs = kwargs or {}
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        recipe = getattr(first, "recipe", None)
-        if recipe is not None and (name == "to" or func == torch.Tensor.data.__set__):  # type: ignore[attr-defined]
+        origin = getattr(first, "origin", None)
+        if origin is not None and (name == "to" or func == torch.Tensor.data.__set__):  # type: ignore[attr-defined]
             return first  # there are no values to move, to round or to set
         out = super().__torch_function__(func, types, args, kwargs)
         whole = name == "__getitem__" and args[1] is Ellipsis
-        if recipe is not None and (name in KEEPS_VALUES or whole or func == torch.Tensor.data.__get__):  # type: ignore[attr-defined]
-            return _noted(out, recipe)
-        step = Step(func, _recipes(args), _recipes(kwargs))
+        if origin is not None and (name in KEEPS_VALUES or whole or func == torch.Tensor.data.__get__):  # type: ignore[attr-defined]
+            return _noted(out, origin)
+        step = Computation(func, _origins(args), _origins(kwargs))
         if isinstance(out, (tuple, list)) and any(isinstance(one, TracedTensor) for one in out):
-            parts = (_noted(one, Step(step.function, step.args, step.kwargs, i)) for i, one in enumerate(out))
+            parts = (_noted(one, Computation(step.function, step.args, step.kwargs, i)) for i, one in enumerate(out))
             return tuple(parts)
         return _noted(out, step)
 
 
-def _noted(value: Any, recipe: Recipe) -> Any:
+def _noted(value: Any, origin: Origin) -> Any:
     if isinstance(value, TracedTensor):
-        value.recipe = recipe
+        value.origin = origin
     return value
 
 
-def _recipes(value: Any) -> Any:
-    """Return arguments with the recipes of tensors in their places."""
+def _origins(value: Any) -> Any:
+    """Return arguments with the origins of tensors in their places."""
     if isinstance(value, TracedTensor):
-        return _Place(value.recipe)
+        return _Place(value.origin)
     if isinstance(value, dict):
-        return {key: _recipes(one) for key, one in value.items()}
-    return type(value)(map(_recipes, value)) if type(value) in (tuple, list) else value
+        return {key: _origins(one) for key, one in value.items()}
+    return type(value)(map(_origins, value)) if type(value) in (tuple, list) else value
 
 
 @dataclass(frozen=True)
 class _Place:
     """Stands for a tensor among arguments, which may be strings themselves."""
 
-    recipe: Recipe
+    origin: Origin
 
 
-def recipe_of(tensor: torch.Tensor) -> Recipe | None:
+def origin_of(tensor: torch.Tensor) -> Origin | None:
     """Return how a tensor was computed; None for one that was not traced."""
-    return getattr(tensor, "recipe", None)
+    return getattr(tensor, "origin", None)
 
 
-def sources(recipe: Recipe) -> list[str]:
-    """Return the names of the tensors from which a recipe computes, each once, in their order."""
-    return list(dict.fromkeys(_sources(recipe)))
+def sources(origin: Origin) -> list[str]:
+    """Return the names of the tensors from which an origin computes, each once, in their order."""
+    return list(dict.fromkeys(_sources(origin)))
 
 
-def _sources(recipe: Recipe) -> Iterator[str]:
-    if isinstance(recipe, str):
-        yield recipe
+def _sources(origin: Origin) -> Iterator[str]:
+    if isinstance(origin, str):
+        yield origin
     else:
-        for place in _places((recipe.args, recipe.kwargs)):
-            yield from _sources(place.recipe)
+        for place in _places((origin.args, origin.kwargs)):
+            yield from _sources(place.origin)
 
 
 def _places(value: Any) -> Iterator[_Place]:
@@ -120,23 +120,23 @@ def _places(value: Any) -> Iterator[_Place]:
             yield from _places(one)
 
 
-def replay(recipe: Recipe, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """Compute what a recipe says, with the values of the named tensors.
+def replay(origin: Origin, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Compute what an origin says, with the values of the named tensors.
 
     Args:
-        recipe: From :func:`recipe_of`.
+        origin: From :func:`origin_of`.
         read: Name of a tensor -> the tensor.
     """
-    if isinstance(recipe, str):
-        return read(recipe)
+    if isinstance(origin, str):
+        return read(origin)
 
     def filled(value: Any) -> Any:
         if isinstance(value, _Place):
-            return replay(value.recipe, read)
+            return replay(value.origin, read)
         if isinstance(value, dict):
             return {key: filled(one) for key, one in value.items()}
         return type(value)(map(filled, value)) if type(value) in (tuple, list) else value
 
-    out = recipe.function(*filled(recipe.args), **filled(recipe.kwargs))
-    result: torch.Tensor = out if recipe.index is None else out[recipe.index]
+    out = origin.function(*filled(origin.args), **filled(origin.kwargs))
+    result: torch.Tensor = out if origin.index is None else out[origin.index]
     return result

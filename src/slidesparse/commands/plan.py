@@ -105,7 +105,9 @@ def plan_checkpoint(
     meta.require_complete()
     refuse_experts(meta.model)
     keep = meta.why_stored_otherwise()
-    keep |= read_without_calling(meta.model, find_targets(meta.model, options.ignore, keep=keep).linears, run_once(meta.model))
+    keep |= read_without_calling(
+        meta.model, find_targets(meta.model, options.ignore, keep=keep).linears, run_once(meta.model)
+    )
     model = load_any(source, device)
     windows = calibration_windows(checkpoint.path, model.config, _with_held_out(options.calibration)).to(device)
     linears = find_targets(model, options.ignore, keep=keep).linears

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError
@@ -369,7 +368,7 @@ class _Job:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
     def _in_8_bits(self, name: str) -> bool:
-        tensor = self.meta.names.recipes.get(f"{name}.weight")
+        tensor = self.meta.names.origins.get(f"{name}.weight")
         return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
@@ -382,8 +381,8 @@ class _Job:
 
         Programs that load the output know the one or the other.
         """
-        recipes = [self.meta.names.recipes.get(f"{name}.weight") for name in names]
-        stored = [recipe.removesuffix(".weight") for recipe in recipes if isinstance(recipe, str)]
+        origins = [self.meta.names.origins.get(f"{name}.weight") for name in names]
+        stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
         return [name for name in stored if name not in {*names, *self.patterns}]
 
     def config(self) -> dict[str, Any]:

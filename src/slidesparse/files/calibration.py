@@ -11,6 +11,7 @@ import torch
 
 from slidesparse.base.typed_json import parse_json
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.models.parts import text_config
 
 SAMPLES = 128
 MAX_LENGTH = 2048
@@ -124,7 +125,8 @@ def encode(tokenizer: Any, text: str) -> torch.Tensor:
 
 def positions(config: Any, at_most: int = MAX_LENGTH) -> int:
     """Return how many tokens a model can read at once, ``at_most`` when its config has no number or a larger one."""
-    return min(int(getattr(config, "max_position_embeddings", at_most) or at_most), at_most)
+    named = int(getattr(text_config(config), "max_position_embeddings", 0) or 0)
+    return min(named, at_most) if named > 0 else at_most  # -1 is XLNet's, which has no limit
 
 
 def sample_windows(
@@ -171,7 +173,7 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
     text = read_text(calibration.file)
     tokens = encode(load_tokenizer(folder), text)
-    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
+    vocabulary = int(getattr(text_config(config), "vocab_size", 0) or 0)
     if len(tokens) and vocabulary and int(tokens.max()) >= vocabulary:
         raise CheckpointError(
             f"the tokenizer of {folder} does not fit its model",

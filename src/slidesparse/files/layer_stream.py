@@ -21,7 +21,15 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.models.layerwise import LayerList, LayerStore, SetLoss, find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layerwise import (
+    LayerList,
+    LayerStore,
+    SetLoss,
+    find_layer_list,
+    prune_layers,
+    record_inputs,
+    stack_around,
+)
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
 from slidesparse.quant import dequantize
@@ -174,7 +182,9 @@ def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dt
 
 def _prepare(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
     """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
-    store.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{layer_list.name}.")])
+    stack, _ = stack_around(model, layer_list)
+    around = [name for name in model.state_dict(keep_vars=True) if name.startswith(f"{stack}." if stack else "")]
+    store.fill([name for name in around if not name.startswith(f"{layer_list.name}.")])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

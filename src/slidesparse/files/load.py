@@ -56,6 +56,8 @@ def load(
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
     meta.require_complete()
+    model: Any = meta.model
+    dtype = model.config.dtype
     filled = set()
     for name, linear in meta.linears(marker).items():
         prefix = meta.prefix(name)
@@ -66,11 +68,12 @@ def load(
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
         bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
-        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=meta.model.config.dtype)
-        meta.model.set_submodule(name, layer)
+        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=dtype)
+        model.set_submodule(name, layer)
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
-    return meta.model.to(device).eval()
+    loaded: nn.Module = model.to(device).eval()
+    return loaded
 
 
 def _read_and_pack(

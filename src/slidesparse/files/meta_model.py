@@ -49,13 +49,13 @@ class MetaModel:
         """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
         reasons = {}
         for name, module in self.model.named_modules():
-            recipe = self.names.recipes.get(f"{name}.weight")
-            if not isinstance(module, nn.Linear) or recipe is None:
+            origin = self.names.origins.get(f"{name}.weight")
+            if not isinstance(module, nn.Linear) or origin is None:
                 continue
-            if not isinstance(recipe, str):
-                reasons[name] = f"the checkpoint has it in another form, in {', '.join(sources(recipe)[:3])}"
-            elif not recipe.endswith(".weight"):
-                reasons[name] = f"the checkpoint calls its weight {recipe}, which has no place for scales"
+            if not isinstance(origin, str):
+                reasons[name] = f"the checkpoint has it in another form, in {', '.join(sources(origin)[:3])}"
+            elif not origin.endswith(".weight"):
+                reasons[name] = f"the checkpoint calls its weight {origin}, which has no place for scales"
         return reasons
 
     def prefix(self, module: str) -> str:
@@ -64,7 +64,7 @@ class MetaModel:
         Raises:
             CheckpointError: Its weight is in no shard, or in another form.
         """
-        tensor = self.names.recipes.get(f"{module}.weight")
+        tensor = self.names.origins.get(f"{module}.weight")
         if not isinstance(tensor, str):
             raise CheckpointError(f"the checkpoint holds no {module}.weight")
         return tensor.removesuffix(".weight")
@@ -81,14 +81,14 @@ class MetaModel:
         """
         if name in self.names.made:
             return self.names.made[name]
-        if name not in self.names.recipes:
+        if name not in self.names.origins:
             raise CheckpointError(f"the checkpoint holds no {name}")
-        return replay(self.names.recipes[name], tensor)
+        return replay(self.names.origins[name], tensor)
 
     @property
     def filled(self) -> list[str]:
         """The names of the state that :meth:`read` can read."""
-        return [*self.names.recipes, *self.names.made]
+        return [*self.names.origins, *self.names.made]
 
     def require_complete(self) -> None:
         """Refuse a checkpoint that does not fill the model.

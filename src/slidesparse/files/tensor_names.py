@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.traced_tensor import Recipe, TracedTensor, recipe_of, sources
+from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
 from slidesparse.files.checkpoint import Stored
 
 
@@ -24,15 +24,15 @@ class TensorNames:
     """Where the values of a model's state are in a checkpoint.
 
     Attributes:
-        recipes: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
-        tied: Name in the state -> the name before it whose values it shares; it has no recipe of its own.
+        origins: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
+        tied: Name in the state -> the name before it whose values it shares; it has no origin of its own.
         made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
         missing: Parameters that nothing fills and that are not tied to one that is filled.
         unexpected: Tensors of the checkpoint that fill nothing.
         misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
     """
 
-    recipes: Mapping[str, Recipe]
+    origins: Mapping[str, Origin]
     tied: Mapping[str, str]
     made: Mapping[str, torch.Tensor]
     missing: tuple[str, ...]
@@ -60,20 +60,21 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         except RuntimeError:  # a tensor of another shape; transformers 4 loads otherwise when it may pass over those
             model, info = _load(known, config, state, ignore_mismatched_sizes=True)
     found: dict[int, str] = {}
-    recipes: dict[str, Recipe] = {}
+    origins: dict[str, Origin] = {}
     tied: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if (other := found.setdefault(id(tensor), name)) != name:
             tied[name] = other
-        elif (recipe := recipe_of(tensor)) is not None:
-            recipes[name] = recipe
+        elif (origin := origin_of(tensor)) is not None:
+            origins[name] = origin
     misshapen = dict(_misshapen(info["mismatched_keys"]))
-    unfilled = [name for name, _ in model.named_parameters() if name not in {*recipes, *tied, *misshapen}]
-    missing = [name for name in unfilled if name in info["missing_keys"]]
+    filled, reported = {*origins, *tied, *misshapen}, set(info["missing_keys"])
+    unfilled = [name for name, _ in model.named_parameters() if name not in filled]
+    missing = [name for name in unfilled if name in reported]
     made = [] if missing else unfilled
-    used = {name for recipe in recipes.values() for name in sources(recipe)}
+    used = {name for origin in origins.values() for name in sources(origin)}
     return TensorNames(
-        recipes,
+        origins,
         tied,
         _computed(known, config, state, made) if made else {},
         tuple(missing),

@@ -53,8 +53,8 @@ def _is_called_experts(name: str, module: nn.Module) -> bool:
 
 def _fused(name: str, module: nn.Module) -> Experts | None:
     """Return experts whose weights are one parameter each, in a class such as ``MixtralExperts``."""
-    own = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters(recurse=False)}
-    weights = {leaf: shape for leaf, shape in own.items() if len(shape) == 3}
+    own = dict(module.named_parameters(recurse=False))
+    weights = {leaf: tuple(one.shape) for leaf, one in own.items() if one.dim() == 3}
     if not weights or not _is_called_experts(name, module):
         return None
     return Experts(name, next(iter(weights.values()))[0], weights)
@@ -63,7 +63,11 @@ def _fused(name: str, module: nn.Module) -> Experts | None:
 def _listed(name: str, module: nn.Module) -> Experts | None:
     """Return experts that are modules of their own, in a list called ``experts``."""
     members = list(module.children())
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(members) < 2 or not _is_called_experts(name, module):
+    if (
+        not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        or len(members) < 2
+        or not _is_called_experts(name, module)
+    ):
         return None
     weights = {leaf: tuple(one.shape) for leaf, one in members[0].named_parameters() if one.dim() > 1}
     return Experts(name, len(members), weights) if weights else None

@@ -1,7 +1,7 @@
 """Tell the parts of a multimodal model from each other: the language model, what sees, what hears, what joins them.
 
-transformers gives every part a config of its own, of a class of its own. So a layer belongs to the part whose config the
-nearest module around it has.
+transformers gives every part a config of its own, of a class of its own. So a layer belongs to the part whose config
+the nearest module around it has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slidesparse.errors import InputError
 
 Part = Literal["language", "vision", "all"]
 
-PARTS = ("language", "vision", "all")
+CHOICES = ("language", "vision", "all")
 
 WORDS = {
     "language": ("text", "language", "llm"),
@@ -49,12 +49,44 @@ def parts_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     _classify(config, kinds)
     if "language" not in kinds.values() or set(kinds.values()) <= {"language", "joint"}:
         return {}
-    part_of = {"": kinds.get(type(config), "joint")}
-    for name, module in model.named_modules():
-        if name:
-            around = part_of[name.rpartition(".")[0]]
-            part_of[name] = kinds.get(type(getattr(module, "config", None)), around)
-    return {name: part_of[name] for name in names}
+    found: dict[str, str] = {}
+    _assign("", model, "joint", kinds, found)
+    return {name: found[name] for name in names}
+
+
+def _assign(name: str, module: nn.Module, around: str, kinds: dict[type, str], found: dict[str, str]) -> None:
+    """Note the part of a module and of all inside it; ``around`` is the part that the module is in."""
+    part = kinds.get(_config_class(module), around)
+    others = {"vision", "audio"}
+    if part == "language" and not is_language_model(module):
+        # What is no model, and holds one that sees or hears, hands over between the two.
+        part = "joint" if any(kinds.get(_config_class(inner)) in others for inner in module.modules()) else part
+    found[name] = part
+    for child, inside in module.named_children():
+        _assign(f"{name}.{child}" if name else child, inside, part, kinds, found)
+
+
+def _config_class(module: nn.Module) -> type:
+    return type(getattr(module, "config", None))
+
+
+def is_language_model(module: nn.Module) -> bool:
+    """Say whether a module is a model of transformers that takes token numbers."""
+    embeddings = getattr(module, "get_input_embeddings", None)
+    try:
+        return embeddings is not None and isinstance(embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """Return the language model inside a multimodal one, which runs on text alone; other models as they are."""
+    kinds: dict[type, str] = {}
+    _classify(getattr(model, "config", None), kinds)
+    if not {"vision", "audio"} & set(kinds.values()):
+        return model
+    inner = (m for m in model.modules() if kinds.get(_config_class(m)) == "language" and is_language_model(m))
+    return next(inner, model)
 
 
 def _classify(config: Any, kinds: dict[type, str]) -> None:
@@ -80,8 +112,8 @@ def outside_part(model: nn.Module, names: Iterable[str], part: Part) -> dict[str
     Raises:
         InputError: The model has no such part.
     """
-    if part not in PARTS:
-        raise InputError("part", got=repr(part), needed=" or ".join(PARTS))
+    if part not in CHOICES:
+        raise InputError("part", got=repr(part), needed=" or ".join(CHOICES))
     found = parts_of(model, names)
     if part == "all" or (part == "language" and not found):
         return {}

@@ -13,8 +13,9 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.experts import refuse_experts
-from slidesparse.models.parts import Part
+from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
+from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
 from slidesparse.quant import parse_dtype
@@ -76,7 +77,11 @@ def sets_to_prune(
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:
-    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models."""
+    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models.
+
+    Of a multimodal model the language part runs alone.
+    """
+    model = language_model(model)
     if not hasattr(model, "dummy_inputs"):
         return None
     device = next(model.parameters()).device
@@ -93,6 +98,15 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
             ) from error
 
     return run
+
+
+def _read_by(model: nn.Module) -> dict[str, str]:
+    """Return the linears whose weight a transformers model reads without calling them, found without computing."""
+    empty = without_weights(model)
+    if empty is None:
+        return {}
+    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
+    return read_without_calling(empty, linears, run_once(empty))
 
 
 def sparsify_(
@@ -135,7 +149,7 @@ def sparsify_(
     """
     storage = parse_dtype(dtype)
     refuse_experts(model)
-    targets = find_targets(model, ignore, lm_head, part=part)
+    targets = find_targets(model, ignore, lm_head, part=part, keep=_read_by(model))
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()

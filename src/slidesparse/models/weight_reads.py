@@ -1,8 +1,8 @@
 """Find the linears whose weight a model computes with itself, instead of calling the layer.
 
-Mamba multiplies by ``dt_proj.weight``, and RWKV divides ``output.weight`` in place. So nothing is gained on a packed one
-of these, and a quantised one is wrong wherever the reader does not know of scales. The model is run once with layers in
-the places of its linears that note what is done with their weights.
+Mamba multiplies by ``dt_proj.weight``, and RWKV divides ``output.weight`` in place. So nothing is gained on a packed
+one of these, and a quantised one is wrong wherever the reader does not know of scales. The model is run once with
+layers in the places of its linears that note what is done with their weights.
 """
 
 from __future__ import annotations
@@ -78,3 +78,15 @@ def read_without_calling(
         for name, linear in linears.items():
             model.set_submodule(name, linear)
     return {name: WHY for name, layer in noting.items() if layer.read}
+
+
+def without_weights(model: nn.Module) -> nn.Module | None:
+    """Return a model of the same class and config on the meta device; None for one that is not of transformers."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "dummy_inputs"):
+        return None
+    try:
+        with torch.device("meta"):
+            return type(model)(config).eval()
+    except Exception:  # a class of a user's own may take other arguments
+        return None
