@@ -156,7 +156,8 @@ def prune_layers_from_disk(
         InputError: The model or its activations cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    meta = build_meta_model(checkpoint, real_buffers=True)
+    on_cpu = torch.float32 if device.type == "cpu" else None
+    meta = build_meta_model(checkpoint, real_buffers=True, dtype=on_cpu)
     model: Any = meta.model
     layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)

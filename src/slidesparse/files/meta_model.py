@@ -15,6 +15,7 @@ from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
+from slidesparse.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
@@ -107,17 +108,25 @@ class MetaModel:
             )
 
 
-def build_meta_model(checkpoint: Checkpoint, *, real_buffers: bool = False) -> MetaModel:
+def build_meta_model(
+    checkpoint: Checkpoint, *, real_buffers: bool = False, dtype: torch.dtype | None = None
+) -> MetaModel:
     """Build a checkpoint's model without weights, and match its parameters with the checkpoint's tensors.
 
     Args:
         checkpoint: The checkpoint.
         real_buffers: Compute buffers (rotary tables) on the CPU, for a model that will be filled and run; else they are
             on the meta device too, and the model takes no memory.
+        dtype: Float type in which the model will run, which buffers that do not ask for another get; None: that of the
+            config.
     """
     known, config = model_class(checkpoint)
     empty = _empty_parameters() if real_buffers else torch.device("meta")
-    with _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"), empty:
+    with (
+        _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
+        empty,
+        _default_dtype(dtype or config.dtype),
+    ):
         model: nn.Module = known(config)
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
@@ -185,6 +194,17 @@ def _explained(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(what, got=first_line(error)) from error
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make new float tensors in a type, as transformers does while it builds a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype in FLOATS else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _empty_parameters() -> Any:
