@@ -26,7 +26,7 @@ LAYERS = [
     {"kernels"},
     {"lifting"},
     {"gemm", "packing"},
-    {"ops", "weight_form"},
+    {"dense_weight", "ops", "read_back", "weight_form"},
     {"linear", "tuning"},
     {"models"},
     {"files", "recovery"},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,7 +11,8 @@ from torch import nn
 from slidesparse import ops
 from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
-from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
+from slidesparse.dense_weight import DenseWeight
+from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
@@ -20,12 +20,10 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype, quantize_weight
+from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, parse_dtype, quantize_weight
+from slidesparse.read_back import read_back
 from slidesparse.support import following_groups, require_dense
 from slidesparse.weight_form import WeightForm
-
-UNPACKED_AT_ONCE = 1024
-"""Columns of a weight that one product computes in :meth:`SlideLinear.unpack`."""
 
 
 class SlideLinear(nn.Module):
@@ -44,6 +42,7 @@ class SlideLinear(nn.Module):
         bias: [out], float, or None.
         backend: ``auto`` or a backend's name.
         fallback: Chooses what ``auto`` does where no accelerated backend can run: see :mod:`slidesparse.gemm.select`.
+        dense_dtype: Type of :attr:`weight` where the packed one is in 8 bits; None: the bias's, or torch's default.
 
     Attributes:
         choice: The backends that run, the numbers of tokens for each, and why; logged once for each kind of layer.
@@ -61,6 +60,7 @@ class SlideLinear(nn.Module):
         *,
         backend: str = "auto",
         fallback: Fallback = "dense",
+        dense_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
@@ -72,6 +72,8 @@ class SlideLinear(nn.Module):
         self.out_features, self.in_features = packed.shape
         self.pattern, self.k_offset = packed.pattern, packed.k_offset
         self.weight_dtype = packed.dtype
+        named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
+        self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
         self.choice = choose(packed_problem(packed), backend, fallback)
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
@@ -121,7 +123,7 @@ class SlideLinear(nn.Module):
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
         packed = pack_weight(weight, pattern, storage, name=name)
-        return cls(packed, linear.bias, backend=backend, fallback=fallback)
+        return cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
 
     @property
     def operand_bytes(self) -> dict[str, int]:
@@ -162,6 +164,8 @@ class SlideLinear(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
+        if self.weight_dtype in QUANTISED:
+            self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype, device=self.device)).dtype
         return self
 
     @property
@@ -173,36 +177,34 @@ class SlideLinear(nn.Module):
     def unpack(self) -> torch.Tensor:
         """Compute the weight [out, in] in its own type, zeros in place: the inverse of packing, on the CPU.
 
-        Only the backends' forms of the weight are kept, and each has a layout of its own. So the layer multiplies the
-        rows of an identity matrix, and the products are the columns of the weight: every sum has one non-zero term.
-        A one is quantised to ``127 * (1 / 127)``, or ``448 * (1 / 448)`` in FP8, so the products have an error of a few
-        float32 roundings, and the nearest value of the type is the weight, bit for bit except for the sign of zeros.
+        Only the backends' forms of the weight are kept, and each has a layout of its own: see
+        :func:`slidesparse.read_back.read_back`. The result is the weight bit for bit, except for the sign of zeros.
 
         Raises:
             UnsupportedError: The layer cannot multiply where it is now.
         """
-        shape = self.out_features, self.in_features
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.weight_dtype, device="meta")
-        weight = torch.empty(shape, dtype=self.weight_dtype)
         ones = None if self.weight_scale is None else torch.ones_like(self.weight_scale)
-        source = torch.float32 if self.weight_dtype in QUANTISED else self.weight_dtype
-        try:
-            # Not under autocast, which would round the products.
-            whole = _whole_float32() if source == torch.float32 else nullcontext()
-            with whole, torch.autocast(self.device.type, enabled=False):
-                for start in range(0, self.in_features, UNPACKED_AT_ONCE):
-                    end = min(start + UNPACKED_AT_ONCE, self.in_features)
-                    rows = torch.zeros(end - start, self.in_features, dtype=source, device=self.device)
-                    rows.diagonal(start).fill_(1)
-                    products = ops.linear(rows, self._tensors(), ones, None, self.spec)
-                    exact = products.round() if self.weight_dtype == torch.int8 else products
-                    weight[:, start:end] = exact.to(self.weight_dtype).T.cpu()
-        except SlideSparseError as error:
-            raise UnsupportedError(
-                "cannot read a SlideLinear's weight back", got=error, remedy="copy the checkpoint folder instead"
-            ) from error
-        return weight
+        return read_back(
+            lambda rows: ops.linear(rows, self._tensors(), ones, None, self.spec),
+            (self.out_features, self.in_features),
+            self.weight_dtype,
+            self.device,
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in] that the layer multiplies by, for code that reads it instead of calling the layer.
+
+        It is dense, in ``dense_dtype``, with the scales of its channels applied, and made anew whenever something
+        computes with it: see :class:`slidesparse.dense_weight.DenseWeight`. Its shape, type and device cost nothing.
+        """
+        shape = self.out_features, self.in_features
+        return DenseWeight.of(self._dense, shape, self.dense_dtype, self.device)
+
+    def _dense(self) -> torch.Tensor:
+        values = self.unpack().to(self.device)
+        dense = values if self.weight_scale is None else dequantize(values, self.weight_scale)
+        return dense.to(self.dense_dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add ``weight``, ``weight_scale`` [out, 1] and ``bias`` as checkpoints have them, and no backend's operand."""
@@ -297,32 +299,6 @@ def packed_problem(packed: PackedWeight) -> Problem:
     """Return a packed weight as the problem by which its backends are chosen."""
     slid = any(segment.kind == "2:4" for segment in packed.segments)
     return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid)
-
-
-@contextmanager
-def _whole_float32() -> Iterator[None]:
-    """Keep products of float32 in float32, where a user allowed TF32 by either of torch's two interfaces."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # allowed by the newer interface, which the older one refuses to read
-        backends: Any = torch.backends
-        with _ieee(backends.cuda.matmul), _ieee(backends.mkldnn.matmul):
-            yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _ieee(matmul: Any) -> Iterator[None]:
-    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -92,6 +92,12 @@ def _add_prune(commands: Commands) -> None:
         choices=("refuse", "copy", "skip"),
         help="links that lead out of SRC: an error, copies of what is there, or left out (default: %(default)s)",
     )
+    prune.add_argument(
+        "--part",
+        default="language",
+        choices=("language", "vision", "all"),
+        help="what is treated of a model of text and images (%(default)s)",
+    )
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -125,6 +131,7 @@ def _prune(options: argparse.Namespace) -> int:
             ignore=tuple(options.ignore),
             layers=layers,
             lm_head=options.lm_head,
+            part=options.part,
         ),
         device=_device(options),
         links=options.links,

@@ -21,6 +21,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import Experts, describe_experts, find_experts
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -81,12 +82,16 @@ class Inspection:
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
         faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
+        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
+        experts: The mixtures of experts, which are not treated either.
     """
 
     path: str
     layers: list[Layer]
     dense: dict[str, str]
     faults: list[str]
+    other: dict[str, str]
+    experts: list[Experts]
 
     @property
     def ok(self) -> bool:
@@ -119,7 +124,8 @@ class Inspection:
         ]
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows)]
-        lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense(self.dense)])
+        lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense({**self.dense, **self.other})])
+        lines += [wrapped(f"not treated: {line} (mixture of experts)") for line in describe_experts(self.experts)]
         types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
         lines += [wrapped(warning) for dtype in types if (warning := warn_of_type(dtype)) is not None]
         lines += [f"PROBLEM: {problem}" for problem in self._problems()]
@@ -175,9 +181,9 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
     if marker is None:
-        targets = find_targets(meta.model)
+        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise())
     else:
-        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"))
+        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"), {})
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
@@ -192,7 +198,8 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
             else:
                 layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    return Inspection(str(path), layers, targets.dense, list(dict.fromkeys(faults)))
+    experts = find_experts(meta.model)
+    return Inspection(str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts)
 
 
 def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:

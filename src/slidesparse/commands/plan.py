@@ -33,10 +33,12 @@ from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import refuse_experts
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
 
@@ -107,9 +109,14 @@ def plan_checkpoint(
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     meta = build_meta_model(checkpoint)
+    refuse_experts(meta.model)
     refuse_faults(meta, checkpoint)
     refuse_masked(type(meta.model))
-    linears = find_targets(meta.model, options.ignore).linears
+    keep = meta.why_stored_otherwise()
+    keep |= read_without_calling(
+        meta.model, find_targets(meta.model, options.ignore, keep=keep).linears, run_once(meta.model)
+    )
+    linears = find_targets(meta.model, options.ignore, keep=keep).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     if options.backend is not None:
         _require_backend(options.backend, patterns, shapes, device)

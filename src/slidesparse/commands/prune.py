@@ -8,13 +8,12 @@ written, and taken over by a resumed run, on its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from slidesparse.base.device import usable_device, why_no_cuda
 from slidesparse.base.paths import usable_path
@@ -39,9 +38,12 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import Links, survey
 from slidesparse.files.staging import new_folder, staged
 from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION, quantization_config
+from slidesparse.models.experts import refuse_experts
 from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.parts import Part
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import describe_dense, find_targets
+from slidesparse.models.targets import Targets, describe_dense, find_targets
+from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import (
@@ -75,6 +77,7 @@ class PruneOptions:
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
     """
 
     pattern: str
@@ -85,6 +88,7 @@ class PruneOptions:
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
     lm_head: bool = False
+    part: Part = "language"
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class PruneSummary:
         dtype: Type of the treated weights.
         patterns: Treated layer -> pattern.
         dense: Linear left alone -> why.
+        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         not_copied: Files of the source that hold other copies of the weights.
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
@@ -110,6 +115,7 @@ class PruneSummary:
     dtype: str
     patterns: dict[str, str]
     dense: dict[str, str]
+    other: dict[str, str]
     not_copied: list[str]
     links: list[str]
     unexpected: list[str]
@@ -130,7 +136,7 @@ class PruneSummary:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
-        lines += describe_dense(self.dense)
+        lines += describe_dense({**self.dense, **self.other})
         lines += (
             [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
         )
@@ -197,9 +203,10 @@ def prune_checkpoint(
         dtype=dtype_name(job.dtype),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         dense=job.targets.dense,
+        other=job.targets.other,
         not_copied=list(files.not_copied),
         links=list(files.links),
-        unexpected=list(job.meta.unexpected),
+        unexpected=list(job.meta.names.unexpected),
         resumed=resumed,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
@@ -215,15 +222,14 @@ class _Job:
         self.source_dtype, self.dtype = _resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
+        refuse_experts(self.meta.model)
         refuse_faults(self.meta, checkpoint)
-        _refuse_experts(self.meta.model)
-        already_ignored = source_quantisation(checkpoint.config).get("ignore", []) if self.source_dtype else []
-        self.targets = find_targets(self.meta.model, options.ignore, options.lm_head, already_ignored)
+        run = run_once(self.meta.model)
+        self.targets = self._find_targets(options, run)
         self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.calibrated: PrunedLayers | None = None
-        run = run_once(self.meta.model)
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
         self.set_of = {name: names for names in self.sets for name in names}
@@ -232,6 +238,18 @@ class _Job:
         self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
+
+    def _find_targets(self, options: PruneOptions, run: Callable[[], object] | None) -> Targets:
+        """Sort the linears into those to be treated and the rest, by what the model, its run and its files show."""
+        model, quantised = self.meta.model, source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+
+        def find(keep: Mapping[str, str]) -> Targets:
+            also = quantised.get("ignore", [])
+            return find_targets(model, options.ignore, options.lm_head, also, part=options.part, keep=keep)
+
+        stored_otherwise = self.meta.why_stored_otherwise()
+        read = read_without_calling(model, find(stored_otherwise).linears, run)
+        return find({**stored_otherwise, **read})
 
     def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
@@ -349,13 +367,22 @@ class _Job:
         return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
 
     def _in_8_bits(self, name: str) -> bool:
-        tensor = self.meta.tensors.get(f"{name}.weight")
-        return tensor is not None and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+        tensor = self.meta.names.origins.get(f"{name}.weight")
+        return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
         if self.recipe == "ternary":
             return ternary_weight(weight, ternary_scale(self.checkpoint.tensor(tensor)), self.dtype, name=tensor)
         return quantize_weight(weight, self.dtype, name=tensor)
+
+    def _hub_names(self, names: Iterable[str]) -> list[str]:
+        """Return the checkpoint's own names of linears, where they are others than transformers' names.
+
+        Programs that load the output know the one or the other.
+        """
+        origins = [self.meta.names.origins.get(f"{name}.weight") for name in names]
+        stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
+        return [name for name in stored if name not in {*names, *self.patterns}]
 
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
@@ -368,22 +395,11 @@ class _Job:
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            config["quantization_config"] = quantization_config(self.dtype, ignore)
+            config["quantization_config"] = quantization_config(self.dtype, [*ignore, *self._hub_names(ignore)])
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
         return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    """Refuse mixtures of experts: stored as one 3-D tensor, they would silently stay dense and unquantised."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
-            raise CheckpointError(
-                "mixture-of-experts models cannot be treated yet",
-                got=f"{name} {list(parameter.shape)}",
-                needed="a model whose projections are linear layers",
-            )
 
 
 def _resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

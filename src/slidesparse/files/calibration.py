@@ -14,7 +14,8 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
-from slidesparse.models.causal import text_config, vocabulary_of
+from slidesparse.models.causal import vocabulary_of
+from slidesparse.models.parts import text_config
 
 SAMPLES = 128
 MAX_LENGTH = 2048

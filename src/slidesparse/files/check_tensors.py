@@ -38,7 +38,7 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
 
 def stored_names(meta: MetaModel) -> Mapping[str, str]:
     """Return the name that the checkpoint has for each value of the model's state that it stores as it is."""
-    return meta.tensors
+    return {name: origin for name, origin in meta.names.origins.items() if isinstance(origin, str)}
 
 
 def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointError]:

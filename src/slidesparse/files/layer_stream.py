@@ -22,7 +22,15 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.models.layerwise import LayerList, LayerStore, SetLoss, find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layerwise import (
+    LayerList,
+    LayerStore,
+    SetLoss,
+    find_layer_list,
+    prune_layers,
+    record_inputs,
+    stack_around,
+)
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
 from slidesparse.quant import dequantize
@@ -51,7 +59,8 @@ class CheckpointLayerStore(LayerStore):
 
     def fill(self, names: Sequence[str]) -> None:
         """Read these tensors of the model's state from the checkpoint."""
-        state = {name: self._read(self.meta.tensors[name]) for name in names if name in self.meta.tensors}
+        known = set(self.meta.filled)
+        state = {name: self.meta.read(name, self._read) for name in names if name in known}
         wide = {name: t.to(self.compute) if t.is_floating_point() else t for name, t in state.items()}
         self.meta.model.load_state_dict(wide, strict=False, assign=True)
 
@@ -153,7 +162,8 @@ def prune_layers_from_disk(
         InputError: The model or its activations cannot be used.
         CheckpointError: The checkpoint is damaged.
     """
-    meta = build_meta_model(checkpoint, real_buffers=True)
+    on_cpu = torch.float32 if device.type == "cpu" else None
+    meta = build_meta_model(checkpoint, real_buffers=True, dtype=on_cpu)
     model: Any = meta.model
     layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)
@@ -179,7 +189,9 @@ def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dt
 
 def _prepare(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
     """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
-    store.fill([name for name in model.state_dict(keep_vars=True) if not name.startswith(f"{layer_list.name}.")])
+    stack, _ = stack_around(model, layer_list)
+    around = [name for name in model.state_dict(keep_vars=True) if name.startswith(f"{stack}." if stack else "")]
+    store.fill([name for name in around if not name.startswith(f"{layer_list.name}.")])
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
-from slidesparse.files.check_tensors import check_finite, refuse_faults
+from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint, read_json
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
@@ -63,9 +64,11 @@ def load(
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
+    model: Any = meta.model
+    dtype = model.config.dtype
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
-    tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(meta.model), LOG)
+    tuner = None if tune == "off" else LoadTuner(SIZES[-1], _float_type(model), LOG)
     filled = set()
     for name, linear in linears.items():
         prefix = meta.prefix(name)
@@ -75,15 +78,17 @@ def load(
             packed = packed_file.read(name, marker.pattern_of(name), stored, scale, device)
         else:
             packed = _read_and_pack(checkpoint, prefix, marker.pattern_of(name), scale, device)
-        bias = checkpoint.tensor(f"{prefix}.bias", device) if linear.bias is not None else None
+        bias = meta.read(f"{name}.bias", partial(checkpoint.tensor, device=device)) if linear.bias is not None else None
         if bias is not None:
             check_finite(bias, f"{prefix}.bias")
         if tuner is not None:
             _measure(tuner, packed, backend, fallback)
-        meta.model.set_submodule(name, SlideLinear(packed, bias, backend=backend, fallback=fallback))
+        layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=dtype)
+        model.set_submodule(name, layer)
         filled |= {f"{name}.weight", f"{name}.bias"}
     _load_rest(meta, checkpoint, filled, device)
-    return meta.model.to(device).eval()
+    loaded: nn.Module = model.to(device).eval()
+    return loaded
 
 
 def _float_type(model: Any) -> torch.dtype:
@@ -110,24 +115,34 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     # Tensors of several float types are converted to the model's type, as transformers does.
     dtype = model.config.dtype
 
-    def read(tensor: str) -> torch.Tensor:
-        value = checkpoint.tensor(tensor, device)
-        check_finite(value, tensor)
+    stored = stored_names(meta)
+
+    def read(name: str) -> torch.Tensor:
+        value = meta.read(name, partial(checkpoint.tensor, device=device)).to(device)
+        check_finite(value, stored.get(name, name))
         return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
 
-    rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
+    rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
-    if any(parameter.is_meta for parameter in model.parameters()):  # a stored output embedding is never tied away
-        model.tie_weights()
-    if meta.unexpected:
+    _tie(meta)
+    unused = meta.names.unexpected
+    if unused:
         warnings.warn(
-            f"{len(meta.unexpected)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not"
-            f" loaded: {', '.join(meta.unexpected[:3])}",
+            f"{len(unused)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not loaded:"
+            f" {', '.join(unused[:3])}",
             SlideSparseWarning,
             stacklevel=3,
         )
     if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
         model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
+
+
+def _tie(meta: MetaModel) -> None:
+    """Let parameters be shared that transformers shares. Linears that share their weight are never treated."""
+    for name, other in meta.names.tied.items():
+        place, _, leaf = name.rpartition(".")
+        owner, _, source = other.rpartition(".")
+        setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))
 
 
 def _generation_config(path: Path) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.files.tensor_names import TensorNames, ask_transformers
+from slidesparse.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
 """Attention implementations that a config may ask for. For another name transformers may fetch a kernel from a hub and
@@ -27,15 +29,11 @@ class MetaModel:
 
     Attributes:
         model: In evaluation mode; parameters on the meta device.
-        tensors: Name in the model's state -> name in the checkpoint (``encoder.x`` may be ``bert.encoder.x`` there).
-        missing: Missing keys: parameters that no tensor fills and that are not tied to one that is filled.
-        unexpected: Unexpected keys: tensors of the checkpoint that fill no parameter and no buffer.
+        names: Where the values of its state are, under the names that the checkpoint has.
     """
 
     model: nn.Module
-    tensors: Mapping[str, str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
         """Return the linears that are not on a marker's ignore list, by module name.
@@ -49,44 +47,91 @@ class MetaModel:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
         return {name: module for name, module in known.items() if name not in marker.ignore}
 
+    def why_stored_otherwise(self) -> dict[str, str]:
+        """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
+        reasons = {}
+        for name, module in self.model.named_modules():
+            origin = self.names.origins.get(f"{name}.weight")
+            if not isinstance(module, nn.Linear) or origin is None:
+                continue
+            if not isinstance(origin, str):
+                reasons[name] = f"the checkpoint has it in another form, in {', '.join(sources(origin)[:3])}"
+            elif not origin.endswith(".weight"):
+                reasons[name] = f"the checkpoint calls its weight {origin}, which has no place for scales"
+        return reasons
+
     def prefix(self, module: str) -> str:
         """Return the name that the checkpoint has for a module.
 
         Raises:
-            CheckpointError: When its weight is in no shard.
+            CheckpointError: Its weight is in no shard, or in another form.
         """
-        tensor = self.tensors.get(f"{module}.weight")
-        if tensor is None:
+        tensor = self.names.origins.get(f"{module}.weight")
+        if not isinstance(tensor, str):
             raise CheckpointError(f"the checkpoint holds no {module}.weight")
         return tensor.removesuffix(".weight")
+
+    def read(self, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return a value of the model's state, computed as transformers computes it.
+
+        Args:
+            name: Name in the state.
+            tensor: Name in the checkpoint -> tensor.
+
+        Raises:
+            CheckpointError: Nothing of the checkpoint fills it.
+        """
+        if name in self.names.made:
+            return self.names.made[name]
+        if name not in self.names.origins:
+            raise CheckpointError(f"the checkpoint holds no {name}")
+        return replay(self.names.origins[name], tensor)
+
+    @property
+    def filled(self) -> list[str]:
+        """The names of the state that :meth:`read` can read."""
+        return [*self.names.origins, *self.names.made]
 
     def require_complete(self) -> None:
         """Refuse a checkpoint that does not fill the model.
 
         Raises:
-            CheckpointError: Keys are missing; the error names the first three.
+            CheckpointError: Keys are missing, or a tensor has another shape; the error names the first.
         """
-        if self.missing:
+        state = self.model.state_dict(keep_vars=True)
+        for name, shape in self.names.misshapen.items():
+            raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=str(list(state[name].shape)))
+        if self.names.missing:
             raise CheckpointError(
-                f"the checkpoint lacks {len(self.missing)} tensors of {type(self.model).__name__}",
-                got=f"no {', '.join(self.missing[:3])}",
+                f"the checkpoint lacks {len(self.names.missing)} tensors of {type(self.model).__name__}",
+                got=f"no {', '.join(self.names.missing[:3])}",
                 needed="all of them, under the names that the installed transformers gives them",
             )
 
 
-def build_meta_model(checkpoint: Checkpoint, *, real_buffers: bool = False) -> MetaModel:
+def build_meta_model(
+    checkpoint: Checkpoint, *, real_buffers: bool = False, dtype: torch.dtype | None = None
+) -> MetaModel:
     """Build a checkpoint's model without weights, and match its parameters with the checkpoint's tensors.
 
     Args:
         checkpoint: The checkpoint.
         real_buffers: Compute buffers (rotary tables) on the CPU, for a model that will be filled and run; else they are
             on the meta device too, and the model takes no memory.
+        dtype: Float type in which the model will run, which buffers that do not ask for another get; None: that of the
+            config.
     """
     known, config = model_class(checkpoint)
     empty = _empty_parameters() if real_buffers else torch.device("meta")
-    with _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"), empty:
+    with (
+        _explained(f"cannot build {known.__name__} from {checkpoint.path}/config.json"),
+        empty,
+        _default_dtype(dtype or config.dtype),
+    ):
         model: nn.Module = known(config)
-    return _match(model.eval(), checkpoint)
+    with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
+        names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
+    return MetaModel(model.eval(), names)
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
@@ -154,38 +199,20 @@ def _explained(what: str) -> Iterator[None]:
         raise CheckpointError(what, got=first_line(error)) from error
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make new float tensors in a type, as transformers does while it builds a model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if dtype in FLOATS else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _empty_parameters() -> Any:
     try:
         from accelerate import init_empty_weights
     except ImportError as error:
         raise UnsupportedError("accelerate is not installed", remedy='pip install "slidesparse[hf]"') from error
     return init_empty_weights(include_buffers=False)
-
-
-def _match(model: nn.Module, checkpoint: Checkpoint) -> MetaModel:
-    base = getattr(model, "base_model_prefix", "")
-
-    def stored_as(name: str) -> str | None:
-        candidates = (name, f"{base}.{name}", name.removeprefix(f"{base}."))
-        return next((candidate for candidate in candidates if candidate in checkpoint.files), None)
-
-    found = {name: stored_as(name) for name in model.state_dict(keep_vars=True)}
-    tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
-    tied = _tied(model)
-    parameters = dict(model.named_parameters())
-    missing = tuple(name for name in parameters if name not in tensors and name not in tied)
-    used = set(tensors.values())
-    used |= {f"{tensor}_scale" for tensor in tensors.values() if tensor.endswith(".weight")}
-    used |= {tensor for name, _ in model.named_buffers() if (tensor := stored_as(name)) is not None}
-    expected = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    unexpected = [t for t in checkpoint.files if t not in used and not any(text.search(t) for text in expected)]
-    return MetaModel(model, tensors, missing, tuple(unexpected))
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """Return the parameters that take another parameter's values: transformers 5 lists them, 4 names patterns."""
-    listed = getattr(model, "all_tied_weights_keys", None)
-    if listed is not None:
-        return set(listed)
-    tie = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    return set(getattr(model, "_tied_weights_keys", None) or ()) if tie else set()

@@ -63,11 +63,11 @@ def refuse_masked(model_class: type) -> None:
 
 def vocabulary_of(config: Any) -> int:
     """Return how many tokens a model of this config knows; 0 where the config does not say."""
-    size = getattr(text_config(config), "vocab_size", None)
+    size = getattr(_decoder_config(config), "vocab_size", None)
     return size if isinstance(size, int) and size > 0 else 0
 
 
-def text_config(config: Any) -> Any:
+def _decoder_config(config: Any) -> Any:
     """Return the config of a model's language part, which in most models is the whole."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 

@@ -8,14 +8,15 @@ layer is calibrated on the inputs that it will really see, the damage of earlier
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, first_line
+from slidesparse.models.parts import is_language_model
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, output_error
 
@@ -111,13 +112,27 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
     return LayerList(best, list(lists[best]))
 
 
+def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
+    """Return the innermost model around the layers that takes token numbers, with its name; it may be ``model`` itself.
+
+    Of a model of text and images it is the language model, so that nothing but text is needed to run it.
+    """
+    name = layer_list.name
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        if is_language_model(module):
+            return name, module
+    return "", model
+
+
 class _Recorded(Exception):
     """Ends a forward pass once the arguments of the last layer are recorded; no error."""
 
 
 @torch.no_grad()
 def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Batch]) -> list[Sample]:
-    """Run the modules before the layers, and record the hidden state and each layer's other arguments.
+    """Run the modules of the stack before the layers, and record the hidden state and each layer's other arguments.
 
     The layers themselves do not run: they may have no weights yet.
 
@@ -127,6 +142,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
         batches: Inputs.
     """
     samples: list[Sample] = []
+    _, stack = stack_around(model, layer_list)
 
     def stand_in(index: int) -> Callable[..., torch.Tensor]:
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -142,8 +158,19 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     with _forwards(layer_list.layers, [stand_in(index) for index in range(len(layer_list.layers))]):
         for batch in batches:
             before = len(samples)
-            with suppress(_Recorded):
-                getattr(model, "base_model", model)(**batch)
+            try:
+                stack(**batch)
+            except _Recorded:
+                pass
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
+                raise InputError(
+                    f"cannot calibrate {type(model).__name__} layer by layer",
+                    got=first_line(error),
+                    needed="layers that take a hidden state and return the next",
+                    remedy="use --method magnitude",
+                ) from error
             if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
                 raise InputError(
                     f"{type(model).__name__} does not run {layer_list.name} one after the other",

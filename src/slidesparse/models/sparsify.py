@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,10 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
+from slidesparse.models.experts import refuse_experts
+from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
+from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
 from slidesparse.quant import parse_dtype
@@ -112,7 +116,11 @@ def _unlike(names: Iterable[str], patterns: Mapping[str, Pattern]) -> InputError
 
 
 def run_once(model: nn.Module) -> Callable[[], object] | None:
-    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models."""
+    """Return a function that runs a transformers model on dummy inputs, on its device; None for other models.
+
+    Of a multimodal model the language part runs alone.
+    """
+    model = language_model(model)
     if not hasattr(model, "dummy_inputs"):
         return None
     device = next(model.parameters()).device
@@ -131,6 +139,15 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
     return run
 
 
+def _read_by(model: nn.Module) -> dict[str, str]:
+    """Return the linears whose weight a transformers model reads without calling them, found without computing."""
+    empty = without_weights(model)
+    if empty is None:
+        return {}
+    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
+    return read_without_calling(empty, linears, run_once(empty))
+
+
 def sparsify_(
     model: nn.Module,
     pattern: Pattern | str,
@@ -139,6 +156,7 @@ def sparsify_(
     ignore: Iterable[str] = (),
     layers: Mapping[str, Pattern | str] | None = None,
     lm_head: bool = False,
+    part: Part = "language",
     method: str | None = "magnitude",
     backend: str = "auto",
     fallback: Fallback = "dense",
@@ -156,6 +174,7 @@ def sparsify_(
         ignore: Layers to leave alone: see :func:`slidesparse.models.targets.find_targets`.
         layers: Exceptions: see :func:`layer_patterns`.
         lm_head: Treat the output embedding too, unless it is tied to the input embedding.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         method: Pruning method, or None when the weights satisfy their patterns already.
         backend: ``auto`` or a backend's name.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
@@ -167,13 +186,15 @@ def sparsify_(
 
     Raises:
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
+        UnsupportedError: The model is a mixture of experts. It is then unchanged too.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     require_kind(model, nn.Module, "model", "a torch.nn.Module")
     if run is not None and not callable(run):
         raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
-    targets = find_targets(model, ignore, lm_head)
+    refuse_experts(model)
+    targets = find_targets(model, ignore, lm_head, part=part, keep=_read_by(model))
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
@@ -198,9 +219,10 @@ def sparsify_(
             weights = pruner.prune(Linears(weights, patterns[names[0]]))
         for name, weight in weights.items():
             packed = pack_weight(weight, patterns[name], storage, name=name)
-            bias = targets.linears[name].bias
-            layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
-            for alias in aliases[id(targets.linears[name])]:  # one module may have several names
+            linear = targets.linears[name]
+            options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
+            layer = SlideLinear(packed, linear.bias, **options)
+            for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
     return model

@@ -1,12 +1,14 @@
 """Find the layers of a model that are treated, and those among them that read the same input.
 
-A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding), not by its name; the one
-exception is :data:`READ_AS_MATRIX`, which differs from other linears in nothing but its name.
+A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding, in the part of a
+multimodal model that was asked for), not by its name; the one exception is :data:`READ_AS_MATRIX`, which differs from
+other linears in nothing but its name.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError
+from slidesparse.models.parts import Part, outside_part
 
 MIN_FEATURES = 32
 """Linears with fewer inputs or outputs (classifiers, routers) stay dense: nothing is gained on them."""
@@ -32,14 +35,26 @@ class Targets:
     Attributes:
         linears: Module name -> module, of those to be treated, in the model's order.
         dense: Module name -> why it stays as it is, of all other linears.
+        other: Module name -> why it stays as it is, of layers that multiply by a weight and are no ``nn.Linear``.
     """
 
     linears: dict[str, nn.Linear]
     dense: dict[str, str]
+    other: dict[str, str]
+
+    def describe(self) -> list[str]:
+        """Return lines that say what stays dense, and why."""
+        return describe_dense({**self.dense, **self.other})
 
 
 def find_targets(
-    model: nn.Module, ignore: Iterable[str] = (), lm_head: bool = False, also_ignore: Iterable[str] = ()
+    model: nn.Module,
+    ignore: Iterable[str] = (),
+    lm_head: bool = False,
+    also_ignore: Iterable[str] = (),
+    *,
+    part: Part = "language",
+    keep: Mapping[str, str] | None = None,
 ) -> Targets:
     """Sort the linears of a model into those to be treated and the rest.
 
@@ -49,14 +64,19 @@ def find_targets(
             must match (the convention of compressed-tensors).
         lm_head: Treat the output embedding too. It never is when it shares its weight with the input embedding.
         also_ignore: More such names, which a quantised source lists; each may match nothing.
+        part: Which part of a multimodal model is treated.
+        keep: Linear -> why it must stay dense, for reasons that the model does not show.
 
     Raises:
-        InputError: An entry of ``ignore`` matches no linear or is malformed, or no linear is left to treat.
+        InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
+            has no such part.
     """
     ignore = _entries(ignore)
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
     named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    holders = Counter(id(module.weight) for module in named.values())
+    outside = outside_part(model, named, part)
     get_output = getattr(model, "get_output_embeddings", lambda: None)
     output = get_output()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -77,8 +97,14 @@ def find_targets(
             return "nn.MultiheadAttention reads its weight without calling it"
         if read_as_matrix(name):
             return "latent attention reads its weight without calling it"
-        if type(module).forward is not nn.Linear.forward:
+        if name in (keep or {}):
+            return (keep or {})[name]
+        if name in outside:
+            return outside[name]
+        if not computes_as_linear(module):
             return f"{type(module).__name__} has a forward of its own"
+        if holders[id(module.weight)] > 1:
+            return "shares its weight with another linear, which would need its scales too"
         if id(module.weight) in embeddings or (tied and module is output):
             return "shares its weight with the input embedding"
         if module is output and not lm_head:
@@ -89,9 +115,43 @@ def find_targets(
 
     reasons = {name: why_dense(name, module) for name, module in named.items()}
     linears = {name: module for name, module in named.items() if reasons[name] is None}
+    targets = Targets(linears, {name: why for name, why in reasons.items() if why is not None}, _transposed(model))
     if not linears:
-        raise InputError("the model has no linear layer to treat", got=f"{len(named)} linears, all left dense")
-    return Targets(linears, {name: reason for name, reason in reasons.items() if reason is not None})
+        raise InputError(
+            "the model has no linear layer to treat",
+            got="; ".join(targets.describe()[:3]).replace("left dense: ", "") or "no linear layer",
+            needed="nn.Linear",
+        )
+    return targets
+
+
+def computes_as_linear(module: nn.Linear) -> bool:
+    """Say whether a linear computes ``x W^T + b`` and nothing else; subclasses may have a forward of their own.
+
+    It is tried on a small layer, whose attributes are those of ``nn.Linear``: a forward that needs more does more.
+
+    >>> computes_as_linear(nn.Linear(4, 3))
+    True
+    """
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return True
+    plain = nn.Linear(3, 2, bias=module.bias is not None, device="cpu", dtype=torch.float64)
+    x = torch.linspace(-2, 3, 12, dtype=torch.float64).reshape(2, 2, 3)
+    try:
+        with torch.no_grad():
+            return bool(torch.allclose(forward(plain, x), plain(x), rtol=1e-9, atol=1e-12))
+    except Exception:  # whatever else it does, it is no plain linear
+        return False
+
+
+def _transposed(model: nn.Module) -> dict[str, str]:
+    """Return transformers' ``Conv1D`` layers (GPT-2), which are linears with the weight stored [in, out]."""
+    return {
+        name: "Conv1D, whose weight is stored [in, out]: compressed-tensors quantises nn.Linear alone"
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+    }
 
 
 def read_as_matrix(name: str) -> bool:

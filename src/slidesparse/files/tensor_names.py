@@ -1,0 +1,136 @@
+"""Ask transformers which tensors of a checkpoint fill which parameters of a model.
+
+The names on the hub are those of the day when a model was published; every release of transformers renames, joins and
+cuts tensors while it loads. So transformers loads the checkpoint here, by its public ``from_pretrained``, with tensors
+that have no values and remember where they come from.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
+from slidesparse.files.checkpoint import Stored
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Where the values of a model's state are in a checkpoint.
+
+    Attributes:
+        origins: Name in the state -> the checkpoint's tensor, or how it is computed from several or a part of one.
+        tied: Name in the state -> the name before it whose values it shares; it has no origin of its own.
+        made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
+        missing: Parameters that nothing fills and that are not tied to one that is filled.
+        unexpected: Tensors of the checkpoint that fill nothing.
+        misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
+    """
+
+    origins: Mapping[str, Origin]
+    tied: Mapping[str, str]
+    made: Mapping[str, torch.Tensor]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: Mapping[str, tuple[int, ...] | None]
+
+
+def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> TensorNames:
+    """Load a checkpoint without its values.
+
+    Args:
+        known: A model class of transformers.
+        config: Its config.
+        stored: Name of a tensor of the checkpoint -> its type and shape. Scales of quantised weights are passed over:
+            they go where their weights go.
+    """
+    scales = {name for name in stored if name.removesuffix("_scale") != name and name.removesuffix("_scale") in stored}
+    state = {name: TracedTensor.named(name, one.shape) for name, one in stored.items() if name not in scales}
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would look for the quantiser's own tensors
+    with _quiet():
+        try:
+            model, info = _load(known, config, state)
+        except RuntimeError:  # a tensor of another shape; transformers 4 loads otherwise when it may pass over those
+            model, info = _load(known, config, state, ignore_mismatched_sizes=True)
+    found: dict[int, str] = {}
+    origins: dict[str, Origin] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if (other := found.setdefault(id(tensor), name)) != name:
+            tied[name] = other
+        elif (origin := origin_of(tensor)) is not None:
+            origins[name] = origin
+    misshapen = dict(_misshapen(info["mismatched_keys"]))
+    filled, reported = {*origins, *tied, *misshapen}, set(info["missing_keys"])
+    unfilled = [name for name, _ in model.named_parameters() if name not in filled]
+    missing = [name for name in unfilled if name in reported]
+    made = [] if missing else unfilled
+    used = {name for origin in origins.values() for name in sources(origin)}
+    return TensorNames(
+        origins,
+        tied,
+        _computed(known, config, state, made) if made else {},
+        tuple(missing),
+        tuple(_unexpected([name for name in state if name not in used], info["unexpected_keys"])),
+        misshapen,
+    )
+
+
+def _computed(known: Any, config: Any, state: Mapping[str, TracedTensor], names: list[str]) -> dict[str, torch.Tensor]:
+    """Return the values that transformers gives to parameters which no checkpoint holds; all others stay without."""
+    with _quiet():
+        model, _ = _load(known, config, state, device_map={"": "cpu"})
+    return {name: model.get_parameter(name).detach() for name in names}
+
+
+def _load(known: Any, config: Any, state: Mapping[str, TracedTensor], **options: Any) -> tuple[Any, Mapping[str, Any]]:
+    loaded: tuple[Any, Mapping[str, Any]] = known.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(state),
+        dtype=torch.float32,
+        output_loading_info=True,
+        **{"device_map": {"": "meta"}, **options},
+    )
+    return loaded
+
+
+def _unexpected(unused: list[str], reported: Any) -> Iterator[str]:
+    """Yield the unused tensors that transformers reports, which it does under the names to which it has changed theirs.
+
+    It does not report those that old checkpoints are known to hold, such as rotary tables and tied embeddings.
+    """
+    ends = {_end(name) for name in reported}
+    return (name for name in unused if _end(name) in ends)
+
+
+def _misshapen(reported: Any) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    for one in reported:  # a name in transformers 4; with the shapes of the checkpoint and the model in 5
+        yield (one, None) if isinstance(one, str) else (one[0], tuple(one[1]))
+
+
+def _end(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from reporting what is missing, as we do that, and from drawing a bar."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

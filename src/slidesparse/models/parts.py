@@ -1,0 +1,129 @@
+"""Tell the parts of a multimodal model from each other: the language model, what sees, what hears, what joins them.
+
+transformers gives every part a config of its own, of a class of its own. So a layer belongs to the part whose config
+the nearest module around it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from torch import nn
+
+from slidesparse.errors import InputError
+
+Part = Literal["language", "vision", "all"]
+
+CHOICES = ("language", "vision", "all")
+
+WORDS = {
+    "language": ("text", "language", "llm"),
+    "vision": ("vision", "visual", "image", "vit", "video"),
+    "audio": ("audio", "speech", "sound"),
+}
+"""Part -> words of which the name of its config has one: ``text_config``, ``vision_config``."""
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of a model's language part; for other models the config itself."""
+    named = getattr(config, "get_text_config", None)
+    try:
+        return config if named is None else named()
+    except ValueError:  # several of them
+        return config
+
+
+def parts_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the part that each module belongs to: ``language``, ``vision``, ``audio`` or ``joint``.
+
+    Args:
+        model: The model.
+        names: Modules of the model.
+
+    Returns:
+        Nothing for a model that has not both a language part and another one.
+    """
+    config = getattr(model, "config", None)
+    kinds: dict[type, str] = {}
+    _classify(config, kinds)
+    if "language" not in kinds.values() or set(kinds.values()) <= {"language", "joint"}:
+        return {}
+    found: dict[str, str] = {}
+    _assign("", model, "joint", kinds, found)
+    return {name: found[name] for name in names}
+
+
+def _assign(name: str, module: nn.Module, around: str, kinds: dict[type, str], found: dict[str, str]) -> None:
+    """Note the part of a module and of all inside it; ``around`` is the part that the module is in."""
+    part = kinds.get(_config_class(module), around)
+    others = {"vision", "audio"}
+    if part == "language" and not is_language_model(module):
+        # What is no model, and holds one that sees or hears, hands over between the two.
+        part = "joint" if any(kinds.get(_config_class(inner)) in others for inner in module.modules()) else part
+    found[name] = part
+    for child, inside in module.named_children():
+        _assign(f"{name}.{child}" if name else child, inside, part, kinds, found)
+
+
+def _config_class(module: nn.Module) -> type:
+    return type(getattr(module, "config", None))
+
+
+def is_language_model(module: nn.Module) -> bool:
+    """Say whether a module is a model of transformers that takes token numbers."""
+    embeddings = getattr(module, "get_input_embeddings", None)
+    try:
+        return embeddings is not None and isinstance(embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """Return the language model inside a multimodal one, which runs on text alone; other models as they are."""
+    kinds: dict[type, str] = {}
+    _classify(getattr(model, "config", None), kinds)
+    if not {"vision", "audio"} & set(kinds.values()):
+        return model
+    inner = (m for m in model.modules() if kinds.get(_config_class(m)) == "language" and is_language_model(m))
+    return next(inner, model)
+
+
+def _classify(config: Any, kinds: dict[type, str]) -> None:
+    """Add the classes of a config's parts, and of the parts of these."""
+    inside = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    if inside and hasattr(config, "vocab_size") and text_config(config) is config:
+        kinds[type(config)] = "language"  # a language model whose config holds those of its other parts
+    for name, one in inside.items():
+        found = [part for part, words in WORDS.items() if any(word in name for word in words)]
+        if one is not None:
+            kinds.setdefault(type(one), found[0] if found else "joint")
+            _classify(one, kinds)
+
+
+def outside_part(model: nn.Module, names: Iterable[str], part: Part) -> dict[str, str]:
+    """Return why layers are left alone: those that are not in the part that was asked for.
+
+    Args:
+        model: The model; one of a single part is treated whole.
+        names: Its linears.
+        part: ``language``, ``vision`` or ``all``.
+
+    Raises:
+        InputError: The model has no such part.
+    """
+    if part not in CHOICES:
+        raise InputError("part", got=repr(part), needed=" or ".join(CHOICES))
+    found = parts_of(model, names)
+    if part == "all" or (part == "language" and not found):
+        return {}
+    if part not in found.values():
+        raise InputError(
+            f"{type(model).__name__} has no {part} part", got="a model of one kind", remedy="leave --part out"
+        )
+    option = "vision or all" if part == "language" else "language or all"
+    return {
+        name: f"in the {own} part; --part {option if own in ('vision', 'language') else 'all'}"
+        for name, own in found.items()
+        if own != part
+    }

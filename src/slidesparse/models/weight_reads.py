@@ -1,0 +1,92 @@
+"""Find the linears whose weight a model computes with itself, instead of calling the layer.
+
+Mamba multiplies by ``dt_proj.weight``, and RWKV divides ``output.weight`` in place. So nothing is gained on a packed
+one of these, and a quantised one is wrong wherever the reader does not know of scales. The model is run once with
+layers in the places of its linears that note what is done with their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slidesparse.dense_weight import DenseWeight
+from slidesparse.errors import InputError
+
+WHY = "the model computes with its weight without calling it"
+
+
+class _Watched(DenseWeight):
+    """A weight that may be written to: what is written goes into a copy."""
+
+    @classmethod
+    def refuse(cls, name: str) -> None:
+        """Allow it."""
+
+
+class _Noting(nn.Module):
+    """Computes what a linear computes, and notes when something else computes with its weight.
+
+    It is no ``nn.Linear``, as a SlideLinear is none: what a model does with the one, it does with the other.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.linear = [linear]  # in a list, so that it is no submodule
+        self.read = False
+
+    @property
+    def weight(self) -> torch.Tensor:
+        own = self.linear[0].weight
+        return _Watched.of(self._note, (own.shape[0], own.shape[1]), own.dtype, own.device)
+
+    def _note(self) -> torch.Tensor:
+        self.read = True
+        return self.linear[0].weight.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.linear[0]
+        return F.linear(x, own.weight, own.bias)
+
+
+def read_without_calling(
+    model: nn.Module, linears: Mapping[str, nn.Linear], run: Callable[[], object] | None
+) -> dict[str, str]:
+    """Return the linears whose weight the model reads without calling them, and that as the reason to leave them dense.
+
+    Args:
+        model: May be on the meta device. It is as before when this returns.
+        linears: Linears of the model, by name.
+        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is found, and a
+            packed layer computes its weight when it is asked for it (:attr:`slidesparse.linear.SlideLinear.weight`).
+    """
+    if run is None:
+        return {}
+    noting = {name: _Noting(linear) for name, linear in linears.items()}
+    try:
+        for name, layer in noting.items():
+            model.set_submodule(name, layer)
+        with torch.no_grad():
+            run()
+    except InputError:
+        return {}
+    finally:
+        for name, linear in linears.items():
+            model.set_submodule(name, linear)
+    return {name: WHY for name, layer in noting.items() if layer.read}
+
+
+def without_weights(model: nn.Module) -> nn.Module | None:
+    """Return a model of the same class and config on the meta device; None for one that is not of transformers."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "dummy_inputs"):
+        return None
+    try:
+        with torch.device("meta"):
+            return type(model)(config).eval()
+    except Exception:  # a class of a user's own may take other arguments
+        return None

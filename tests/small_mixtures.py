@@ -1,0 +1,94 @@
+"""Small mixtures of experts."""
+
+from __future__ import annotations
+
+from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
+from small_models import Architecture as A
+
+MIXTURE = "mixtures of experts cannot be treated yet"
+"""Why these are refused."""
+
+MIXTURES: dict[str, A] = {
+    # -- mixtures of experts -------------------------------------------------------------------------------------------
+    "mixtral": A("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, refused=MIXTURE),
+    "qwen2-moe": A("Qwen2MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4}, refused=MIXTURE),
+    "qwen3-moe": A("Qwen3MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16}, refused=MIXTURE),
+    "qwen3-next": A(
+        "Qwen3NextForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 48},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
+            **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+        },
+        refused=MIXTURE,
+    ),
+    "qwen3.5-moe": A(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 48},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
+            **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
+            **{"rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
+        },
+        refused=MIXTURE,
+    ),
+    "deepseek-v2": A("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}, refused=MIXTURE),
+    "deepseek-v3": A("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}, refused=MIXTURE),
+    "glm4-moe": A(
+        "Glm4MoeForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1},
+            **{"topk_group": 1, "first_k_dense_replace": 1},
+        },
+        refused=MIXTURE,
+    ),
+    "granitemoe": A(
+        "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, refused=MIXTURE
+    ),
+    "granitemoehybrid": A(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+            **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
+            **{"mamba_chunk_size": 8},
+        },
+        refused=MIXTURE,
+    ),
+    "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, refused=MIXTURE),
+    "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, refused=MIXTURE),
+    "minimax-m2": A(
+        "MiniMaxM2ForCausalLM",
+        {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+        refused=MIXTURE,
+    ),
+    "jamba": A(
+        "JambaForCausalLM",
+        {
+            **{**TEXT, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+            **{"expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 32},
+            **{"use_mamba_kernels": False},
+        },
+        refused=MIXTURE,
+    ),
+    "gpt-oss": A(
+        "GptOssForCausalLM",
+        {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
+        refused=MIXTURE,
+    ),
+    "llama4-text": A(
+        "Llama4ForCausalLM",
+        {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [1]},
+        refused=MIXTURE,
+    ),
+    "llama4": A(
+        "Llama4ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16},
+            "vision_config": {
+                **{**VISION, "intermediate_size": 256, "vision_output_dim": 64, "projector_input_dim": 64},
+                "projector_output_dim": 64,
+            },
+        },
+        refused=MIXTURE,
+    ),
+}
