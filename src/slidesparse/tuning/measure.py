@@ -24,7 +24,7 @@ from slidesparse.gemm.spec import Route, WeightSpec
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking, times_key
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
-from slidesparse.tuning.checking import ends, relative_error, require_right
+from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed, copies_of, noise_of, time_laps
 from slidesparse.weight_form import WeightForm
 
@@ -124,6 +124,7 @@ class LayerMeasurement:
     stopwatch: Stopwatch
     _faults: dict[str, str] = field(default_factory=dict)
     _noises: list[float] = field(default_factory=list)
+    _wrong: set[str] = field(default_factory=set)
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time every form at some numbers of tokens.
@@ -136,13 +137,15 @@ class LayerMeasurement:
         """
         columns: dict[int, dict[str, float]] = {}
         forms = self._make_forms()
-        for wanted in tokens:
+        for wanted in tokens if DENSE not in self._faults else ():
             m = self._fitting(wanted, forms)
             done = m < wanted and not lacking([m], [*known, *columns])
             if m == 0 or done or is_over():
                 break
-            columns[m] = self._time(_rivals(forms, columns, m), m)
-            if m < wanted:
+            times = self._time(_rivals(forms, columns, m), m)
+            if times:
+                columns[m] = times
+            if m < wanted or not times:
                 break
         self.stopwatch.begin()  # frees what the last graphs held
         return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
@@ -183,12 +186,13 @@ class LayerMeasurement:
             return {}
         if not passes:
             return {}
-        laps, long = [[one] for one in passes.values()], tokens >= LONG_FROM
-        again = [] if long else laps[:1]  # the first one twice, for the noise
-        samples = [taken for (taken,) in time_laps([*laps, *again], LONG_S if long else SHORT_S, 1)]
-        if again:
-            self._noises.append(noise_of(samples[0], samples[-1]))
-        return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=False)}
+        laps = [[one] for one in passes.values()]
+        if tokens >= LONG_FROM:
+            samples = [taken for (taken,) in time_laps(laps, LONG_S, 1)]
+        else:  # dense before all others, while the clock rises, and after them, for the noise
+            _, *samples, again = (taken for (taken,) in time_laps([laps[0], *laps, laps[0]], SHORT_S, 1))
+            self._noises.append(noise_of(samples[0], again))
+        return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}
 
     def _prepare(self, forms: Sequence[_Form], x: torch.Tensor) -> dict[str, Pass]:
         passes: dict[str, Pass] = {}
@@ -206,6 +210,7 @@ class LayerMeasurement:
                 raise
             except SlideSparseError as error:
                 self._faults[form.backend] = str(error)
+                self._wrong |= {form.backend} if isinstance(error, WrongResult) else set()
             except RuntimeError as error:  # torch and vLLM refuse a shape so
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[form.backend] = str(error).partition("\n")[0]
@@ -219,12 +224,15 @@ class LayerMeasurement:
         return [partial(form.run, *operands) for operands in copies_of((form.module, x), count)]
 
     def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
-        tokens = sorted(m for m, times in columns.items() if times)
+        tokens = sorted(columns)
         if not tokens:
             return None
         out, k = self.packed.shape
         us = {
-            times_key(name, str(self.packed.pattern)): tuple(columns[m].get(name) for m in tokens)
+            times_key(name, str(self.packed.pattern)): tuple(
+                None if name in self._wrong else columns[m].get(name)
+                for m in tokens  # wrong once is wrong
+            )
             for name in self.backends
         }
         return LayerSpeed(dtype_name(self.packed.dtype), out, k, tuple(tokens), us)
