@@ -356,13 +356,6 @@ def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 
-def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2)
-    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
-    with pytest.raises(CheckpointError, match=r"experts|lacks"):
-        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-
-
 @pytest.mark.parametrize(
     "change",
     [{"model_type": None}, {"num_attention_heads": 0}, {"architectures": ["LlamaConfig"]}, {"hidden_size": "x"}],

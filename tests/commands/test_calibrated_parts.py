@@ -1,0 +1,70 @@
+"""Calibration of a multimodal model walks its language model alone, as if it were the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from checkpoints import add_tokenizer, write_text
+from small_models import TEXT, make
+
+from slidesparse.commands.plan import PlanOptions, as_options, plan_checkpoint, read_plan
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.choose_patterns import Target
+
+
+def source(path: Path, name: str) -> Calibration:
+    make(path / name, ARCHITECTURES[name], torch.float32)
+    add_tokenizer(path / name)
+    return Calibration(str(write_text(path / "text.txt")), 4, 16)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_as_the_language_model_by_itself(tmp_path: Path, method: str) -> None:
+    text = source(tmp_path, "llava")
+    whole = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
+    alone = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+    alone.model.load_state_dict(whole.model.language_model.state_dict())
+    alone.save_pretrained(tmp_path / "llama")
+    add_tokenizer(tmp_path / "llama")
+    options = PruneOptions("4:6@50%", "int8", method=method, calibration=text)
+    for name in ("llava", "llama"):
+        prune_checkpoint(tmp_path / name, tmp_path / f"{name}-s", options)
+    ours, theirs = Checkpoint(tmp_path / "llava-s"), Checkpoint(tmp_path / "llama-s")
+    treated = [name for name in theirs.files if name.endswith("weight_scale")]
+    assert len(treated) == 14
+    for scale in treated:
+        for name in (scale, scale.removesuffix("_scale")):
+            assert torch.equal(ours.tensor(f"language_model.{name}"), theirs.tensor(name))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3", "paligemma", "phi4-multimodal", "clip"])
+def test_others(tmp_path: Path, name: str) -> None:
+    options = PruneOptions("6:8", "int8", method="wanda", calibration=source(tmp_path, name))
+    summary = prune_checkpoint(tmp_path / name, tmp_path / "s", options)
+    assert summary.losses
+    assert {layer for names in summary.losses for layer in names.split()} == set(summary.patterns)
+
+
+@pytest.mark.parametrize("name", ["mllama", "bamba", "rwkv"])
+def test_stacks_that_are_no_chain_of_layers_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    options = PruneOptions("6:8", "int8", method="wanda", calibration=source(tmp_path, name))
+    with pytest.raises(InputError, match="use --method magnitude") as error:
+        prune_checkpoint(tmp_path / name, tmp_path / "s", options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "llava"])
+def test_a_plan_is_one_that_prune_follows(tmp_path: Path, name: str) -> None:
+    text = source(tmp_path, name)
+    wanted = PlanOptions(Target(sparsity=0.1), text, "magnitude", ("6:8",))
+    plan_checkpoint(tmp_path / name, tmp_path / "plan.json", wanted)
+    pattern, layers = as_options(read_plan(tmp_path / "plan.json").layers)
+    summary = prune_checkpoint(tmp_path / name, tmp_path / "s", PruneOptions(pattern, "int8", layers=layers))
+    assert set(read_plan(tmp_path / "plan.json").layers) == set(summary.patterns)

@@ -1,0 +1,89 @@
+"""The parts of multimodal models, told by their configs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from torch import nn
+
+import slidesparse as ss
+from slidesparse.errors import InputError
+from slidesparse.linear import SlideLinear
+from slidesparse.models.parts import language_model, parts_of, text_config
+from slidesparse.models.targets import find_targets
+
+
+def empty(name: str) -> Any:
+    found = ARCHITECTURES[name]
+    known = getattr(transformers, found.model)
+    with torch.device("meta"):
+        return known(known.config_class(**found.config))
+
+
+def linears(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("llava", {"language": 14, "vision": 12, "joint": 3}),  # the projector, and the output embedding
+        ("qwen2.5-vl", {"language": 14, "vision": 12, "joint": 1}),
+        ("phi4-multimodal", {"language": 9, "vision": 15, "audio": 17, "joint": 6}),  # one config for text and the whole
+        ("qwen2-audio", {"language": 14, "audio": 12, "joint": 2}),
+        ("clip", {"language": 12, "vision": 12, "joint": 2}),
+        ("llama", {}),
+        ("t5", {}),
+        ("vit", {}),
+        ("whisper", {}),
+        ("t5gemma", {}),  # two parts, and both are language
+    ],
+)
+def test_linears_are_sorted(name: str, counts: dict[str, int]) -> None:
+    model = empty(name)
+    assert Counter(parts_of(model, linears(model)).values()) == counts
+
+
+@pytest.mark.parametrize("name", ["llava", "phi4-multimodal", "mllama", "paligemma", "llama"])
+def test_the_language_model_runs_on_text_alone(name: str) -> None:
+    model = empty(name)
+    inner = language_model(model)
+    assert (inner is model) == (name in ("llama", "phi4-multimodal"))
+    assert text_config(model.config).hidden_size == 64
+    ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    out = inner(input_ids=ids)
+    assert getattr(out, "last_hidden_state", getattr(out, "logits", None)).shape[:2] == (1, 4)
+
+
+def test_the_language_part_is_treated_unless_another_is_asked_for() -> None:
+    model = empty("llava")
+    language = find_targets(model)
+    assert {name.split(".")[1] for name in language.linears} == {"language_model"}
+    assert language.dense["model.multi_modal_projector.linear_1"] == "in the joint part; --part all"
+    vision = find_targets(model, part="vision")
+    assert {name.split(".")[1] for name in vision.linears} == {"vision_tower"}
+    whole = find_targets(model, part="all")
+    assert set(whole.linears) > set(language.linears) | set(vision.linears)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "qwen2-audio"])
+def test_a_part_that_is_not_there(name: str) -> None:
+    with pytest.raises(InputError, match="has no vision part"):
+        find_targets(empty(name), part="vision")
+    part: Any = "sound"
+    with pytest.raises(InputError, match="needed language or vision or all"):
+        find_targets(empty(name), part=part)
+
+
+def test_a_model_in_memory_is_treated_in_part() -> None:
+    found = ARCHITECTURES["llava"]
+    known = getattr(transformers, found.model)
+    model = ss.sparsify_(known(known.config_class(**found.config)).eval(), "6:8", "fp32", part="vision")
+    slid = [name for name, module in model.named_modules() if isinstance(module, SlideLinear)]
+    assert len(slid) == 12
+    assert all("vision_tower" in name for name in slid)
