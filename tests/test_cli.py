@@ -165,9 +165,7 @@ def test_whatever_happens_is_one_line(
         assert "Traceback" in capsys.readouterr().err
 
 
-def test_how_much_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_much_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> dict[str, object]:
         LOG.info("on which backend")
         LOG.warning("slidesparse: slow")
@@ -198,9 +196,16 @@ def test_other_libraries_are_quiet(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     add_tokenizer(tmp_path / "m")
     text = write_text(tmp_path / "text.txt", words=20)
-    done = _run_module("eval", str(tmp_path / "m"), "--text", str(text), "--device", "cpu", path=tmp_path)
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    del config["slidesparse_config"]
+    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    done = _run_module("eval", str(tmp_path / "q"), "--text", str(text), "--device", "cpu", path=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("perplexity ")
+    loud = _run_module("eval", str(tmp_path / "q"), "--text", str(text), "--device", "cpu", "-v", path=tmp_path)
+    assert loud.returncode == 0
+    assert "Applying quantization config" in loud.stderr  # a bar that no setting turns off
 
 
 def test_tables_and_texts_fit_the_terminal(
@@ -247,7 +252,10 @@ def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
     if target == "pipe":
         assert (done.returncode, done.stderr) == (141, "")
     else:
-        assert (done.returncode, done.stderr) == (1, "slidesparse: a file cannot be used; got No space left on device\n")
+        assert (done.returncode, done.stderr) == (
+            1,
+            "slidesparse: a file cannot be used; got No space left on device\n",
+        )
 
 
 @pytest.mark.parametrize("arguments", [[], ["prune", "a"], ["prune", "a", "b", "--pattern", "6:8", "--patern", "x"]])

@@ -174,16 +174,35 @@ def test_outputs_lie_as_the_fake_ones_do(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_rounds_nothing(dtype: str, backend: str) -> None:
-    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", dtype, backend=backend)
+def test_autocast_rounds_the_answer_alone(dtype: str, backend: str) -> None:
+    dense = _pruned_linear("6:8")
+    layer = SlideLinear.from_linear(dense, "6:8", dtype, backend=backend)
     x = torch.randn(7, K)
-    wanted = layer(x)
+    wanted = layer(x).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = layer(x)
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True)(x)
+        assert got.dtype == compiled.dtype == dense(x).dtype == torch.bfloat16
+        state = layer.state_dict()
     assert torch.equal(got, wanted)
     assert torch.equal(compiled, wanted)
+    assert torch.equal(state["weight"], layer.state_dict()["weight"])
+    with torch.autocast("cpu", enabled=False):
+        assert layer(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["bf16", "fp32"])
+def test_autocast_takes_every_type(given: torch.dtype, stored: str) -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", stored)
+    x = torch.randn(7, K).to(given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, layer(x.to(layer.weight_dtype)).bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="float64"):
+        layer(x.double())
 
 
 def _arguments(op: str) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slidesparse import ops
+from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import Problem, choose
@@ -20,7 +21,7 @@ from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
 from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype, quantize_weight
-from slidesparse.support import following_groups
+from slidesparse.support import following_groups, require_dense
 from slidesparse.weight_form import WeightForm
 
 UNPACKED_AT_ONCE = 1024
@@ -31,7 +32,8 @@ class SlideLinear(nn.Module):
     """``y = x W^T + b`` with W packed, in inference.
 
     Activations [..., in] in bfloat16, float16 or float32; outputs [..., out] in the same type. With an INT8 or FP8
-    weight each token is quantised on the way in (:mod:`slidesparse.quant`).
+    weight each token is quantised on the way in (:mod:`slidesparse.quant`). Under ``torch.autocast`` activations may
+    have any of these types, and outputs have autocast's, rounded once from what they are without it.
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
     layer but leaves its types alone. Its state dict has the tensors of a checkpoint (docs/format.md), in no backend's
@@ -61,6 +63,7 @@ class SlideLinear(nn.Module):
         fallback: Fallback = "dense",
     ) -> None:
         super().__init__()
+        require_kind(packed, PackedWeight, "weight of SlideLinear", "a PackedWeight, which slidesparse.pack makes")
         if (packed.scale is not None) != (packed.dtype in QUANTISED):
             raise InputError(
                 f"a packed {packed.dtype} weight {'without' if packed.scale is None else 'with'} a scale",
@@ -114,6 +117,8 @@ class SlideLinear(nn.Module):
             PatternViolation: When the weight does not satisfy the pattern and no method was given.
         """
         pattern, storage = Pattern.parse(pattern), parse_dtype(dtype)
+        require_kind(linear, nn.Linear, "layer", "a torch.nn.Linear")
+        require_kind(name, str, "name of the weight", "a text")
         weight = linear.weight.detach()
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
@@ -127,19 +132,28 @@ class SlideLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
+        require_kind(x, torch.Tensor, "activations of SlideLinear", "a tensor")
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
             if x.dtype not in FLOATS:
                 raise InputError("activations of SlideLinear", got=x.dtype, needed="bf16, fp16 or fp32")
         elif x.dtype != self.weight_dtype:
-            raise InputError("activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight")
+            if x.dtype not in FLOATS or not torch.is_autocast_enabled(x.device.type):
+                raise InputError(
+                    "activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight"
+                )
+            x = x.to(self.weight_dtype)
         tensors = [tensor for form in self._forms for tensor in form.tensors]
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
         own = self._buffers["bias"]
         scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.spec)
+        if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
+            y = y.to(
+                torch.get_autocast_dtype(x.device.type)
+            )  # graphs do not have what the operator does under autocast
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 
@@ -176,7 +190,9 @@ class SlideLinear(nn.Module):
         ones = None if self.weight_scale is None else torch.ones_like(self.weight_scale)
         source = torch.float32 if self.weight_dtype in QUANTISED else self.weight_dtype
         try:
-            with _whole_float32() if source == torch.float32 else nullcontext():
+            # Not under autocast, which would round the products.
+            whole = _whole_float32() if source == torch.float32 else nullcontext()
+            with whole, torch.autocast(self.device.type, enabled=False):
                 for start in range(0, self.in_features, UNPACKED_AT_ONCE):
                     end = min(start + UNPACKED_AT_ONCE, self.in_features)
                     rows = torch.zeros(end - start, self.in_features, dtype=source, device=self.device)
@@ -289,6 +305,7 @@ def _ieee(matmul: Any) -> Iterator[None]:
 
 
 def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    require_dense(bias, "bias of SlideLinear")
     if bias.shape != (out_features,) or not bias.is_floating_point():
         raise InputError(
             "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"

@@ -12,10 +12,12 @@ from typing import Literal, Protocol
 
 import torch
 
+from slidesparse.base.arguments import require_integer, shown
 from slidesparse.errors import InputError
 from slidesparse.pattern import DENSE, STRIDE, WINDOW, Pattern
 from slidesparse.slide import compress, decompress, expand, gather, metadata
 from slidesparse.support import (
+    INT_VIEW,
     as_bits,
     check_ascending,
     check_form,
@@ -26,7 +28,14 @@ from slidesparse.support import (
     following_groups,
     grouped,
     is_nonzero,
+    require_dense,
 )
+
+MAX_MULTIPLE = 2**31
+"""Largest multiple to which packed columns are padded."""
+
+INDEX_TYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+"""Types in which column groups may be given."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +97,16 @@ class PackedWeight:
         )
 
     def to(self, device: torch.device | str) -> PackedWeight:
-        """Return the same weight on another device."""
-        scale = None if self.scale is None else self.scale.to(device)
+        """Return the same weight on another device.
+
+        Raises:
+            InputError: There is no such device.
+        """
+        try:
+            device = torch.device(device)
+            scale = None if self.scale is None else self.scale.to(device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError("device", got=shown(device), needed="one that torch has here") from error
         return replace(self, segments=tuple(s.to(device) for s in self.segments), scale=scale)
 
     def unpack(self) -> torch.Tensor:
@@ -122,6 +139,9 @@ class PackedWeight:
             multiple: Each segment is padded at its end to a multiple of this many columns, as a backend asks. In the
                 padding both weight and activation are 0.
         """
+        require_integer(multiple, "multiple of packed columns")
+        if not 1 <= multiple <= MAX_MULTIPLE:
+            raise InputError("multiple of packed columns", got=multiple, needed=f"1 to {MAX_MULTIPLE}")
         size, device = self.pattern.group, self.device
         window_starts = torch.arange(0, size - WINDOW + 1, STRIDE, device=device)
         within = {
@@ -136,7 +156,14 @@ class PackedWeight:
         return torch.cat(parts)
 
     def lift(self, x: torch.Tensor) -> torch.Tensor:
-        """Lift activations [..., in] -> [..., K'], which :meth:`columns` multiplies."""
+        """Lift activations [..., in] -> [..., K'], which :meth:`columns` multiplies.
+
+        Raises:
+            InputError: They have another size or a type that cannot be lifted.
+        """
+        require_dense(x, "activations")
+        if x.shape[-1:] != self.shape[1:] or x.dtype not in INT_VIEW:
+            raise InputError("activations", got=f"{list(x.shape)} {x.dtype}", needed=f"[..., {self.shape[1]}]")
         return gather(x, self.column_map())
 
 
@@ -257,6 +284,10 @@ def pack_segments(
             remedy="pass groups=following_groups(shard, pattern, k_offset)",
         )
     if groups is not None:
+        require_dense(groups, f"column groups of {name}")
+        if groups.dim() != 1 or groups.dtype not in INDEX_TYPES:
+            got = f"{list(groups.shape)} {groups.dtype}"
+            raise InputError(f"column groups of {name}", got=got, needed="whole numbers [n]")
         groups = groups.to("cpu", torch.int64)
         check_ascending(groups, total, name)
     found = False
@@ -288,6 +319,9 @@ def pack_segments(
 def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Tensor | None:
     if scale is None:
         return None
+    require_dense(scale, f"scale of {name}")
+    if not scale.is_floating_point():
+        raise InputError(f"scale of {name}", got=scale.dtype, needed="floats")
     if scale.numel() != out:
         raise InputError(
             f"scale of {name}", got=list(scale.shape), needed=f"one scale a channel, [{out}] or [{out}, 1]"

@@ -10,7 +10,7 @@ import torch
 from slidesparse import packed
 from slidesparse.packed import PackedWeight, Packer
 from slidesparse.pattern import Pattern
-from slidesparse.support import with_contiguous_columns
+from slidesparse.support import require_dense, with_contiguous_columns
 
 
 def pack(
@@ -26,6 +26,7 @@ def pack(
 
     The kernels give the same bits and raise the same errors as the definition.
     """
+    require_dense(weight, name)
     packer = _packer(weight.device)
     return packed.pack_segments(
         weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=name, packer=packer

@@ -20,8 +20,9 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
+from slidesparse.base.arguments import require_integer, shown
 from slidesparse.errors import InputError
 
 WINDOW = 4
@@ -60,9 +61,11 @@ class Pattern:
     share: Fraction = field(default=Fraction(1))
 
     def __post_init__(self) -> None:
+        require_integer(self.keep, "keep of a pattern")
+        require_integer(self.group, "group of a pattern")
         if self.group % 2 or not 4 <= self.group <= MAX_GROUP or self.keep != self.group - 2:
             raise InputError("not a sliding pattern", got=f"{self.keep}:{self.group}", needed=_NEEDED)
-        share = Fraction(self.share)
+        share = _fraction(self.share, "share of a pattern")
         if not 0 <= share <= 1 or (share * 10_000).denominator != 1:
             raise InputError(
                 f"not a share of column groups in {self.keep}:{self.group}",
@@ -83,11 +86,11 @@ class Pattern:
         """
         if isinstance(text, Pattern):
             return text
-        if text == "dense":
+        if isinstance(text, str) and text == "dense":
             return DENSE
         match = _SYNTAX.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise InputError("not a pattern", got=repr(text), needed=f"{_NEEDED}, a share of one (4:6@50%), or dense")
+            raise InputError("not a pattern", got=shown(text), needed=f"{_NEEDED}, a share of one (4:6@50%), or dense")
         keep, group, percent = match.groups()
         return cls(int(keep), int(group), Fraction(percent or "100") / 100)
 
@@ -114,6 +117,7 @@ class Pattern:
 
     def window(self, j: int) -> range:
         """Return the group positions that window ``j`` covers, ``2j .. 2j+3``."""
+        require_integer(j, f"window of {self}")
         if not 0 <= j < self.windows:
             raise InputError(f"no such window of {self}", got=j, needed=f"0 to {self.windows - 1}")
         return range(STRIDE * j, STRIDE * j + WINDOW)
@@ -145,7 +149,10 @@ class Pattern:
 
     def speedup(self, mma_gain: Fraction) -> Fraction:
         """Return the speed-up over dense where 2:4 runs ``mma_gain`` times as fast as a dense multiply of its size."""
-        slid = self.share * Fraction(self.slid_group, self.group) / Fraction(mma_gain)
+        gain = _fraction(mma_gain, "gain of a 2:4 multiply")
+        if gain <= 0:
+            raise InputError("gain of a 2:4 multiply", got=mma_gain, needed="more than 0")
+        slid = self.share * Fraction(self.slid_group, self.group) / gain
         return 1 / (slid + (1 - self.share))
 
     @property
@@ -162,26 +169,39 @@ class Pattern:
                 ``code-bits`` (the same in the fewest bits).
             bits: Width of a value.
         """
+        require_integer(bits, "bits of a value")
         index_bits: dict[str, int] = {
             "2:4": 2 * self.keep,
             "code-byte": 8 * math.ceil((self.codes - 1).bit_length() / 8),
             "code-bits": (self.codes - 1).bit_length(),
         }
         dense = Fraction(bits, 8)
-        if form == "dense":
+        if isinstance(form, str) and form == "dense":
             return dense
-        if form not in index_bits:
-            raise InputError("unknown storage form", got=form, needed=f"dense, {', '.join(index_bits)}")
+        if not isinstance(form, str) or form not in index_bits:
+            raise InputError("unknown storage form", got=shown(form), needed=f"dense, {', '.join(index_bits)}")
         following = Fraction(self.keep * bits + index_bits[form], 8 * self.group)
         return self.share * following + (1 - self.share) * dense
 
     def groups(self, columns: int, k_offset: int = 0) -> int:
         """Return how many groups cover ``columns`` input columns, the first at position ``k_offset`` of its group."""
-        return -(-(k_offset + columns) // self.group)
+        try:
+            return -(-(k_offset + columns) // self.group)
+        except (TypeError, RuntimeError) as error:  # not asked before: a size that torch traces is a number too
+            raise InputError(
+                "columns and k_offset", got=f"{shown(columns)} and {shown(k_offset)}", needed="whole numbers"
+            ) from error
 
     def following(self, groups: int) -> int:
         """Return how many of ``groups`` column groups follow the pattern, rounded up so that the share is reached."""
         return math.ceil(self.share * groups)
+
+
+def _fraction(value: Any, name: str) -> Fraction:
+    try:
+        return Fraction(value)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(name, got=shown(value), needed="a Fraction") from error
 
 
 DENSE = Pattern(2, 4, Fraction(0))

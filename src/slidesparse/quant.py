@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.errors import InputError
 from slidesparse.support import check_weight
 
@@ -61,8 +62,12 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
         InputError: For any other name or type.
     """
     dtype = DTYPES.get(name) if isinstance(name, str) else name
-    if dtype is None or dtype not in DTYPES.values():
-        raise InputError("unknown weight type", got=repr(name), needed=f"one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise InputError(
+            "unknown weight type",
+            got=repr(name) if isinstance(name, torch.dtype) else shown(name),
+            needed=f"one of {', '.join(DTYPES)}",
+        )
     return dtype
 
 

@@ -19,7 +19,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import STRIDE, WINDOW, WINDOW_KEEP, Pattern
-from slidesparse.support import INT_VIEW, as_bits, check_k_offset, grouped, is_nonzero
+from slidesparse.support import INT_VIEW, as_bits, check_k_offset, grouped, is_nonzero, require_dense
 
 # -- the two positions left out of a group, and the code that names them -------------------------------------------
 
@@ -141,6 +141,9 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
     check_k_offset(pattern, k_offset)
     if not pattern.is_uniform:
         raise InputError("lift needs a uniform pattern", got=pattern, remedy="use PackedWeight.lift")
+    require_dense(x, "activations")
+    if x.dim() == 0:
+        raise InputError("activations", got="a single number", needed="[..., K]")
     if x.dtype not in INT_VIEW:
         raise InputError("cannot lift this type", got=x.dtype, needed="int8, fp8 e4m3, bf16, fp16 or fp32")
     groups = grouped(as_bits(x), pattern, k_offset)

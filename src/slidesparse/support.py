@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable
 import torch
 import torch.nn.functional as F
 
+from slidesparse.base.arguments import require_integer, require_kind, shown
 from slidesparse.errors import InputError, PatternViolation
 from slidesparse.pattern import DENSE, MAX_GROUP, Pattern
 
@@ -45,12 +46,24 @@ def is_nonzero(weight: torch.Tensor) -> torch.Tensor:
     return (as_bits(weight) << 1) != 0
 
 
+def require_dense(tensor: object, name: str) -> None:
+    """Refuse what is no tensor in strided memory: lists, arrays of NumPy, torch's sparse tensors.
+
+    Raises:
+        InputError: Naming ``name``.
+    """
+    require_kind(tensor, torch.Tensor, name, "a tensor")
+    if isinstance(tensor, torch.Tensor) and tensor.layout != torch.strided:
+        raise InputError(name, got=tensor.layout, needed="a tensor in strided memory")
+
+
 def check_form(weight: torch.Tensor, name: str = "weight") -> None:
     """Refuse a tensor that cannot be a weight, whatever its values: by its rank, its type or K = 0.
 
     Raises:
         InputError: Naming ``name`` and what is wrong with it.
     """
+    require_dense(weight, name)
     if weight.dim() != 2:
         raise InputError(f"{name} has the wrong rank", got=list(weight.shape), needed="[out, in]")
     if weight.dtype not in INT_VIEW:
@@ -67,6 +80,8 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
         InputError: Naming ``name`` and what is wrong with it.
     """
     check_form(weight, name)
+    if weight.is_meta:
+        raise InputError(f"{name} has no values", got="a tensor on the meta device", needed="one on cpu or cuda")
     if not is_finite(weight):
         bad = weight.numel() - int(torch.isfinite(weight.to(torch.float32)).sum())
         raise InputError(f"{name} holds NaN or Inf", got=f"{bad} such values", needed="finite weights")
@@ -124,6 +139,7 @@ def check_vector(
 
 def check_k_offset(pattern: Pattern, k_offset: int) -> None:
     """Refuse a ``k_offset`` that is not a position inside a group."""
+    require_integer(k_offset, f"k_offset of {pattern}")
     if not 0 <= k_offset < pattern.group:
         raise InputError(f"k_offset of {pattern}", got=k_offset, needed=f"0 to {pattern.group - 1}")
 
@@ -233,7 +249,10 @@ def tightest_pattern(
     since a group of one straddles groups of the other. So each is tried.
     """
     check_weight(weight)
-    for pattern in sorted(candidates, key=lambda p: (p.density, p.group)):
+    if isinstance(candidates, str | torch.Tensor) or not isinstance(candidates, Iterable):
+        raise InputError("candidates", got=shown(candidates), needed="a list of patterns")
+    for pattern in sorted(map(Pattern.parse, candidates), key=lambda p: (p.density, p.group)):
+        check_k_offset(pattern, k_offset)
         total = pattern.groups(weight.shape[1], k_offset)
         if len(following_groups(weight, pattern, k_offset)) >= pattern.following(total):
             return pattern

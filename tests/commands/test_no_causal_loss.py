@@ -152,3 +152,14 @@ def test_families_that_share_a_class(tmp_path: Path) -> None:
         require_family(checkpoint, transformers.LlamaForCausalLM, transformers.InternLM3Config())
     with pytest.raises(CheckpointError, match="the one of LlamaForCausalLM"):
         require_family(checkpoint, transformers.LlamaForCausalLM, llama4)
+
+
+def test_nan_that_the_text_does_not_touch(tmp_path: Path) -> None:
+    """The token that nobody reads is of the checkpoint too."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    tensors["model.embed_tokens.weight"][90] = float("nan")
+    save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="model.embed_tokens.weight holds NaN or Inf"):
+        evaluate(tmp_path / "m", text=write_text(tmp_path / "text.txt", words=20))

@@ -24,7 +24,7 @@ import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
-from slidesparse.files.marker import MARKER_KEY
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.files.staging import staged
 from slidesparse.linear import SlideLinear
 from slidesparse.pattern import Pattern

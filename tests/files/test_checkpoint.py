@@ -9,7 +9,7 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
 
 
@@ -191,3 +191,27 @@ def test_no_safetensors(tmp_path: Path) -> None:
     (path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="convert the weights to safetensors"):
         Checkpoint(path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    (tmp_path / "m/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match=r"holds no weights; got a pointer of git-lfs; fetch them"):
+        Checkpoint(tmp_path / "m")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library calls it missing."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    (tmp_path / "m/model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read; got no permission"):
+        Checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b", "", None, 3, b"m", "x" * 300])
+def test_names_that_no_folder_can_have(tmp_path: Path, name: object) -> None:
+    path = tmp_path / name if isinstance(name, str) and name else name
+    with pytest.raises((InputError, CheckpointError)) as error:
+        Checkpoint(path)  # type: ignore[arg-type]
+    str(error.value).encode("utf-8")

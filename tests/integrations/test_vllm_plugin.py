@@ -17,7 +17,7 @@ from vllm_models import REFERENCE, configured, loaded
 import slidesparse as ss
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import MARKER_KEY, quantization_config
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.status import Outcome

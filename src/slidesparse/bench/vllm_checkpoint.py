@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError
-from slidesparse.files.marker import MARKER_KEY, Marker, quantization_config
+from slidesparse.files.marker import Marker
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_weight

@@ -267,4 +267,6 @@ def _add_calibration(parser: argparse.ArgumentParser, text: str, required: bool 
 def _device(options: argparse.Namespace) -> str:
     import torch
 
-    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device is not None:
+        return str(options.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"

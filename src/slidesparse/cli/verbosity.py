@@ -16,11 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TextIO
 
 from slidesparse.base.log import LOG
+from slidesparse.base.other_libraries import quiet_libraries
 from slidesparse.base.progress import hidden_bars
 from slidesparse.errors import SlideSparseWarning
 
-QUIET_LIBRARIES = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-"""Settings that transformers, huggingface_hub and tqdm read when they are imported, which no command has done yet."""
+SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOGURU_LEVEL": "ERROR"}
+"""Settings that transformers, huggingface_hub and compressed-tensors' logger read when they are imported, which no
+command has done yet."""
 
 
 @contextmanager
@@ -37,7 +39,8 @@ def verbosity(options: argparse.Namespace) -> Iterator[None]:
         if quiet:
             stack.enter_context(hidden_bars())
         if not verbose:
-            stack.enter_context(_environment(QUIET_LIBRARIES))
+            stack.enter_context(quiet_libraries())
+            stack.enter_context(_environment(SETTINGS))
             stack.enter_context(_quiet_transformers())
         yield
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ from typing import Any
 import torch
 
 from slidesparse.base.device import usable_device
+from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions, read_text
-from slidesparse.files.check_tensors import refuse_faults
+from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import MARKER_KEY, is_bitnet, quantisation_dtype
+from slidesparse.files.marker import is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.models.causal import refuse_masked, require_causal
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 
@@ -147,14 +151,19 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
         refuse_faults(build_meta_model(checkpoint), checkpoint)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model, found = known.from_pretrained(str(path), config=config, dtype="auto", output_loading_info=True, **local)
-        model = model.to(device).eval()
+        with other_library():
+            model, found = known.from_pretrained(
+                str(path), config=config, dtype="auto", output_loading_info=True, **local
+            )
+            model = model.to(device).eval()
     except Exception as error:  # a broken checkpoint can raise anything in transformers
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
             f"the checkpoint lacks {len(missing)} tensors of {known.__name__}", got=f"no {', '.join(missing[:3])}"
         )
+    for name, parameter in model.named_parameters():
+        check_finite(parameter.detach(), name)
     return model
 
 
@@ -187,8 +196,13 @@ def _run_tasks(
     wrapped = harness.models.huggingface.HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
     )
+    # Its bars are the only progress of hours; they are for somebody who looks at them.
+    bars = nullcontext() if sys.stderr is not None and sys.stderr.isatty() else other_library()
     try:
-        results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)["results"]
+        with bars:
+            results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)[
+                "results"
+            ]
     except (KeyError, ValueError, OSError) as error:
         raise InputError(
             f"cannot run {', '.join(tasks)}", got=first_line(error), needed="tasks whose data is here"

@@ -16,9 +16,10 @@ from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern

@@ -27,11 +27,12 @@ from slidesparse.files.calibration import Calibration, calibration_windows, dige
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.marker import MARKER_KEY, quantisation_dtype
+from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
@@ -268,8 +269,7 @@ def _require_backend(
             reason = backend.why_not(Problem(pattern, torch.int8, *shape, device))
             if reason is not None:
                 raise InputError(
-                    f"{name} cannot run {pattern} at {layer}",
-                    got=reason,
+                    f"{name} cannot run {pattern} at {layer}: {reason}",
                     remedy="leave the pattern out with --patterns, or the layer with --ignore",
                 )
 

@@ -33,18 +33,11 @@ from slidesparse.files.checkpoint import (
 )
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
-from slidesparse.files.marker import (
-    MARKER_KEY,
-    MARKER_VERSION,
-    Marker,
-    is_bitnet,
-    quantisation_dtype,
-    quantization_config,
-    source_quantisation,
-)
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import Links, survey
 from slidesparse.files.staging import new_folder, staged
+from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION, quantization_config
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import describe_dense, find_targets

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import parse_json
 from slidesparse.base.whole_file import require_regular
@@ -134,7 +135,8 @@ def load_tokenizer(folder: Path) -> Any:
     except ImportError as error:
         raise UnsupportedError("transformers is not installed", remedy='pip install "slidesparse[hf]"') from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with other_library():
+            return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",

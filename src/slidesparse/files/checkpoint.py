@@ -36,6 +36,9 @@ DIGESTS = "slidesparse_digests"
 HEADER = "__metadata__"
 """The name of the header among the digests, which no tensor can have."""
 
+LFS_POINTER = b"version https://git-lfs"
+"""First bytes of a file that git has in the place of a large one."""
+
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -84,7 +87,11 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = usable_path(path, "checkpoint folder")
-        if not self.path.is_dir():
+        try:
+            is_folder = self.path.is_dir()
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read", got=error.strerror) from error
+        if not is_folder:
             raise CheckpointError(
                 f"no checkpoint folder at {self.path}",
                 needed="a local folder; download the model of a hub first",
@@ -230,10 +237,22 @@ class _opened:
             self.file = safe_open(self.path, framework="pt", device=self.device)
             return self.file.__enter__()
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path} is damaged or truncated", got=str(error)) from error
+            raise _why_unreadable(self.path, error) from error
 
     def __exit__(self, *exception: Any) -> None:
         self.file.__exit__(*exception)
+
+
+def _why_unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return an error for a file that the library cannot read, which takes one reason for another."""
+    if not os.access(path, os.R_OK):
+        return CheckpointError(f"{path} cannot be read", got="no permission")
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return CheckpointError(
+                f"{path} holds no weights", got="a pointer of git-lfs", remedy="fetch them with: git lfs pull"
+            )
+    return CheckpointError(f"{path} is damaged or truncated", got=str(error))
 
 
 class TensorWriter:

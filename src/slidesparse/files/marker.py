@@ -1,4 +1,4 @@
-"""Read and write two keys of a checkpoint's config.json: ``slidesparse_config`` and ``quantization_config``.
+"""Read two keys of a checkpoint's config.json: ``slidesparse_config`` and ``quantization_config``.
 
 A checkpoint of ours is an ordinary compressed-tensors one with our key added at the top, which other programs ignore::
 
@@ -24,10 +24,8 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
+from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION, marker_config
 from slidesparse.pattern import Pattern
-
-MARKER_KEY = "slidesparse_config"
-MARKER_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ class Marker:
 
     def to_config(self) -> dict[str, Any]:
         """Return the value of the key, ready for JSON."""
-        layers = {name: str(pattern) for name, pattern in self.layers.items()}
-        return {"version": MARKER_VERSION, "pattern": str(self.pattern), "ignore": list(self.ignore), "layers": layers}
+        return marker_config(self.pattern, self.ignore, self.layers)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
@@ -99,29 +96,6 @@ class Marker:
                 remedy="make one with: slidesparse prune SRC DST --pattern 6:8 --dtype int8",
             )
         return marker
-
-
-def quantization_config(dtype: torch.dtype, ignore: list[str]) -> dict[str, Any]:
-    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
-
-    Args:
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        ignore: Linears that are not quantised, by exact name.
-    """
-    is_int = dtype == torch.int8
-    common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}
-    weights = {**common, "strategy": "channel", "dynamic": False}
-    activations = {**common, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if is_int else "float-quantized",
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": ignore,
-        "config_groups": {"group_0": group},
-    }
 
 
 def source_quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,9 +26,10 @@ from slidesparse.files.check_packed import KINDS, check_packed_layer
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.staging import locked, require_space, write_errors
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern

@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
@@ -82,8 +83,8 @@ def get_backend(name: str) -> Backend:
     Raises:
         InputError: Listing the known names.
     """
-    if name not in BACKENDS:
-        raise InputError("unknown backend", got=repr(name), needed=f"auto or one of {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise InputError("unknown backend", got=shown(name), needed=f"auto or one of {', '.join(BACKENDS)}")
     return _made(BACKENDS[name])
 
 
@@ -100,12 +101,12 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         InputError: Unknown backend or fallback.
         UnsupportedError: The backend asked for cannot run the problem; the message says why.
     """
-    if fallback not in ("dense", "none"):
-        raise InputError("unknown fallback", got=repr(fallback), needed="dense or none")
-    if backend != "auto":
+    if not isinstance(fallback, str) or fallback not in ("dense", "none"):
+        raise InputError("unknown fallback", got=shown(fallback), needed="dense or none")
+    if not isinstance(backend, str) or backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
-            raise UnsupportedError(f"backend {backend} cannot run this layer", got=reason, remedy="use backend='auto'")
+            raise UnsupportedError(f"backend {backend} cannot run this layer: {reason}", remedy="use backend='auto'")
         return _only(backend, "asked for")
     if not problem.slid:
         return _only("dense", NOTHING_SLID)

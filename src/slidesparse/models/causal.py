@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.other_libraries import other_library
 from slidesparse.errors import InputError, SlideSparseError, first_line
 
 TOKENS = 16
@@ -75,7 +76,8 @@ def text_config(config: Any) -> Any:
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     name = type(model).__name__
     try:
-        answer = model(input_ids=ids, use_cache=False)
+        with other_library():  # some decompress their weights in the first call
+            answer = model(input_ids=ids, use_cache=False)
     except SlideSparseError:
         raise
     except Exception as error:  # a model of another kind can raise anything

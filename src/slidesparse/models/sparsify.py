@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.models.description import describe_in_config
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
@@ -34,7 +36,9 @@ def layer_patterns(
     names = list(names)
     default = Pattern.parse(pattern)
     patterns = dict.fromkeys(names, default)
-    exceptions = [(entry, Pattern.parse(text)) for entry, text in (layers or {}).items()]
+    if layers is not None:
+        require_kind(layers, Mapping, "layers", "a dict from names to patterns")
+    exceptions = [(entry, Pattern.parse(text)) for entry, text in ({} if layers is None else layers).items()]
     for entry, exception in reversed(exceptions):
         matches = [name for name in names if matches_entry(name, entry)]
         if not matches:
@@ -142,6 +146,9 @@ def sparsify_(
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place.
 
+    A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
+    :func:`slidesparse.load`, vLLM and transformers load.
+
     Args:
         model: Any module; transformers models know their output embedding, which stays dense.
         pattern: The common pattern.
@@ -162,6 +169,9 @@ def sparsify_(
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
+    require_kind(model, nn.Module, "model", "a torch.nn.Module")
+    if run is not None and not callable(run):
+        raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
     targets = find_targets(model, ignore, lm_head)
     patterns = layer_patterns(targets.linears, pattern, layers)
@@ -192,4 +202,5 @@ def sparsify_(
             layer = SlideLinear(packed, bias, backend=backend, fallback=fallback)
             for alias in aliases[id(targets.linears[name])]:  # one module may have several names
                 model.set_submodule(alias, layer)
+    describe_in_config(model)
     return model

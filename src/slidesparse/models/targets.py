@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError
 
 MIN_FEATURES = 32
@@ -52,6 +53,7 @@ def find_targets(
     Raises:
         InputError: An entry of ``ignore`` matches no linear or is malformed, or no linear is left to treat.
     """
+    ignore = _entries(ignore)
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
     named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -108,12 +110,20 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _entries(ignore: Iterable[str]) -> list[str]:
+    """Return an ignore list as a list; one name alone would be read letter by letter."""
+    if isinstance(ignore, str | torch.Tensor) or not isinstance(ignore, Iterable):
+        raise InputError("ignore", got=shown(ignore), needed="a list of names")
+    return list(ignore)
+
+
 def matches_entry(name: str, entry: str) -> bool:
     """Return whether a module name matches an ignore or layer entry (exact, or ``re:`` and a regular expression).
 
     Raises:
         InputError: The text after ``re:`` is no regular expression.
     """
+    require_kind(entry, str, "entry of a list of layers", "a name, or re: and a regular expression")
     if not entry.startswith("re:"):
         return name == entry
     try:

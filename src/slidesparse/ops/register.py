@@ -73,12 +73,21 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
     return run
 
 
+LAYER = "linear"
+"""The operator of a whole layer, which answers in autocast's type as ``nn.Linear`` does."""
+
+
 def _without_autocast(name: str, device: str) -> Callable[..., Any]:
-    """Return the operator for ``torch.autocast``, switched off inside: it would round products to 16 bits."""
+    """Return the operator for ``torch.autocast``, switched off inside: it would round products to 16 bits.
+
+    The answer of a whole layer is rounded once, at its end.
+    """
 
     def run(*arguments: Any, **options: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return getattr(torch.ops.slidesparse, name)(*arguments, **options)
+            answer = getattr(torch.ops.slidesparse, name)(*arguments, **options)
+        return answer.to(dtype) if name == LAYER else answer
 
     return run
 

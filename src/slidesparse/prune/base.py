@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from slidesparse.base.arguments import shown
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
 
@@ -59,6 +60,6 @@ def get_pruner(name: str) -> Pruner:
     Raises:
         InputError: Listing the known names.
     """
-    if name not in METHODS:
-        raise InputError("unknown pruning method", got=repr(name), needed=f"one of {', '.join(METHODS)}")
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError("unknown pruning method", got=shown(name), needed=f"one of {', '.join(METHODS)}")
     return METHODS[name]()

@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.support import check_weight, grouped, is_nonzero
+from slidesparse.support import check_weight, grouped, is_nonzero, require_dense
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,7 +31,10 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
     check_weight(weight)
     if cost is None:
         cost = magnitude_cost(weight)
-    elif cost.shape != weight.shape:
+    require_dense(cost, "pruning cost")
+    if cost.is_complex() or cost.dtype == torch.bool or cost.is_meta:
+        raise InputError("pruning cost", got=f"{cost.dtype} on {cost.device}", needed="float32 with values")
+    if cost.shape != weight.shape:
         raise InputError("pruning cost", got=list(cost.shape), needed=f"{list(weight.shape)}, as the weight")
     return prune_masks([cost], pattern)[0]
 

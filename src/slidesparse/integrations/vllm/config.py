@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME, NEWEST, OLDEST, parse_version, version_text
 from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -36,6 +36,7 @@ from slidesparse.integrations.vllm.names import (
 )
 from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+from slidesparse.models.config_keys import MARKER_KEY
 
 log = logging.getLogger(LOGGER)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import NAME
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
 from slidesparse.pattern import Pattern
 

@@ -1,0 +1,53 @@
+"""The two keys of a config.json that say what was pruned and what was quantised, as they are written.
+
+``slidesparse_config`` is the marker, a key of our own which other programs ignore; ``quantization_config`` is the one
+of compressed-tensors. Reading them is :mod:`slidesparse.files.marker`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from slidesparse.pattern import Pattern
+
+MARKER_KEY = "slidesparse_config"
+MARKER_VERSION = 1
+QUANTIZATION_KEY = "quantization_config"
+
+
+def marker_config(pattern: Pattern, ignore: Iterable[str], layers: Mapping[str, Pattern]) -> dict[str, Any]:
+    """Return the value of the marker, ready for JSON.
+
+    Args:
+        pattern: The common pattern.
+        ignore: Linears that were left alone, by exact name.
+        layers: Exact name -> pattern, where it is not the common one.
+    """
+    exceptions = {name: str(exception) for name, exception in layers.items()}
+    return {"version": MARKER_VERSION, "pattern": str(pattern), "ignore": list(ignore), "layers": exceptions}
+
+
+def quantization_config(dtype: torch.dtype, ignore: Iterable[str]) -> dict[str, Any]:
+    """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
+
+    Args:
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        ignore: Linears that are not quantised, by exact name.
+    """
+    is_int = dtype == torch.int8
+    common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}
+    weights = {**common, "strategy": "channel", "dynamic": False}
+    activations = {**common, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if is_int else "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(ignore),
+        "config_groups": {"group_0": group},
+    }

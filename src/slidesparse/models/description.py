@@ -1,0 +1,56 @@
+"""Describe a model in memory in its config, so that transformers saves it as a checkpoint which loads everywhere.
+
+transformers writes a model's config into the folder of its weights, and a :class:`~slidesparse.linear.SlideLinear` gives
+its weight as checkpoints have it. What is missing are the two keys that say what the weights are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NoReturn
+
+from torch import nn
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.linear import SlideLinear
+from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
+from slidesparse.quant import QUANTISED, dtype_name
+
+
+def describe_in_config(model: nn.Module) -> None:
+    """Write into a transformers model's config which of its linears are sparse and quantised; others have no config.
+
+    A model whose layers have several types cannot be described: its ``save_pretrained`` refuses.
+
+    Args:
+        model: A model, some of whose linears are SlideLinear.
+    """
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "save_pretrained"):
+        return
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
+    ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    dtypes = {layer.weight_dtype for layer in layers.values()}
+    if len(dtypes) > 1:
+        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))  # type: ignore[assignment]
+        return
+    ((common, _),) = Counter(layer.pattern for layer in layers.values()).most_common(1)
+    exceptions = {name: layer.pattern for name, layer in layers.items() if layer.pattern != common}
+    setattr(config, MARKER_KEY, marker_config(common, ignore, exceptions))
+    (dtype,) = dtypes
+    if dtype in QUANTISED:
+        setattr(config, QUANTIZATION_KEY, quantization_config(dtype, ignore))
+
+
+class _Unsaveable:
+    """Stands in for ``save_pretrained`` of a model that one checkpoint cannot describe."""
+
+    def __init__(self, dtypes: list[str]) -> None:
+        self.dtypes = dtypes
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            "a checkpoint has one type of sparse weights",
+            got=f"layers in {' and '.join(self.dtypes)}",
+            needed="one call of sparsify_ for all layers, or calls with the same dtype",
+        )

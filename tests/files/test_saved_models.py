@@ -1,0 +1,95 @@
+"""``save_pretrained`` of a loaded model, or of one made sparse in memory, writes a checkpoint that loads everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import make_checkpoint, tokens
+
+import slidesparse
+from slidesparse.commands.inspect import inspect_checkpoint
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import SlideSparseError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()).logits.float()
+
+
+def loaded_dense(folder: Path, name: str) -> transformers.PreTrainedModel:
+    make_checkpoint(folder, name, num_hidden_layers=1)
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return model.eval()
+
+
+def check(folder: Path, expected: torch.Tensor) -> None:
+    """It loads here with the same bits, elsewhere with the same answers, and inspect finds nothing wrong."""
+    assert inspect_checkpoint(folder).ok
+    torch.testing.assert_close(logits(slidesparse.load(folder)), expected, rtol=0, atol=0)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    similarity = torch.nn.functional.cosine_similarity(logits(theirs), expected, dim=-1)
+    assert similarity.min() > 0.99
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "phi3"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_a_loaded_model(tmp_path: Path, name: str, dtype: str) -> None:
+    make_checkpoint(tmp_path / "m", name, num_hidden_layers=1)
+    options = PruneOptions("6:8", dtype, layers={"re:.*down_proj": "4:6@50%"})
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    model = slidesparse.load(tmp_path / "s")
+    model.save_pretrained(tmp_path / "again")  # type: ignore[operator]
+    check(tmp_path / "again", logits(model))
+    before, after = (Checkpoint(tmp_path / folder) for folder in ("s", "again"))
+    assert after.config["slidesparse_config"] == before.config["slidesparse_config"]
+    for tensor in after.files:
+        assert torch.equal(after.tensor(tensor), before.tensor(tensor))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+def test_a_model_made_sparse_in_memory(tmp_path: Path, name: str, dtype: str) -> None:
+    model = loaded_dense(tmp_path / "m", name)
+    slidesparse.sparsify_(model, "6:8", dtype, layers={"re:.*down_proj": "8:10"}, ignore=["re:.*o_proj"])
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
+    config = Checkpoint(tmp_path / "s").config
+    marker = Marker.require(config, tmp_path)
+    assert str(marker.pattern_of("model.layers.0.mlp.down_proj")) == "8:10"
+    assert str(marker.pattern_of("model.layers.0.mlp.up_proj")) == "6:8"
+    assert sorted(marker.ignore) == ["lm_head", "model.layers.0.self_attn.o_proj"]
+    assert ("quantization_config" in config) == (dtype != "bf16")
+
+
+def test_sparse_in_two_steps(tmp_path: Path) -> None:
+    model = loaded_dense(tmp_path / "m", "llama")
+    slidesparse.sparsify_(model, "6:8", ignore=["re:.*down_proj"])
+    slidesparse.sparsify_(model, "4:6")
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
+    assert json.loads((tmp_path / "s/config.json").read_text())["slidesparse_config"]["layers"] == {
+        "model.layers.0.mlp.down_proj": "4:6"
+    }
+
+
+def test_two_types_in_one_model_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = loaded_dense(tmp_path / "m", "llama")
+    slidesparse.sparsify_(model, "6:8", "int8", ignore=["re:.*down_proj"])
+    slidesparse.sparsify_(model, "6:8", "fp8")
+    with pytest.raises(UnsupportedError, match=r"one type of sparse weights; got layers in fp8 and int8") as error:
+        model.save_pretrained(tmp_path / "s")
+    assert isinstance(error.value, SlideSparseError)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_model_without_a_config_stays_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    slidesparse.sparsify_(model, "6:8")
+    assert not hasattr(model, "config")

@@ -1,0 +1,144 @@
+"""Arguments of any kind: the public functions take them or refuse them by the package's own errors, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slidesparse import InputError, Pattern, SlideLinear, SlideSparseError, lift, load, pack, prune_mask, sparsify_
+from slidesparse.support import tightest_pattern
+
+WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+ZEROS = torch.zeros(16, 32)
+INT8 = pack(ZEROS.to(torch.int8), "6:8", scale=torch.ones(16))
+LAYER = SlideLinear(INT8)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+
+def from_linear(layer: Any = None, pattern: Any = "6:8", dtype: Any = "int8", **options: Any) -> SlideLinear:
+    layer = nn.Linear(32, 32) if layer is None else layer
+    return SlideLinear.from_linear(layer, pattern, dtype, **{"method": "magnitude", **options})
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "Pattern keep": lambda v: Pattern(v, 8),
+    "Pattern group": lambda v: Pattern(6, v),
+    "Pattern share": lambda v: Pattern(6, 8, v),
+    "Pattern.parse": Pattern.parse,
+    "Pattern.window": lambda v: Pattern(6, 8).window(v),
+    "Pattern.groups": lambda v: Pattern(6, 8).groups(v),
+    "Pattern.speedup": lambda v: Pattern(6, 8).speedup(v),
+    "Pattern.bytes_per_weight": lambda v: Pattern(6, 8).bytes_per_weight(v),
+    "Pattern bits": lambda v: Pattern(6, 8).bytes_per_weight("2:4", v),
+    "pack weight": lambda v: pack(v, "6:8"),
+    "pack pattern": lambda v: pack(ZEROS, v),
+    "pack scale": lambda v: pack(ZEROS, "6:8", scale=v),
+    "pack k_offset": lambda v: pack(ZEROS, "6:8", k_offset=v),
+    "pack groups": lambda v: pack(ZEROS, "6:8", groups=v),
+    "prune_mask weight": lambda v: prune_mask(v, "6:8"),
+    "prune_mask pattern": lambda v: prune_mask(WEIGHT, v),
+    "prune_mask cost": lambda v: prune_mask(WEIGHT, "6:8", v),
+    "lift x": lambda v: lift(v, "6:8"),
+    "lift pattern": lambda v: lift(WEIGHT, v),
+    "lift k_offset": lambda v: lift(WEIGHT, "6:8", v),
+    "tightest_pattern weight": tightest_pattern,
+    "tightest_pattern candidates": lambda v: tightest_pattern(WEIGHT, v),
+    "tightest_pattern k_offset": lambda v: tightest_pattern(WEIGHT, k_offset=v),
+    "SlideLinear packed": SlideLinear,
+    "SlideLinear bias": lambda v: SlideLinear(INT8, v),
+    "SlideLinear backend": lambda v: SlideLinear(INT8, backend=v),
+    "SlideLinear fallback": lambda v: SlideLinear(INT8, fallback=v),
+    "SlideLinear x": LAYER,
+    "SlideLinear call's bias": lambda v: LAYER(WEIGHT, v),
+    "from_linear layer": from_linear,
+    "from_linear dtype": lambda v: from_linear(dtype=v),
+    "from_linear method": lambda v: from_linear(method=v),
+    "from_linear name": lambda v: from_linear(name=v),
+    "sparsify_ model": lambda v: sparsify_(v, "6:8"),
+    "sparsify_ pattern": lambda v: sparsify_(two_layers(), v),
+    "sparsify_ ignore": lambda v: sparsify_(two_layers(), "6:8", ignore=v),
+    "sparsify_ layers": lambda v: sparsify_(two_layers(), "6:8", layers=v),
+    "sparsify_ method": lambda v: sparsify_(two_layers(), "6:8", method=v),
+    "sparsify_ run": lambda v: sparsify_(two_layers(), "6:8", run=v),
+    "load path": load,
+    "load device": lambda v: load("nowhere", v),
+    "PackedWeight.to": INT8.to,
+    "PackedWeight.lift": INT8.lift,
+    "PackedWeight.column_map": INT8.column_map,
+}
+
+VALUES: dict[str, Any] = {
+    "None": None,
+    "empty list": [],
+    "list": [1, 2],
+    "nested list": [[1.0, 2.0]],
+    "tuple": (6, 8),
+    "text": "x",
+    "empty text": "",
+    "bytes": b"x",
+    "minus one": -1,
+    "zero": 0,
+    "huge": 2**80,
+    "half": 0.5,
+    "NaN": float("nan"),
+    "True": True,
+    "dict": {"a": 1},
+    "object": object(),
+    "function": lambda: None,
+    "class": int,
+    "NumPy array": np.ones((16, 32)),
+    "NumPy number": np.int64(-3),
+    "number in a tensor": torch.tensor(3.0),
+    "empty tensor": torch.ones(0),
+    "cube": torch.ones(2, 2, 2),
+    "no rows": torch.ones(0, 32),
+    "no columns": torch.ones(16, 0),
+    "complex": torch.ones(16, 32, dtype=torch.complex64),
+    "bools": torch.ones(16, 32, dtype=torch.bool),
+    "int64": torch.ones(16, 32, dtype=torch.int64),
+    "float64": torch.ones(16, 32, dtype=torch.float64),
+    "meta": torch.empty(16, 32, device="meta"),
+    "NaNs": torch.full((16, 32), float("nan")),
+    "module": nn.ReLU(),
+    "dtype": torch.float64,
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+def test_nothing_but_our_own_errors(call: str) -> None:
+    for name, value in VALUES.items():
+        try:
+            CALLS[call](value)
+        except SlideSparseError as error:
+            assert "\n" not in str(error), name  # noqa: PT017 - most values raise, and some may be good
+        except Exception as error:
+            raise AssertionError(f"{call} = {name}") from error
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["pack weight", "prune_mask weight", "lift x", "tightest_pattern weight", "SlideLinear packed", "sparsify_ model"],
+)
+@pytest.mark.parametrize("value", ["None", "list", "text", "NumPy array", "object", "dict"])
+def test_what_is_no_tensor_or_model_is_refused(call: str, value: str) -> None:
+    with pytest.raises(InputError, match="needed a "):
+        CALLS[call](VALUES[value])
+
+
+def test_an_ignore_list_is_a_list() -> None:
+    """A text would be taken for a list of its letters."""
+    with pytest.raises(InputError, match=r"ignore; got 'lm_head'; needed a list of names"):
+        sparsify_(two_layers(), "6:8", ignore="lm_head")
+
+
+def test_shares_may_be_any_exact_number() -> None:
+    assert Pattern(4, 6, 0.5) == Pattern(4, 6, Fraction(1, 2)) == Pattern.parse("4:6@50%")  # type: ignore[arg-type]

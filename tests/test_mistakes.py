@@ -1,0 +1,134 @@
+"""Mistakes on the command line: one line, whatever they are, and nothing on the disk has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+
+from slidesparse.cli import main
+
+PRUNE = ["prune", "m", "s", "--pattern", "6:8", "--dtype", "int8"]
+WANDA = [*PRUNE, "--method", "wanda", "--calibration", "text.txt", "--samples", "2", "--length", "16"]
+PLAN = ["plan", "m", "--out", "p.json", "--speedup", "1.1", "--calibration", "text.txt", "--samples", "1"]
+PLAN += ["--length", "16", "--method", "wanda", "--patterns", "6:8"]
+EVAL = ["eval", "m", "--text", "text.txt"]
+
+COMMANDS = {
+    **{f"prune on {device}": [*PRUNE, "--device", device] for device in ("CPU", "foo", "mps", "cuda:-1", "", "meta")},
+    **{f"wanda on {device}": [*WANDA, "--device", device] for device in ("cuda:99", "foo")},
+    **{f"plan on {device}": [*PLAN, "--device", device] for device in ("CPU", "mps", "cuda:99")},
+    **{f"eval on {device}": [*EVAL, "--device", device] for device in ("CPU", "cuda:99")},
+    "demo on foo": ["demo", "--device", "foo"],
+    **{f"seed {seed}": [*WANDA, "--seed", seed] for seed in ("18446744073709551616", "-1", "9" * 400)},
+    **{f"gain {gain}": [*PLAN, "--mma-gain", gain] for gain in ("1e-999999999", "1e-400", "nan", "0", "x")},
+    **{f"speed-up {speedup}": [*PLAN, "--speedup", speedup] for speedup in ("1e9", "inf", "nan", "-1")},
+    "destination in bytes": [*PRUNE[:2], "caf\udce9", *PRUNE[3:]],
+    "calibration in bytes": [*WANDA, "--calibration", "caf\udce9.txt"],
+    "plan in bytes": [*PRUNE[:3], "--plan", "caf\udce9.json", "--dtype", "int8"],
+    "plan into bytes": [*PLAN, "--out", "caf\udce9.json"],
+    "text in bytes": [*EVAL, "--text", "caf\udce9.txt"],
+    "inspect bytes": ["inspect", "caf\udce9"],
+    "loop as destination": [*PRUNE[:2], "loop", *PRUNE[3:]],
+    "loop as source": ["prune", "loop", *PRUNE[2:]],
+    "pipe as text": [*EVAL, "--text", "pipe"],
+    "pipe as calibration": [*WANDA, "--calibration", "pipe"],
+    "device as text": [*EVAL, "--text", "/dev/zero"],
+    "pipe as records": ["report", "pipe", "--out", "r"],
+    "folder as plan": [*PRUNE[:3], "--plan", "m", "--dtype", "int8"],
+    "deep plan": [*PRUNE[:3], "--plan", "deep.json", "--dtype", "int8"],
+    "deep lines": [*WANDA, "--calibration", "deep.jsonl"],
+    "deep records": ["report", "deep.json", "--out", "r"],
+    "long number": [*PRUNE[:3], "--plan", "long.json", "--dtype", "int8"],
+    "list as text": [*WANDA, "--calibration", "numbers.json"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("mistakes")
+    make_checkpoint(made / "m", num_hidden_layers=1)
+    add_tokenizer(made / "m")
+    write_text(made / "text.txt", words=60)
+    (made / "loop").symlink_to("loop")
+    os.mkfifo(made / "pipe")
+    for name in ("deep.json", "deep.jsonl"):
+        (made / name).write_text("[" * 100_000 + "\n")
+    (made / "long.json").write_text(f'{{"version": {"1" * 5000}}}')
+    (made / "numbers.json").write_text("[1, 2]")
+    return made
+
+
+def listed(folder: Path) -> dict[str, tuple[int, int]]:
+    found = [path for path in sorted(folder.rglob("*")) if not path.is_symlink()]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_a_mistake_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(folder)
+    before = listed(folder)
+    capsys.readouterr()
+    try:
+        status = main([*COMMANDS[name], "--json"])
+    except SystemExit as stop:  # a value that argparse refuses
+        status = int(str(stop.code))
+    told = capsys.readouterr()
+    assert status in (1, 2)
+    error = json.loads(told.out)["error"]
+    assert error["kind"] in ("InputError", "CheckpointError", "UnsupportedError", "UsageError")
+    if status == 1:
+        assert told.err.count("\n") == 1
+    told.err.encode("utf-8", "backslashreplace")
+    assert listed(folder) == before
+
+
+CONFIGS: dict[str, Callable[[dict[str, object]], object]] = {
+    "other family": lambda c: c.update(model_type="qwen2"),
+    "unknown family": lambda c: c.update(model_type="nothing"),
+    "a million layers": lambda c: c.update(num_hidden_layers=1_000_000),
+    "text as size": lambda c: c.update(hidden_size="sixty-four"),
+    "no heads": lambda c: c.update(num_attention_heads=0),
+    "negative size": lambda c: c.update(hidden_size=-64),
+    "list as architectures": lambda c: c.update(architectures=[["LlamaForCausalLM"]]),
+    "list as quantization_config": lambda c: c.update(quantization_config=[1]),
+    "text as auto_map": lambda c: c.update(auto_map="AutoConfig"),
+    "number as auto_map": lambda c: c.update(auto_map=3),
+    "text as dtype": lambda c: c.update(dtype="nothing"),
+    "more words": lambda c: c.update(vocab_size=97),
+}
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("command", ["inspect", "prune", "eval", "plan"])
+def test_a_wrong_config_is_one_line(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    name: str,
+) -> None:
+    words = {"inspect": ["inspect", "m"], "prune": PRUNE, "eval": EVAL, "plan": PLAN}[command]
+    (tmp_path / "m").mkdir()
+    for file in (folder / "m").iterdir():
+        (tmp_path / "m" / file.name).symlink_to(file)
+    (tmp_path / "text.txt").symlink_to(folder / "text.txt")
+    config = json.loads((folder / "m/config.json").read_text())
+    CONFIGS[name](config)
+    (tmp_path / "m/config.json").unlink()
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    before = listed(tmp_path)
+    capsys.readouterr()
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert "PROBLEM" in told.out or (told.out == "" and told.err.count("\n") == 1)
+    assert "unexpected error" not in told.err
+    assert listed(tmp_path) == before
