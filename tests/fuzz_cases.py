@@ -1,0 +1,339 @@
+"""Random damage of files and random arguments, and what a command made of them: for ``test_fuzz.py``.
+
+A case is plain data, so that one that was found is kept by writing it down. Numbers in it choose among what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOURCES = ("dense", "sharded", "w8a8", "pruned", "packed")
+COMMANDS = ("inspect", "prune", "pack", "eval", "plan", "load")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attempt.
+
+    Attributes:
+        command: What is run.
+        source: The folder that it is run on, of ``SOURCES``.
+        damages: What is done to the folder before: the name of a function below, and the number that chooses.
+        arguments: The numbers that choose the arguments; none for the usual ones.
+    """
+
+    command: str
+    source: str
+    damages: tuple[tuple[str, int], ...] = ()
+    arguments: tuple[int, ...] = ()
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes() or b"\0")
+    for _ in range(rng.choice((1, 1, 8))):
+        # Half of the flips in the header: that is where the structure is.
+        place = rng.randrange(min(len(data), 400) if rng.random() < 0.5 else len(data))
+        data[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.choice((0, 1, 7, 8, 9, path.stat().st_size // 2, max(path.stat().st_size - 1, 0))))
+
+
+def grow(path: Path, rng: random.Random) -> None:
+    with open(path, "ab") as file:
+        file.write(rng.choice((b"\0", b" ", b"}", b"\n{}\n", bytes(4096))))
+
+
+def blank(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data) + 1)
+    data[start : start + 512] = bytes(len(data[start : start + 512]))
+    path.write_bytes(data)
+
+
+def noise(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.randbytes(rng.choice((0, 1, 8, 100, 5000))))
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def exchange(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.choice(files_of(path.parent)).read_bytes())
+
+
+def holes(path: Path, rng: random.Random) -> None:
+    os.truncate(path, 1 << rng.choice((34, 43)))
+
+
+def pipe(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def listening(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def folder(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(
+        rng.choice((path.name, "missing", "..", ".", "/dev/zero", "/dev/null", "/etc/hostname", "../text.txt"))
+    )
+
+
+FILE_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    one.__name__: one for one in (flip, cut, grow, blank, noise, remove, exchange, holes, pipe, listening, folder, link)
+}
+
+
+# -- what the files say --------------------------------------------------------------------------------------------
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2, 3, 64, 2**31, 2**63, 10**30, 0.5, -1e300, float("nan"), float("inf")),
+    *("", "x", "../x", "\u2028", "re:(", "re:.*", "int8", "6:8", [], [0], ["x"], [None], {}, {"": 0}, {"x": {"x": []}}),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Ways to everything in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(deeper for key, item in inner for deeper in places(item, (*path, key)))]
+
+
+def change_json(value: Any, rng: random.Random) -> Any:
+    """Another value somewhere, or one that is gone, or a key that nobody knows."""
+    path = rng.choice(places(value)[1:] or [()])
+    if not path:
+        return rng.choice(VALUES)
+    inside = value
+    for key in path[:-1]:
+        inside = inside[key]
+    how = rng.randrange(6)
+    if how == 0:
+        del inside[path[-1]]
+    elif how == 1 and isinstance(inside, dict):
+        inside["unknown"] = rng.choice(VALUES)
+    elif how == 2 and isinstance(inside[path[-1]], int):
+        inside[path[-1]] += rng.choice((-1, 1))
+    else:
+        inside[path[-1]] = rng.choice(VALUES)
+    return value
+
+
+def json_file(folder: Path, rng: random.Random) -> None:
+    path = rng.choice([path for path in files_of(folder) if path.suffix == ".json"])
+    if path.name != "config.json" and rng.random() < 0.5:
+        path = folder / "config.json"
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return  # damaged already
+    path.write_text(json.dumps(change_json(value, rng)))
+
+
+def nested(folder: Path, rng: random.Random) -> None:
+    path = rng.choice([path for path in files_of(folder) if path.suffix == ".json"])
+    text = rng.choice(
+        ("[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900, "1" * 5000, '{"a": 1, "a": 2}', "\ufeff{}")
+    )
+    path.write_text(text)
+
+
+def header(folder: Path, rng: random.Random) -> None:
+    """Change what a safetensors file says of its tensors, and leave the data as they are."""
+    weights = [path for path in files_of(folder) if path.suffix in (".safetensors", ".packed")]
+    if not weights:
+        return
+    path = rng.choice(weights)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    try:
+        value = json.loads(data[8 : 8 + length])
+    except ValueError:
+        return
+    if rng.random() < 0.3 and len(value) > 2:
+        one, two = rng.sample(sorted(value), 2)
+        value[one], value[two] = value[two], value[one]
+    else:
+        value = change_json(value, rng)
+    text = json.dumps(value).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def stray(folder: Path, rng: random.Random) -> None:
+    """A file that is not expected."""
+    name = rng.choice(
+        ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
+    )
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("text")
+    if rng.random() < 0.5:
+        FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)
+
+
+FOLDER_DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    one.__name__: one for one in (json_file, nested, header, stray)
+}
+
+DAMAGES = (*FILE_DAMAGES, *FOLDER_DAMAGES)
+
+
+def damage(folder: Path, name: str, number: int) -> None:
+    rng = random.Random(number)
+    if name in FILE_DAMAGES:
+        known = files_of(folder)
+        if known:
+            FILE_DAMAGES[name](rng.choice(known), rng)
+    elif any(path.suffix == ".json" for path in files_of(folder)):
+        FOLDER_DAMAGES[name](folder, rng)
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "",
+    "x",
+    "0",
+    "-1",
+    "1",
+    "1e999",
+    "nan",
+    "99999999999999999999",
+    "re:(",
+    "re:.*q_proj",
+    "=",
+    "a=b",
+    "6:8",
+    "../x",
+    "\udcff",
+)
+
+OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "inspect": {"--json": ()},
+    "load": {},
+    "pack": {"--json": ()},
+    "prune": {
+        "--pattern": ("6:8", "4:6", "4:6@50%", "2:4", "dense", "8:10", "6:9", "0:0", "5", "4:6@0%"),
+        "--dtype": ("int8", "fp8", "bf16", "fp32", "int4"),
+        "--method": ("magnitude", "wanda", "sparsegpt", "best"),
+        "--recipe": ("absmax", "ternary"),
+        "--ignore": ("re:.*mlp.*", "re:.*", "lm_head", "model.layers.0.self_attn.q_proj"),
+        "--layer": ("re:.*down_proj=4:6", "re:.*down_proj=dense", "re:.*q_proj=2:4", "re:.*=dense"),
+        "--links": ("refuse", "copy", "skip"),
+        "--calibration": ("TEXT", "SOURCE", "missing"),
+        "--samples": ("2", "4"),
+        "--length": ("2", "16"),
+        "--seed": ("0", "7"),
+        "--device": ("cpu", "CPU", "cuda", "cpu:9"),
+        "--lm-head": (),
+        "--json": (),
+    },
+    "eval": {
+        "--text": ("TEXT", "SOURCE", "missing"),
+        "--window": ("16", "2", "64"),
+        "--stride": ("8", "1", "64"),
+        "--batch": ("1", "4"),
+        "--json": (),
+    },
+    "plan": {
+        "--sparsity": ("0.1", "0.25", "0.9"),
+        "--speedup": ("1.1", "9"),
+        "--memory": ("1", "0.00001"),
+        "--method": ("magnitude", "wanda"),
+        "--patterns": ("6:8", "2:4", "dense"),
+        "--mma-gain": ("2", "1.6", "3"),
+        "--ignore": ("re:.*mlp.*", "re:.*", "lm_head"),
+        "--seed": ("0", "7"),
+        "--json": (),
+    },
+}
+
+USUAL: dict[str, list[str]] = {
+    "inspect": [],
+    "load": [],
+    "pack": [],
+    "prune": ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"],
+    "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
+    "plan": [
+        *("--sparsity", "0.1", "--method", "magnitude", "--patterns", "6:8", "--calibration", "TEXT"),
+        *("--samples", "2", "--length", "16", "--device", "cpu"),
+    ],
+}
+
+
+def command_line(case: Case, folder: Path) -> list[str]:
+    """Words of a command on ``folder/m``, whose output goes to ``folder/out``."""
+    words = list(USUAL[case.command])
+    for number in case.arguments:
+        rng = random.Random(number)
+        known = OPTIONS[case.command]
+        if not known:
+            break
+        option = rng.choice(sorted(known))
+        if option in words and rng.random() < 0.5:  # in the place of the usual one
+            place = words.index(option)
+            del words[place : place + (2 if known[option] else 1)]
+        words.append(option)
+        if known[option]:
+            words.append(rng.choice(known[option]) if rng.random() < 0.75 else rng.choice(WORDS))
+    named = {"TEXT": str(folder / "text.txt"), "SOURCE": str(folder / "m")}
+    words = [named.get(word, word) for word in words]
+    out = {"prune": [str(folder / "out")], "plan": ["--out", str(folder / "out.json")]}.get(case.command, [])
+    if case.arguments and random.Random(case.arguments[0] + 1).random() < 0.1 and case.command == "prune":
+        out = [
+            random.Random(case.arguments[0]).choice(
+                ("m", "m/in", "out/..", "text.txt", "text.txt/x", "n" * 300, "a/b/c")
+            )
+        ]
+        out = [str(folder / out[0])]
+    return [case.command, str(folder / "m"), *out, *words]
+
+
+# -- what is there -------------------------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Everything below a folder, to be compared; of files with holes the size alone."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        kind = stat.S_IFMT(status.st_mode)
+        content: object = None
+        if stat.S_ISLNK(kind):
+            content = os.readlink(path)
+        elif stat.S_ISREG(kind):
+            content = path.read_bytes() if status.st_size < 10**8 else status.st_size
+        found[os.fsencode(path.relative_to(folder)).decode("latin-1")] = (kind, stat.S_IMODE(status.st_mode), content)
+    return found

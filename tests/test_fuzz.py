@@ -1,0 +1,227 @@
+"""Damaged files and odd arguments: a command succeeds and its result verifies, or it says one line and changes nothing.
+
+Other tests say which line; here any will do. The usual run takes half a minute and tries the same cases everywhere, as
+many as the machine manages. By hand, for hours and with other cases::
+
+    SLIDESPARSE_FUZZ_SECONDS=36000 SLIDESPARSE_FUZZ_SEED=1000 pytest tests/test_fuzz.py -k random
+
+A case that failed is printed; it goes into ``KEPT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, tokens, write_text
+from fuzz_cases import COMMANDS, DAMAGES, SOURCES, Case, command_line, damage, snapshot
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+import slidesparse
+from slidesparse.cli import main
+from slidesparse.commands.plan import read_plan
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import SlideSparseError
+from slidesparse.files.marker import MARKER_KEY
+from slidesparse.files.packed_file import FILE_NAME, write_packed
+
+SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
+FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
+
+TIME_LIMIT = 60
+"""Seconds after which a command hangs. They take a tenth of one."""
+
+MEMORY = 16 << 30
+"""Bytes by which the process may grow: a size that a file promises is not to take the machine down."""
+
+KEPT: tuple[Case, ...] = ()
+"""Cases that failed once."""
+
+
+class Hang(BaseException):
+    """A command took too long. Nothing catches it."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each of ``SOURCES``, and a text."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_text(folder / "text.txt", words=60)
+    for name, size in (("dense", "5GB"), ("sharded", "20KB")):
+        make_checkpoint(folder / name, num_hidden_layers=1, hidden_size=32, intermediate_size=40, shard_size=size)
+        add_tokenizer(folder / name)
+    prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6@50%", "int8"))
+    prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "fp8"))
+    config = json.loads((folder / "w8a8/config.json").read_text())
+    del config[MARKER_KEY]
+    (folder / "w8a8/config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "pruned", folder / "packed")
+    write_packed(folder / "packed")
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _limited() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIME_LIMIT)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(words: list[str]) -> tuple[int, str, str]:
+    """Status, output and errors of a command; ``load`` is the function of Python."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if words[0] != "load":
+                return main(words), out.getvalue(), err.getvalue()
+            slidesparse.load(words[1])
+            return 0, "loaded", ""
+        except SlideSparseError as error:
+            assert words[0] == "load"
+            return 1, "", f"slidesparse: {error}\n"
+        except SystemExit as error:
+            return int(str(error.code)), out.getvalue(), err.getvalue()
+
+
+def check(case: Case, sources: Path, folder: Path) -> None:
+    """Run a case, and hold it against the oracle."""
+    folder.mkdir()
+    shutil.copytree(sources / case.source, folder / "m")
+    shutil.copy(sources / "text.txt", folder)
+    for name, number in case.damages:
+        damage(folder / "m", name, number)
+    before = snapshot(folder)
+    words = command_line(case, folder)
+    with in_time():
+        status, out, err = run(words)
+    said = f"{words}: {status}\n{out}\n{err}"
+    after = snapshot(folder)
+    assert status in (0, 1, 2), said
+    assert "Traceback" not in err, said
+    assert "unexpected error" not in err, said
+    assert {name: after.get(name) for name in before} == before, said
+    if status == 0:
+        assert out, said
+        verify(case, words, folder, sources)
+    elif not (status == 1 and case.command == "inspect" and "PROBLEM" in out):
+        lines = err.splitlines()
+        assert len(lines) == 1 or status == 2 or all(line.startswith("slidesparse: ") for line in lines), said
+        assert lines, said
+        assert len(lines[-1]) < 2000, said
+        assert after == before or " keeps " in lines[-1], said
+
+
+def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
+    """Hold what a command that succeeded made against what it promises."""
+    if case.command == "plan":
+        assert read_plan(folder / "out.json").layers
+        prune = ["prune", words[1], str(folder / "out"), "--plan", str(folder / "out.json"), "--dtype", "int8"]
+        assert_success([*prune, "--method", "magnitude"])
+    made = Path(words[2]) if case.command == "prune" else folder / "out"
+    if case.command in ("prune", "plan"):
+        assert_success(["inspect", str(made)])
+        logits_of(made)
+    if case.command == "pack":
+        packed = logits_of(folder / "m")
+        (folder / "m" / FILE_NAME).unlink()
+        assert torch.equal(packed, logits_of(folder / "m"))
+    if case.command == "load":
+        found = logits_of(folder / "m")
+        if all(changed == FILE_NAME for changed in changes(folder / "m", sources / case.source)):
+            assert torch.equal(found, logits_of(sources / case.source))
+
+
+def assert_success(words: list[str]) -> None:
+    status, out, err = run(words)
+    assert status == 0, f"{words}: {status}\n{out}\n{err}"
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model: Any = slidesparse.load(folder, backend="reference")
+        return model(tokens() % model.config.vocab_size).logits.nan_to_num()
+
+
+def changes(one: Path, other: Path) -> list[str]:
+    left, right = snapshot(one), snapshot(other)
+    return [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_without_damage(command: str, source: str, sources: Path, tmp_path: Path) -> None:
+    """The oracle itself, where the answer is known."""
+    case = Case(command, source)
+    check(case, sources, tmp_path / "w")
+    fits = {"pruned": ("inspect", "pack", "eval", "load"), "packed": ("inspect", "eval", "load")}
+    for_dense = ("inspect", "eval", "prune") if source == "w8a8" else ("inspect", "prune", "eval", "plan")
+    status, _, err = run([*command_line(case, tmp_path / "w"), *([] if command == "load" else ["--json"])])
+    again = "exists" in err  # the output of the first time
+    assert (status == 0 or again) == (command in fits.get(source, for_dense)), err
+
+
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_what_failed_once(case: Case, sources: Path, tmp_path: Path) -> None:
+    check(case, sources, tmp_path / "w")
+
+
+NUMBERS = st.integers(0, 2**32 - 1)
+CASES = st.builds(
+    Case,
+    st.sampled_from(COMMANDS),
+    st.sampled_from(SOURCES),
+    st.lists(st.tuples(st.sampled_from(DAMAGES), NUMBERS), max_size=3).map(tuple),
+    st.lists(NUMBERS, max_size=3).map(tuple),
+)
+
+
+def test_random(sources: Path, tmp_path: Path) -> None:
+    end, number = time.monotonic() + SECONDS, count()
+
+    @settings(max_examples=100, deadline=None, database=None, derandomize=False)
+    @given(CASES)
+    def attempt(case: Case) -> None:
+        if time.monotonic() < end:
+            folder = tmp_path / str(next(number))
+            try:
+                check(case, sources, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    for one in count(FIRST_SEED):
+        if time.monotonic() >= end:
+            break
+        seed(one)(attempt)()
+    print(f"{next(number)} cases, seeds {FIRST_SEED} to {one - 1}")
