@@ -5,17 +5,16 @@ A message answers four questions in one line: what is wrong, what was got, what 
 
 from __future__ import annotations
 
-
 LONGEST = 500
 """Most characters of another library's message that one of ours repeats."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind and first line of another library's error, for a message of ours, which has one line.
+    r"""Return the kind and first line of another library's error, for a message of ours, which has one line.
 
     A line that ends in a colon announces the next one, which says what is wrong.
 
-    >>> first_line(ValueError("field 'a':\\n    is no number\\nsee the docs"))
+    >>> first_line(ValueError("field 'a':\n    is no number\nsee the docs"))
     "ValueError: field 'a': is no number"
     """
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]

@@ -90,8 +90,8 @@ def check_weight(weight: torch.Tensor, name: str = "weight") -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of any type holds neither NaN nor Inf.
 
-    One pass without a temporary: NaN is the smallest and the largest of the numbers that it is among. ``isfinite`` takes
-    40 times as long on a CPU.
+    One pass without a temporary: NaN is the smallest and the largest of the numbers that it is among. ``isfinite``
+    takes 40 times as long on a CPU.
     """
     if not tensor.numel() or not tensor.is_floating_point():
         return True

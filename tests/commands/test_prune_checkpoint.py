@@ -24,9 +24,9 @@ import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
-from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.files.staging import staged
 from slidesparse.linear import SlideLinear
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.pattern import Pattern
 from slidesparse.quant import dequantize
 from slidesparse.support import check_pattern, following_groups

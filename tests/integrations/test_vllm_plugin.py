@@ -17,10 +17,10 @@ from vllm_models import REFERENCE, configured, loaded
 import slidesparse as ss
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.private import LOOPS
 from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows, quantize_weight
 

@@ -38,10 +38,10 @@ def readable_size(n_bytes: int) -> str:
 
 
 def readable_name(name: str | os.PathLike[str]) -> str:
-    """Return a file name as text that JSON in UTF-8 can hold, with what is not UTF-8 in it as ``\\xff``.
+    r"""Return a file name as text that JSON in UTF-8 can hold, with what is not UTF-8 in it as ``\xff``.
 
-    >>> readable_name("caf\\udce9.txt")
-    'caf\\\\xe9.txt'
+    >>> readable_name("caf\udce9.txt")
+    'caf\\xe9.txt'
     """
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when it worked; 1 when it did not, with one line on standard error; 2 for wrong usage; 130 when interrupted;
-        141 when nobody reads its output any more. With ``--json`` standard output has the error too: ``docs/formats.md``.
+        141 when nobody reads its output any more. With ``--json`` standard output has the error too (docs/formats.md).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _make_printable()

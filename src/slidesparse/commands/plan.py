@@ -208,7 +208,8 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
             f" predicted damage {plan.damage:.4f} nats a token",
-            f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text} --dtype int8",
+            f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
+            " --dtype int8",
         ]
     )
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from slidesparse.base.device import usable_device
-from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
+from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.check_tensors import check_finite, refuse_faults
-from slidesparse.files.checkpoint import Checkpoint, read_json
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
@@ -22,8 +23,6 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 from slidesparse.quant import FLOATS
-
-GENERATION_FILE = "generation_config.json"
 
 
 def load(
@@ -91,7 +90,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     def read(tensor: str) -> torch.Tensor:
         value = checkpoint.tensor(tensor, device)
         check_finite(value, tensor)
-        return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
+        return value.to(dtype) if dtype in FLOATS and value.is_floating_point() else value
 
     rest = {name: read(tensor) for name, tensor in meta.tensors.items() if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
@@ -104,16 +103,6 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
             SlideSparseWarning,
             stacklevel=3,
         )
-    if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
-        model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
-
-
-def _generation_config(path: Path) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_dict(read_json(path))
-    except SlideSparseError:
-        raise
-    except Exception as error:  # wrong settings can raise anything in a library
-        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error
+    settings = generation_settings(checkpoint)
+    if settings is not None and hasattr(model, "generation_config"):
+        model.generation_config = settings

@@ -19,8 +19,8 @@ SAME = 4
 """Tokens at its beginning that do not change, and whose predictions must not either."""
 
 NOISE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""The largest change that counts as rounding, as a share of the logits' range: 1e-7 was measured in mixtures of experts,
-and at least 2e-3 in random models that see later tokens."""
+"""The largest change that counts as rounding, as a share of the logits' range: 1e-7 was measured in mixtures of
+experts, and at least 2e-3 in random models that see later tokens."""
 NOISE_16_BITS = 2e-2
 
 NEEDED = "a causal language model, which answers with logits for the next token"
