@@ -161,5 +161,5 @@ def test_nan_that_the_text_does_not_touch(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "m/model.safetensors")
     tensors["model.embed_tokens.weight"][90] = float("nan")
     save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight holds NaN or Inf"):
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight holds NaN"):
         evaluate(tmp_path / "m", text=write_text(tmp_path / "text.txt", words=20))

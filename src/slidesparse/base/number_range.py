@@ -1,4 +1,4 @@
-"""Check that numbers which others wrote can have been measured: neither negative nor NaN nor too large to add."""
+"""Check that numbers which others wrote can have been measured: neither negative nor NaN nor too large to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let other libraries load without a word, where a command wants only its own words on standard error."""
+"""Let other libraries work without a word, where a command wants only its own words on standard error."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from slidesparse.cli.failure import fields, print_error
 
 JSON = "--json"
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of a parser; argparse gives their class no public name."""
 
 

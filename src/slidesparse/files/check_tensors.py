@@ -1,19 +1,20 @@
-"""Check the tensors of a checkpoint against its model, its config and its marker, before anything relies on them.
+"""Check a checkpoint's tensors against its model, its config and its marker, before anything relies on them.
 
-A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by any scale
-that it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
+A library that loads a checkpoint makes up what is missing, casts what has another type, and multiplies by whatever
+scale it finds. So every command asks here before it reads weights: names, shapes and types, which the files' headers
 show, and the values of scales, which are few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import ITEM_BYTES, STORED_NAMES, Checkpoint
+from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.targets import matches_entry
@@ -46,14 +47,19 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
 
     Faults are: a wrong shape or type; a weight in 8 bits that the config or the marker says to be a float, and the
     reverse; a scale that is missing, of wrong shape or type, negative, NaN, Inf, or zero where the weight is not; a
-    scale of a weight that is not quantised. Missing tensors are :meth:`MetaModel.require_complete`'s.
+    scale of a weight that is not quantised; and settings of generation that cannot be read. Missing tensors are the
+    concern of :meth:`MetaModel.require_complete`.
 
     Raises:
         CheckpointError: The quantisation is of a kind that we do not read.
     """
-    for tensor, stored in ((name, checkpoint.stored(name)) for name in checkpoint.files):
-        if stored.dtype not in ITEM_BYTES:
-            yield CheckpointError(f"type of {tensor}", got=stored.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
+    for name in checkpoint.files:
+        if (found := checkpoint.stored(name)).dtype not in ITEM_BYTES:
+            yield CheckpointError(f"type of {name}", got=found.dtype, needed=f"one of {', '.join(ITEM_BYTES)}")
+    try:
+        generation_settings(checkpoint)
+    except CheckpointError as error:
+        yield error
     allowed, tensors = _Allowed(meta, checkpoint), stored_names(meta)
     parameters = dict(meta.model.named_parameters(remove_duplicate=False))
     for name, expected in meta.model.state_dict(keep_vars=True).items():
@@ -142,6 +148,18 @@ def _scale_value_faults(
         yield CheckpointError(
             f"{name} is not positive", got=f"{float(scale[row]):g} at row {row}", needed="positive numbers"
         )
+
+
+def check_values(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> None:
+    """Refuse a parameter that holds NaN or Inf, except for the weights of layers in ``read``, which are read anyway.
+
+    Raises:
+        CheckpointError: Naming its tensor.
+    """
+    stored = stored_names(meta)
+    for name, _ in meta.model.named_parameters():
+        if name in stored and name.removesuffix(".weight") not in read:
+            check_finite(checkpoint.tensor(stored[name]), stored[name])
 
 
 def check_finite(tensor: torch.Tensor, name: str) -> None:

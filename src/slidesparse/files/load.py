@@ -12,9 +12,10 @@ from torch import nn
 
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
-from slidesparse.errors import CheckpointError, SlideSparseError, SlideSparseWarning, first_line
+from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
-from slidesparse.files.checkpoint import Checkpoint, read_json
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
@@ -26,8 +27,6 @@ from slidesparse.pattern import Pattern
 from slidesparse.quant import FLOATS
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
-
-GENERATION_FILE = "generation_config.json"
 
 
 def load(
@@ -120,7 +119,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     def read(name: str) -> torch.Tensor:
         value = meta.read(name, partial(checkpoint.tensor, device=device)).to(device)
         check_finite(value, stored.get(name, name))
-        return value.to(dtype) if dtype in FLOATS and value.dtype in FLOATS else value
+        return value.to(dtype) if dtype in FLOATS and value.is_floating_point() else value
 
     rest = {name: read(name) for name in meta.filled if name not in filled}
     model.load_state_dict(rest, strict=False, assign=True)
@@ -133,8 +132,9 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
             SlideSparseWarning,
             stacklevel=3,
         )
-    if (checkpoint.path / GENERATION_FILE).exists() and hasattr(model, "generation_config"):
-        model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
+    settings = generation_settings(checkpoint)
+    if settings is not None and hasattr(model, "generation_config"):
+        model.generation_config = settings
 
 
 def _tie(meta: MetaModel) -> None:
@@ -143,14 +143,3 @@ def _tie(meta: MetaModel) -> None:
         place, _, leaf = name.rpartition(".")
         owner, _, source = other.rpartition(".")
         setattr(meta.model.get_submodule(place), leaf, getattr(meta.model.get_submodule(owner), source))
-
-
-def _generation_config(path: Path) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_dict(read_json(path))
-    except SlideSparseError:
-        raise
-    except Exception as error:  # wrong settings can raise anything in a library
-        raise CheckpointError(f"{path} cannot be used", got=first_line(error), remedy="correct or remove it") from error

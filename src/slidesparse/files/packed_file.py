@@ -23,7 +23,7 @@ import torch
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
 from slidesparse.files.check_packed import KINDS, check_packed_layer
-from slidesparse.files.check_tensors import refuse_faults
+from slidesparse.files.check_tensors import check_values, refuse_faults
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import Marker
@@ -77,6 +77,7 @@ def _write(checkpoint: Checkpoint, marker: Marker, file: Path, progress: bool | 
     meta = build_meta_model(checkpoint)
     linears = meta.linears(marker)
     refuse_faults(meta, checkpoint)
+    check_values(meta, checkpoint, linears)
     prefixes = {name: meta.prefix(name) for name in linears}
     groups: dict[str, torch.Tensor] = {}
     layouts: dict[str, Stored] = {}
