@@ -12,7 +12,7 @@ from slidesparse.base.log import log_once
 from slidesparse.gemm import dense
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
-from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import LinearTensors
 from slidesparse.lifting import TorchLift
 
@@ -37,7 +37,7 @@ class Parts:
             inputs=lambda *_: INPUTS if takes else None,
             why_not=lambda *_: reason,
             launcher=SimpleNamespace(ready=ready),
-            launch=lambda *arguments: self.launches.append(arguments),
+            launch=lambda inputs, eps, **outputs: self.launches.append((inputs, eps, outputs)),
             device=torch.device("cpu"),
             index=0,
             tokens=TOKENS,
@@ -77,7 +77,7 @@ def test_the_product_gets_what_the_launch_wrote() -> None:
     ((values, weight, scale_x, scale_w, given_bias, out_dtype),) = parts.products
     assert (values.shape, values.dtype, scale_x.shape, scale_x.dtype) == ((40, 64), INT8, (40, 1), torch.float32)
     assert (weight is WEIGHT, scale_w is scale, given_bias is bias, out_dtype) == (True, True, True, BF16)
-    assert parts.launches == [(INPUTS, LiftOutputs(None, values.data_ptr(), scale_x.data_ptr()), 0.5)]
+    assert parts.launches == [(INPUTS, 0.5, {"total": None, "values": values.data_ptr(), "scale": scale_x.data_ptr()})]
     assert not parts.by_parts
 
 
@@ -85,7 +85,7 @@ def test_a_residual_gives_a_new_one() -> None:
     parts = Parts()
     _, total = parts.run(WEIGHT, torch.ones(OUT), residual=torch.ones(TOKENS, COLUMNS))
     assert (total.shape, total.dtype) == ((TOKENS, COLUMNS), BF16)
-    assert parts.launches[0][1].total == total.data_ptr()
+    assert parts.launches[0][2]["total"] == total.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import ColumnOrder, LinearTensors
 from slidesparse.lifting import TorchLift
 
@@ -45,7 +45,7 @@ class Launches:
         self.multiplied: list[tuple[Any, ...]] = []
         self.by_parts: list[tuple[Any, ...]] = []
         self.lift: Any = SimpleNamespace(
-            launch=lambda *arguments: self.lifted.append(arguments),
+            launch=lambda inputs, eps, **outputs: self.lifted.append((inputs, eps, outputs)),
             inputs=lambda *tensors: INPUTS if takes else None,
             why_not=lambda *tensors: reason,
             launcher=SimpleNamespace(ready=True),
@@ -104,13 +104,13 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.shape == (TOKENS, OUT)
     assert y.dtype == BF16
     assert total is None
-    ((inputs, outputs, eps),) = launches.lifted
+    ((inputs, eps, outputs),) = launches.lifted
     assert inputs is INPUTS
-    assert (outputs.total, outputs.scale, eps) == (None, outputs.values + VALUES, 0.0)
+    assert (outputs["total"], outputs["scale"], eps) == (None, outputs["values"] + VALUES, 0.0)
     (dense, sparse), scale = tensors.operand, tensors.scale
     assert scale is not None
     addresses = dense.data_ptr(), sparse.data_ptr(), scale.data_ptr(), bias.data_ptr(), BIAS_TYPES[bias.dtype]
-    assert launches.multiplied == [(outputs.values, outputs.scale, WeightAddresses(*addresses), y.data_ptr())]
+    assert launches.multiplied == [(outputs["values"], outputs["scale"], WeightAddresses(*addresses), y.data_ptr())]
     assert not launches.by_parts
 
 
@@ -131,17 +131,16 @@ def test_a_residual_gives_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     _, total = made(monkeypatch, launches)(rows(), rows(), weight()._replace(gain=gain), 1e-6)
     assert total is not None
     assert (total.shape, total.dtype) == (rows().shape, BF16)
-    ((_, outputs, eps),) = launches.lifted
-    assert (outputs.total, eps) == (total.data_ptr(), 1e-6)
+    ((_, eps, outputs),) = launches.lifted
+    assert (outputs["total"], eps) == (total.data_ptr(), 1e-6)
 
 
 def test_lifting_alone_writes_no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(quantised=False)
     made(monkeypatch, launches)(rows(), None, weight()._replace(scale=None), 0.0)
-    ((_, outputs, _),) = launches.lifted
+    ((_, _, outputs),) = launches.lifted
     ((_, scale_x, addresses, _),) = launches.multiplied
-    assert isinstance(outputs, LiftOutputs)
-    assert (outputs.scale, scale_x, *addresses[2:]) == (None, None, None, None, 0)
+    assert (outputs["scale"], scale_x, *addresses[2:]) == (None, None, None, None, 0)
 
 
 DENSE, SPARSE = weight().operand

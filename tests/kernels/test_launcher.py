@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from slidesparse.kernels import lift as lifts
 from slidesparse.kernels import triton_launcher
 from slidesparse.kernels.lift import KernelLift
-from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.triton_launcher import Launcher
@@ -250,7 +250,7 @@ def test_every_address_of_a_lift_lands_in_its_parameter(kernel: Any, monkeypatch
     lift.launcher = launcher
     monkeypatch.setattr(lifts, "current_stream", lambda device: 4096)
     inputs = LiftInputs(x=16, residual=32, gain=64, pairs=80, x_stride=128, residual_stride=144)
-    lift.launch(inputs, LiftOutputs(total=48, values=96, scale=112), 0.25)
+    lift.launch(inputs, 0.25, total=48, values=96, scale=112)
     (arguments,) = told
     assert arguments[:4] == (5, 1, 1, 4096)
     assert kernel.arg_names == [*NUMBERS, "P"]

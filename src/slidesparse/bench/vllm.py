@@ -91,6 +91,8 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
 
 
 def _measure(profile: EngineProfile, model: str, dtype: str, scratch: Path | None) -> Iterator[Record]:
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
 
         @contextmanager

@@ -29,7 +29,6 @@ from slidesparse.base import torch_private
 from slidesparse.base.torch_private import empty_here
 from slidesparse.gemm.backend import LiftThenMultiply, Operand, Products, Runner, log_by_parts, release
 from slidesparse.gemm.reference import Reference, apply_scales, product
-from slidesparse.kernels.lift_addresses import LiftOutputs
 from slidesparse.layout import Layout, LinearTensors, with_rows
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
@@ -145,7 +144,7 @@ class DenseLinear:
         total = None if residual is None else empty_here(*lift.shape, lift.source)
         values, scale = empty_here(lift.tokens, lift.width, lift.target), empty_here(lift.tokens, 1, torch.float32)
         total_at = None if total is None else total.data_ptr()
-        lift.launch(inputs, LiftOutputs(total_at, values.data_ptr(), scale.data_ptr()), eps)
+        lift.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale.data_ptr())
         return self._multiply(values, operand[0], scale, scale_w, bias, lift.source), total
 
     def _reads(self, weight: torch.Tensor, scale_w: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs, inputs_of, is_aligned, outputs_of
+from slidesparse.kernels.lift_addresses import LiftInputs, inputs_of, is_aligned
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import (
     EARLY_ARCH,
@@ -221,7 +221,9 @@ class KernelLift:
         if tokens and width:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)
             if self.can_launch(inputs):
-                self.launch(inputs, outputs_of(lifted), eps)
+                total_at = None if total is None else total.data_ptr()
+                scale_at = None if scale is None else scale.data_ptr()
+                self.launch(inputs, eps, total=total_at, values=values.data_ptr(), scale=scale_at)
             else:
                 self._launch_by_triton(x, residual, pairs if self.gathered else None, gain, lifted, eps)
         if self.padded != tokens:
@@ -271,13 +273,18 @@ class KernelLift:
         """Whether :meth:`launch` can read these: a kernel is compiled, and they are aligned as it needs."""
         return self.launcher.ready and is_aligned(inputs)
 
-    def launch(self, inputs: LiftInputs, outputs: LiftOutputs, eps: float) -> None:
+    def launch(self, inputs: LiftInputs, eps: float, *, total: int | None, values: int, scale: int | None) -> None:
         """Launch by addresses on the current stream of the device, which must be the current one; nothing is checked.
 
-        :meth:`can_launch` must hold.
+        Args:
+            inputs: Addresses that the kernel reads; :meth:`can_launch` must hold for them.
+            eps: The norm's epsilon.
+            total: Address of memory for the new residual [M, K]; None where there is none. Like those below, it must be
+                a multiple of 16.
+            values: Address of memory for the values, ``padded`` rows of ``width``.
+            scale: Address of memory for M scales, float32; None where nothing is quantised.
         """
         x, residual, gain, pairs, x_stride, residual_stride = inputs
-        total, values, scale = outputs
         self.launcher.launch(
             self.programs,
             current_stream(self.index),

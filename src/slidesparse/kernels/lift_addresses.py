@@ -1,4 +1,4 @@
-"""The addresses and strides that a quantise-and-lift launch reads and writes, as named fields."""
+"""The addresses and strides that a quantise-and-lift launch reads, as named fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.kernels.triton_launcher import ALIGNMENT, LARGEST
-from slidesparse.layout import Lifted
 
 
 class LiftInputs(NamedTuple):
@@ -30,20 +29,6 @@ class LiftInputs(NamedTuple):
     residual_stride: int
 
 
-class LiftOutputs(NamedTuple):
-    """The addresses that a launch writes, all multiples of 16.
-
-    Attributes:
-        total: Address of memory for the new residual [M, K]; None where there is none.
-        values: Address of memory for the values, ``padded`` rows of ``width``.
-        scale: Address of memory for M scales, float32; None where nothing is quantised.
-    """
-
-    total: int | None
-    values: int
-    scale: int | None
-
-
 def inputs_of(
     x: torch.Tensor, residual: torch.Tensor | None, pairs: torch.Tensor | None, gain: torch.Tensor | None
 ) -> LiftInputs:
@@ -52,14 +37,6 @@ def inputs_of(
     gain_at = None if gain is None else gain.data_ptr()
     pairs_at = None if pairs is None else pairs.data_ptr() or None  # an empty tensor has no address
     return LiftInputs(x.data_ptr(), residual_at, gain_at, pairs_at, x.stride()[0], residual_stride)
-
-
-def outputs_of(lifted: Lifted) -> LiftOutputs:
-    """Return the addresses of tensors that were allocated for the result of a lift."""
-    values, scale, total = lifted
-    return LiftOutputs(
-        None if total is None else total.data_ptr(), values.data_ptr(), None if scale is None else scale.data_ptr()
-    )
 
 
 def is_aligned(inputs: LiftInputs) -> bool:

@@ -17,7 +17,7 @@ from slidesparse.gemm.backend import LiftThenMultiply, Products, log_by_parts
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, find_launch
 from slidesparse.gemm.hopper.tiles import Tile
 from slidesparse.gemm.hopper.weights import step_shapes
-from slidesparse.kernels.lift_addresses import LiftInputs, LiftOutputs
+from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import LinearTensors
 from slidesparse.support import is_vector
 
@@ -104,7 +104,7 @@ class HopperLinear:
             eps: The norm's epsilon.
         """
         scale = workspace + self._scales_start if self.lift.quantised else None
-        self.lift.launch(inputs, LiftOutputs(total, workspace, scale), eps)
+        self.lift.launch(inputs, eps, total=total, values=workspace, scale=scale)
         self._gemm.launch(workspace, scale, weight, y)
 
     def __repr__(self) -> str:
