@@ -111,21 +111,22 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.from_numpy(values).to(dtype).to(torch.float64).numpy()
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype) -> None:
+def test_norms_round_once_as_compiled_ones_do(dtype: torch.dtype, offset: float) -> None:
     x, residual = (torch.randint(-40, 41, (2, 5, K)) / 8).to(dtype).unbind(0)
     gain = torch.randn(K).to(dtype)
     total = x.double().numpy() + residual.double().numpy()
     normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + EPS)
-    wanted = rounded(normed * gain.double().numpy(), dtype)
-    got, after = add_rms_norm(x, residual, gain, EPS)
+    wanted = rounded(normed * (gain.double().numpy() + offset), dtype)
+    got, after = add_rms_norm(x, residual, gain, EPS, offset=offset)
     assert np.array_equal(after.double().numpy(), rounded(total, dtype))
     # A square root in float32 may put a value on the other side of a rounding boundary: one step of the type.
     step = torch.finfo(dtype).eps
     np.testing.assert_allclose(got.double().numpy(), wanted, rtol=2 * step, atol=0)
     assert (got.double().numpy() != wanted).mean() < (0.02 if dtype != torch.float32 else 1)
     wide = torch.from_numpy(total).to(torch.float32)
-    assert same(rms_norm(wide, gain, EPS), got)
+    assert same(rms_norm(wide, gain, EPS, offset=offset), got)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

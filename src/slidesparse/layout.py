@@ -235,7 +235,7 @@ class Lifted(NamedTuple):
     Attributes:
         values: [M, K'], 8-bit or in the type of the activations, in the layout asked for.
         scale: float32 [M, 1]; None when nothing was quantised.
-        residual: [M, K], ``x + residual`` with the prologue ``add_rms_norm``; else None.
+        residual: [M, K], ``x + residual`` with a norm that adds it; else None.
     """
 
     values: torch.Tensor

@@ -15,7 +15,7 @@ import torch
 from slidesparse.base.log import log_once
 from slidesparse.errors import InputError
 from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors, with_rows
-from slidesparse.prologue import Prologue, add_rms_norm, rms_norm, silu_mul
+from slidesparse.prologue import ADDING, GEMMA, Prologue, add_rms_norm, rms_norm, silu_mul
 from slidesparse.quant import FLOATS, quantize_rows
 from slidesparse.slide import gather
 
@@ -28,7 +28,7 @@ class Lift(Protocol):
 
         Args:
             x: [M, K] of any strides; [M, 2K] for the prologue ``silu_mul``.
-            residual: [M, K] in x's type, of any strides, for ``add_rms_norm``.
+            residual: [M, K] in x's type, of any strides, for a norm that adds it.
             tensors: Of the linear's tensors a lift reads the column map or the index of pairs, and the norm's gain.
             eps: The norm's epsilon.
 
@@ -116,11 +116,12 @@ class TorchLift:
             return silu_mul(x), None
         if gain is None or gain.shape != x.shape[-1:]:  # torch would broadcast another one, and no kernel does
             raise InputError("gain of RMSNorm", got=_form(gain), needed=f"[{x.shape[-1]}]")
-        if self.prologue == "rms_norm":
-            return rms_norm(x, gain, eps), None
+        offset = 1.0 if self.prologue in GEMMA else 0.0
+        if self.prologue not in ADDING:
+            return rms_norm(x, gain, eps, offset=offset), None
         if residual is None or residual.shape != x.shape:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
-        return add_rms_norm(x, residual, gain, eps)
+        return add_rms_norm(x, residual, gain, eps, offset=offset)
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Return row-major activations [M, K'] in the layout."""

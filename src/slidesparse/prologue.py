@@ -11,35 +11,42 @@ from typing import Literal, TypeAlias
 
 import torch
 
-Prologue: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "silu_mul"]
-"""The function below that is applied to a row before it is quantised."""
+Prologue: TypeAlias = Literal["none", "rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm", "silu_mul"]
+"""The function below that is applied to a row before it is quantised. Gemma's norms store the gain less 1."""
 
-NORMS = ("rms_norm", "add_rms_norm")
+NORMS = ("rms_norm", "add_rms_norm", "gemma_norm", "add_gemma_norm")
 """The prologues that have a gain."""
 
+ADDING = ("add_rms_norm", "add_gemma_norm")
+"""Those that add a residual before they norm."""
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps) * gain``, in the type of the gain.
+GEMMA = ("gemma_norm", "add_gemma_norm")
+"""Those to whose gain 1 is added."""
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * (gain + offset)``, in the type of the gain.
 
     Args:
         x: [..., K], bfloat16, float16 or float32.
         gain: [K].
         eps: Added to the mean square.
+        offset: 1 for Gemma's norms, in float32.
     """
     wide = x.to(torch.float32)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * rstd * gain.to(torch.float32)).to(gain.dtype)
+    return (wide * rstd * (gain.to(torch.float32) + offset)).to(gain.dtype)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return :func:`rms_norm` of ``x + residual``, and the sum in x's type, which is the new residual.
 
     The new residual is contiguous, whatever the strides of the inputs.
     """
     total = x.to(torch.float32) + residual.to(torch.float32)
-    return rms_norm(total, gain, eps), total.to(x.dtype).contiguous()
+    return rms_norm(total, gain, eps, offset=offset), total.to(x.dtype).contiguous()
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

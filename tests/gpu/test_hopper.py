@@ -324,6 +324,8 @@ def _linears(layer: SlideLinear, tokens: int, source: torch.dtype) -> dict[str, 
     return linears | {
         "rms_norm": lambda: ops.rms_norm_linear(x, gain, 1e-6, *weight),
         "add_rms_norm": lambda: ops.add_rms_norm_linear(x, residual, gain, 1e-6, *weight),
+        "gemma_norm": lambda: ops.gemma_norm_linear(x, gain, 1e-6, *weight),
+        "add_gemma_norm": lambda: ops.add_gemma_norm_linear(x, residual, gain, 1e-6, *weight),
         "silu_mul": lambda: ops.silu_mul_linear(gate_up, *weight),
     }
 

@@ -151,6 +151,65 @@ def lost(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, **ho
     return joins.joined.total(), dict(joins.lost)
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_norms_of_gemma_are_joined(adds: bool) -> None:
+    """Their gain is 1 + weight, in float32."""
+    import vllm.ir.ops  # noqa: F401
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    from slidesparse.integrations.vllm.fuse_norms import Joins, join_norms
+
+    linear, found = sparse_linear(32, 64).eval(), Joins()
+    with set_current_vllm_config(VllmConfig()):
+        norm = GemmaRMSNorm(64).bfloat16().requires_grad_(False)
+    norm.weight.copy_(torch.rand(64, generator=torch.Generator().manual_seed(0)) / 100)  # nothing without the 1
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def add_norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = norm.forward_native(x, x.flip(0))
+        return linear(normed), residual
+
+    def rewrite(graph: fx.Graph) -> None:
+        joins = join_norms(graph)
+        found.joined.update(joins.joined)
+        found.lost.update(joins.lost)
+
+    counts = run_compiled(add_norm if adds else lambda x: linear(norm.forward_native(x)), rewrite, x)
+    assert found.lost == {}
+    assert found.joined.total() == 1
+    assert counts in ({"gemma_norm_linear": 1}, {"add_gemma_norm_linear": 1})  # vLLM adds by itself before 0.26
+
+
+def test_an_offset_of_another_kind_is_not_joined() -> None:
+    import vllm.ir.ops  # noqa: F401
+
+    linear, weight = sparse_linear(32, 64).eval(), torch.rand(64).bfloat16()
+    x = torch.randn(4, 64).bfloat16()
+    told = {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1}
+    for gain in (lambda: weight.float() + 2.0, lambda: weight.half().float() + 1.0, lambda: weight.float() - 1.0):
+        assert lost(lambda x, gain=gain: linear(torch.ops.vllm_ir.rms_norm(x, gain(), 1e-6)), x) == (0, told)
+
+
+def test_a_norm_with_an_all_reduce_is_named() -> None:
+    """As vLLM fuses them on several GPUs: the result stands in the all-reduced tensor."""
+    linear, x = sparse_linear(32, 64).eval(), torch.randn(4, 64).bfloat16()
+
+    def reduce_and_norm(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        torch.ops.gpus.flashinfer_trtllm_fused_allreduce_norm(x)
+        return linear(x)
+
+    with torch.library._scoped_library("gpus", "FRAGMENT") as library:
+        library.define("flashinfer_trtllm_fused_allreduce_norm(Tensor(a!) x) -> ()")
+        library.impl("flashinfer_trtllm_fused_allreduce_norm", lambda x: [x.mul_(2)][1:] or None, "CPU")
+        library.impl("flashinfer_trtllm_fused_allreduce_norm", lambda x: None, "Meta")
+        joined, reasons = lost(reduce_and_norm, x)
+    (reason,) = reasons
+    assert joined == 0
+    assert "flashinfer_trtllm_fused_allreduce_norm, a norm with the all-reduce before it" in reason
+
+
 def test_what_is_not_joined_says_why() -> None:
     import vllm.ir.ops  # noqa: F401
     from vllm.model_executor.layers.activation import SiluAndMul
@@ -162,7 +221,7 @@ def test_what_is_not_joined_says_why() -> None:
     assert lost(linear, x) == (0, {})
     assert lost(lambda x: linear(norm(x, gain, 1e-6)), x) == (
         0,
-        {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1},  # Gemma
+        {"rms_norm with a gain in torch.float32 for activations in torch.bfloat16": 1},
     )
     assert lost(lambda x: linear(norm(x, None, 1e-6)), x) == (0, {"rms_norm without a gain": 1})
     assert lost(lambda x: linear(norm(x, gain.bfloat16(), 1e-6, 32)), x) == (0, {"rms_norm over a part of each row": 1})

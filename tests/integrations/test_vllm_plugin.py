@@ -183,6 +183,7 @@ def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, 
     assert torch.equal(layer.self_attn.qkv_proj(x)[0], with_bias)
     assert torch.equal(layer.self_attn.o_proj(x)[0], oracle(x, *stored("self_attn.o_proj")))
     assert not hasattr(layer.mlp.down_proj, "weight")  # the dense weight is gone
+    assert layer.mlp.down_proj.requires_unquantized_input
     assert layer.mlp.down_proj.slide.pattern == Pattern.parse(pattern)
 
 

@@ -105,7 +105,8 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     cases += [
         ("6:8", 40960, BF16, types[-1], prologue, None) for prologue in ("none", "silu_mul")
     ]  # too long to be held
-    cases += [("6:8", 4096, BF16, types[-1], prologue, None) for prologue in ("rms_norm", "add_rms_norm")]
+    norms = "rms_norm", "add_rms_norm", "add_gemma_norm"
+    cases += [("6:8", 4096, BF16, types[-1], prologue, None) for prologue in norms]
     cases += [("6:8", 4096, source, types[-1], "none", None) for source in (FP16, FP32)]
     cases += [("6:8", 4096, source, source, "none", None) for source in (BF16, FP32)]
     cases += [(p, 4096, BF16, INT8, "none", Slabs(64, swizzle=True)) for p in ("6:8", "4:6@50%")]
@@ -114,7 +115,7 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         launch = configure(4096, packed, source.itemsize, prologue, target in QUANTISED)
         variant = make_variant(packed, source, target, prologue, slabs, launch, early=arch >= EARLY_ARCH)
         pointer = f"*{NAMES[source]}"
-        added = prologue == "add_rms_norm"
+        added = variant.adds
         arguments = {
             "x_ptr": pointer,
             "residual_ptr": pointer if added else (None,),

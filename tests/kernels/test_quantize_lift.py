@@ -132,7 +132,7 @@ def test_held_and_walked_rows_agree_with_the_definition(
     assert_same(quantize_lift(x, on(device, packed, 32), torch.int8), expected(x, packed, torch.int8, 32))
 
 
-@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "silu_mul"])
+@pytest.mark.parametrize("prologue", ["rms_norm", "add_rms_norm", "add_gemma_norm", "silu_mul"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_walked_rows_are_held_rows(
     device: str, monkeypatch: pytest.MonkeyPatch, prologue: str, dtype: torch.dtype
@@ -141,7 +141,7 @@ def test_walked_rows_are_held_rows(
     x, residual = torch.randint(-40, 41, (2, 2, 700)).div(8).to(device, torch.bfloat16).unbind(0)
     gain = torch.randn(700).to(device, torch.bfloat16)
     given = {"x": torch.cat([x, residual], 1)} if prologue == "silu_mul" else {"x": x, "gain": gain, "eps": 1e-6}
-    given |= {"residual": residual} if prologue == "add_rms_norm" else {}
+    given |= {"residual": residual} if prologue.startswith("add") else {}
     results = []
     for read in (1024, 64):  # held in one chunk, and walked
         kernels.find_kernel_lift.cache_clear()
@@ -337,35 +337,36 @@ def test_offsets_beyond_two_to_the_31() -> None:
 # -- fused with what comes before ----------------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float, offset: int = 0) -> torch.Tensor:
     """The definition with square roots that are right to the last bit; in the type of the gain."""
     wide = x.to(torch.float32)
     mean = wide.square().sum(-1, keepdim=True) / torch.tensor(float(x.shape[-1]), device=x.device)
     # torch's float32 square root is not always the nearest number on a CPU; through float64 it is.
     rstd = torch.ones_like(mean) / (mean + eps).to(torch.float64).sqrt().to(torch.float32)
-    return (wide * rstd * gain.to(torch.float32)).to(gain.dtype)
+    return (wide * rstd * (gain.to(torch.float32) + offset)).to(gain.dtype)
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("norm", ["rms_norm", "gemma_norm"])
 def test_rms_norm_first(
-    device: str, pattern: str, dtype: torch.dtype, source: torch.dtype, with_residual: bool
+    device: str, pattern: str, dtype: torch.dtype, source: torch.dtype, with_residual: bool, norm: str
 ) -> None:
     packed = packed_weight(pattern, 70)
     # Small multiples of 1/8: their squares add up exactly in any order, so that nothing but rounding is left to differ.
     x, residual = (torch.randint(-40, 41, (2, 3, 70)) / 8).to(device, source).unbind(0)
     gain = torch.randn(70).to(device, source)
     total = x.to(torch.float32) + residual.to(torch.float32) if with_residual else x
-    wanted = expected(rms_norm(total, gain, 1e-6), packed, dtype)
+    wanted = expected(rms_norm(total, gain, 1e-6, int(norm == "gemma_norm")), packed, dtype)
     before, columns = residual.clone(), on(device, packed)
     if with_residual:
-        *got, after = quantize_lift(x, columns, dtype, "add_rms_norm", gain=gain, residual=residual, eps=1e-6)
+        *got, after = quantize_lift(x, columns, dtype, f"add_{norm}", gain=gain, residual=residual, eps=1e-6)
         assert same_bits(after, total.to(source))
         assert same_bits(residual, before)
     else:
-        got = quantize_lift(x, columns, dtype, "rms_norm", gain=gain, eps=1e-6)
+        got = quantize_lift(x, columns, dtype, norm, gain=gain, eps=1e-6)
     assert_same(got, wanted)
 
 

@@ -98,7 +98,7 @@ class Runner(Protocol):
 
         Args:
             x: [M, K], or [M, 2K] for the prologue ``silu_mul``.
-            residual: [M, K] for the prologue ``add_rms_norm``, else None.
+            residual: [M, K] for a norm that adds it, else None.
             tensors: The linear's tensors.
             eps: The norm's epsilon.
 
@@ -116,7 +116,7 @@ class ChainRunner(Protocol):
 
         Args:
             x: [M, K], the activations of the first linear.
-            residual: [M, K], which the first linear with the prologue ``add_rms_norm`` adds.
+            residual: [M, K], which the first linear whose norm adds a residual adds.
             tensors: The tensors of all linears; :class:`slidesparse.gemm.spec.Slots` say which belong to which.
 
         Returns:

@@ -26,7 +26,7 @@ import torch
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import InputError
 from slidesparse.layout import LinearTensors
-from slidesparse.prologue import NORMS, Prologue
+from slidesparse.prologue import ADDING, NORMS, Prologue
 from slidesparse.quant import parse_dtype
 
 
@@ -195,7 +195,7 @@ def slots_of(linear: LinearSpec, start: int, tokens: int) -> Slots:
     there = linear.scaled, linear.biased, linear.prologue in NORMS
     scale, bias, gain = (next(rest) if has else None for has in there)
     own = range(start + offset, start + offset + form.tensors)
-    return Slots(own, scale, bias, gain, linear.prologue == "add_rms_norm", linear.eps)
+    return Slots(own, scale, bias, gain, linear.prologue in ADDING, linear.eps)
 
 
 # -- the codec -----------------------------------------------------------------------------------------------------
@@ -235,8 +235,8 @@ def parse_chain(text: str) -> tuple[LinearSpec, ...]:
     linears: tuple[LinearSpec, ...] = decode(
         tuple[LinearSpec, ...], parse_json(text, "spec of a chain"), "spec of a chain"
     )
-    if not any(linear.prologue == "add_rms_norm" for linear in linears):
-        raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one with add_rms_norm")
+    if not any(linear.prologue in ADDING for linear in linears):
+        raise InputError("a chain of linears", got=[s.prologue for s in linears], needed="one that adds a residual")
     return linears
 
 

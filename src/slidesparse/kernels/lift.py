@@ -28,7 +28,7 @@ from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.triton_launcher import ALIGNMENT, Launcher, early_start
 from slidesparse.layout import ColumnOrder, Lifted, LinearTensors, Slabs
-from slidesparse.prologue import NORMS, Prologue
+from slidesparse.prologue import ADDING, NORMS, Prologue
 from slidesparse.quant import FLOATS, QUANTISED
 from slidesparse.support import is_vector, with_contiguous_columns
 
@@ -57,7 +57,7 @@ def quantize_lift(
         prologue: A function of :mod:`slidesparse.prologue`.
         pairs: The index of pairs, where ``order.pairs`` is None.
         gain: [K] in x's type, the gain of the norm.
-        residual: [M, K] in x's type, columns contiguous, for ``add_rms_norm``.
+        residual: [M, K] in x's type, columns contiguous, for a norm that adds it.
         eps: The norm's epsilon.
         slabs: Layout of the output in slabs; row-major when None.
         rows: Allocate at least this many rows, for a GEMM that reads whole tiles. Rows past M are not written.
@@ -171,7 +171,7 @@ class KernelLift:
         """Return what is wrong with activations and residual: sizes, strides, types or device; None when nothing is."""
         if not self.is_rows(x):
             return InputError("activations to lift", got=_described(x), needed=self._rows())
-        if self.prologue == "add_rms_norm" and not self.is_rows(residual):
+        if self.prologue in ADDING and not self.is_rows(residual):
             return InputError("residual", got=_described(residual), needed=self._rows())
         return None
 
@@ -216,7 +216,7 @@ class KernelLift:
         tokens, width = self.tokens, self.width
         values = empty(self.padded, width, self.target, index)
         scale = empty(tokens, 1, torch.float32, index) if self.quantised else None
-        total = empty(*self.shape, self.source, index) if self.prologue == "add_rms_norm" else None
+        total = empty(*self.shape, self.source, index) if self.prologue in ADDING else None
         lifted = Lifted(values, scale, total)
         if tokens and width:
             inputs = inputs_of(x, residual, pairs if self.gathered else None, gain)

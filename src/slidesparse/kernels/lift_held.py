@@ -53,19 +53,19 @@ def _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P: tl.constexpr):
         value = _load(x_ptr, chunk, P)
         if P.prologue == "silu_mul":
             value = silu_times(value, _load(x_ptr + P.in_features, chunk, P))
-        if P.prologue == "add_rms_norm":
+        if P.adds:
             value = add(value, _load(residual_ptr, chunk, P))
             column = chunk * P.read + tl.arange(0, P.read)
             tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=column < P.in_features)
-        if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
+        if P.norms:
             squares += value.to(tl.float32) * value.to(tl.float32)
         row = row + (value,)
-    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
+    if P.norms:
         rstd = rstd_of(squares, eps, P)
         held = row
         row = ()
         for chunk in tl.static_range(0, CHUNKS):
-            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd),)
+            row = row + (normed(held[chunk], _load(gain_ptr, chunk, P), rstd, P),)
     return row
 
 
@@ -238,7 +238,7 @@ def held_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
     x_ptr += token * x_stride
-    if P.prologue == "add_rms_norm":
+    if P.adds:
         residual_ptr += token * residual_stride
         total_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)

@@ -16,7 +16,7 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.kernels.lift_variant import CHUNKS, LiftVariant
 from slidesparse.layout import SLAB_BYTES, ColumnOrder, Slabs
-from slidesparse.prologue import Prologue
+from slidesparse.prologue import ADDING, Prologue
 from slidesparse.quant import QUANTISED
 
 FP8_ARCH = 89
@@ -83,7 +83,7 @@ def configure(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, qua
         tokens: Rows M.
         order: The packed column order.
         itemsize: Bytes of an input value.
-        prologue: ``none``, ``rms_norm``, ``add_rms_norm`` or ``silu_mul``.
+        prologue: A :data:`slidesparse.prologue.Prologue`.
         quantised: False to lift only.
 
     >>> configure(4096, ColumnOrder.identity(8192), 2, "none")
@@ -100,7 +100,7 @@ def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding
     most = max(WARPS)
     if tokens > FEW_TOKENS:
         # A kernel that also writes the sum has more to wait for: four times the lanes were 10 % faster on an H200.
-        warps = min(holding[0] * (4 if prologue == "add_rms_norm" else 1), most)
+        warps = min(holding[0] * (4 if prologue in ADDING else 1), most)
     else:
         warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
     # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.

@@ -65,9 +65,12 @@ def add(x, residual):
 
 
 @triton.jit
-def normed(x, gain, rstd):
-    """Return ``x * rstd * gain``, rounded to the gain's type at the end."""
-    return (x.to(tl.float32) * rstd * gain.to(tl.float32)).to(gain.dtype)
+def normed(x, gain, rstd, P: tl.constexpr):
+    """Return ``x * rstd * gain``, or with ``gain + 1``, rounded to the gain's type at the end."""
+    wide = gain.to(tl.float32)
+    if P.offsets:
+        wide += 1.0
+    return (x.to(tl.float32) * rstd * wide).to(gain.dtype)
 
 
 @triton.jit

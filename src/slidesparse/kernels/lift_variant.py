@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slidesparse.prologue import Prologue
+from slidesparse.prologue import ADDING, GEMMA, NORMS, Prologue
 
 CHUNKS = 8
 """Most chunks of a row that a program holds: 64 columns a lane, which has 128 registers in a program of 16 warps."""
@@ -50,6 +50,21 @@ class LiftVariant:
     read: int
     write: int
     early: bool
+
+    @property
+    def norms(self) -> bool:
+        """Whether the prologue is a norm."""
+        return self.prologue in NORMS
+
+    @property
+    def adds(self) -> bool:
+        """Whether the prologue adds a residual."""
+        return self.prologue in ADDING
+
+    @property
+    def offsets(self) -> bool:
+        """Whether the prologue adds 1 to the gain."""
+        return self.prologue in GEMMA
 
     @property
     def held(self) -> bool:

@@ -68,12 +68,12 @@ def _inside(column, P: tl.constexpr):
 def _value(x_ptr, residual_ptr, gain_ptr, column, inside, rstd, P: tl.constexpr):
     """Load columns and apply the prologue: the values to quantise, in the row's type; 0 where there is no column."""
     value = tl.load(x_ptr + column, mask=inside, other=0.0)
-    if P.prologue == "add_rms_norm":
+    if P.adds:
         value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
     if P.prologue == "silu_mul":
         value = silu_times(value, tl.load(x_ptr + P.in_features + column, mask=inside, other=0.0))
-    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
-        value = normed(value, tl.load(gain_ptr + column, mask=inside, other=0.0), rstd)
+    if P.norms:
+        value = normed(value, tl.load(gain_ptr + column, mask=inside, other=0.0), rstd, P)
     return value
 
 
@@ -85,7 +85,7 @@ def _rstd(x_ptr, residual_ptr, total_ptr, eps, P: tl.constexpr):
         column = start + tl.arange(0, P.read)
         inside = column < P.in_features
         value = tl.load(x_ptr + column, mask=inside, other=0.0)
-        if P.prologue == "add_rms_norm":
+        if P.adds:
             value = add(value, tl.load(residual_ptr + column, mask=inside, other=0.0))
             tl.store(total_ptr + column, value.to(total_ptr.dtype.element_ty), mask=inside)
         squares += value.to(tl.float32) * value.to(tl.float32)
@@ -177,14 +177,14 @@ def walking_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = tl.minimum(row, tokens - 1)
     x_ptr += token * x_stride
-    if P.prologue == "add_rms_norm":
+    if P.adds:
         residual_ptr += token * residual_stride
         total_ptr += token * P.in_features
     out_ptr += offset_of_row(row, P.itemsize, P)
     rstd = 1.0
     scale = 1.0
     inverse = 1.0
-    if P.prologue == "rms_norm" or P.prologue == "add_rms_norm":
+    if P.norms:
         rstd = _rstd(x_ptr, residual_ptr, total_ptr, eps, P)
     if P.quant != "none":
         scale, inverse = row_scale(_absmax(x_ptr, residual_ptr, gain_ptr, rstd, P), P)

@@ -201,6 +201,16 @@ def _add_rms_norm_linear_fake(
     return _linear_fake(x, *weight), x.new_empty(x.shape)
 
 
+def _gemma_norm_linear(x: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any) -> torch.Tensor:
+    return _run("gemma_norm", x, *weight, gain=gain, eps=eps)[0]
+
+
+def _add_gemma_norm_linear(
+    x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float, *weight: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _run("add_gemma_norm", x, *weight, gain=gain, residual=residual, eps=eps)
+
+
 def _silu_mul_linear(x: torch.Tensor, *weight: Any) -> torch.Tensor:
     return _run("silu_mul", x, *weight)[0]
 
@@ -277,6 +287,18 @@ define(
     _add_rms_norm_linear,
     _add_rms_norm_linear_fake,
 )
+define(
+    "gemma_norm_linear",
+    f"(Tensor x, Tensor gain, float eps, {_WEIGHT}) -> Tensor",
+    _gemma_norm_linear,
+    _rms_norm_linear_fake,
+)
+define(
+    "add_gemma_norm_linear",
+    f"(Tensor x, Tensor residual, Tensor gain, float eps, {_WEIGHT}) -> (Tensor, Tensor)",
+    _add_gemma_norm_linear,
+    _add_rms_norm_linear_fake,
+)
 define("silu_mul_linear", f"(Tensor x, {_WEIGHT}) -> Tensor", _silu_mul_linear, _linear_fake)
 define("chain", "(Tensor x, Tensor residual, Tensor[] tensors, str linears) -> (Tensor, Tensor)", _chain, _chain_fake)
 
@@ -320,12 +342,18 @@ add_rms_norm_linear = torch.ops.slidesparse.add_rms_norm_linear
 """(x [M, K], residual [M, K], gain [K], eps, then as ``linear``) -> its product and the new residual, the same with
 :func:`slidesparse.prologue.add_rms_norm`."""
 
+gemma_norm_linear = torch.ops.slidesparse.gemma_norm_linear
+"""As ``rms_norm_linear``, with 1 added to the gain in float32."""
+
+add_gemma_norm_linear = torch.ops.slidesparse.add_gemma_norm_linear
+"""As ``add_rms_norm_linear``, with 1 added to the gain in float32."""
+
 silu_mul_linear = torch.ops.slidesparse.silu_mul_linear
 """(x [M, 2K], then as ``linear``): the same with :func:`slidesparse.prologue.silu_mul`."""
 
 chain = torch.ops.slidesparse.chain
 """(x, residual [M, K], tensors, linears) -> the product of the last of several linears, and the last new residual.
 
-Each linear reads the product of the one before it, and each with ``add_rms_norm`` passes its new residual on.
+Each linear reads the product of the one before it, and each whose norm adds a residual passes the new one on.
 ``linears`` is a :func:`slidesparse.gemm.spec.chain_text`, which describes every linear and says which of ``tensors``
 belong to it."""

@@ -17,12 +17,14 @@ from torch import fx
 from slidesparse import ops
 from slidesparse.gemm.spec import LinearSpec, parse_chain, parse_weight
 from slidesparse.gemm.spec import chain_text as format_chain
-from slidesparse.prologue import NORMS, Prologue
+from slidesparse.prologue import ADDING, NORMS, Prologue
 
 PROLOGUES: dict[Any, Prologue] = {
     ops.linear.default: "none",
     ops.rms_norm_linear.default: "rms_norm",
     ops.add_rms_norm_linear.default: "add_rms_norm",
+    ops.gemma_norm_linear.default: "gemma_norm",
+    ops.add_gemma_norm_linear.default: "add_gemma_norm",
     ops.silu_mul_linear.default: "silu_mul",
 }
 """Our operators -> what each of them does before it multiplies."""
@@ -51,7 +53,7 @@ class GraphLinear(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether it adds a residual, its second argument."""
-        return self.spec.prologue == "add_rms_norm"
+        return self.spec.prologue in ADDING
 
 
 def join_chains(graph: fx.Graph, reroute: Reroute = list) -> int:
@@ -96,7 +98,7 @@ def _read_linear(node: Any) -> GraphLinear | None:
     *before, tensors, scale_w, bias, weight = node.args
     gain, eps = before[-2:] if prologue in NORMS else (None, 0.0)
     product, total = node, None
-    if prologue == "add_rms_norm":
+    if prologue in ADDING:
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         product, total = results.get(0), results.get(1)
         if product is None or len(results) != len(node.users):

@@ -8,8 +8,8 @@ memory in bf16 and come back to be quantised. :func:`join_norms` sees the graph 
     silu(gate) * up          -> linear            by  silu_mul_linear
 
 whose quantise-and-lift kernel does the norm or the activation on the way. A value is joined if it has no other reader.
-Norms are operators of vLLM's at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own
-definition of it.
+Gemma's norms, whose gain is ``1 + weight`` in float32, become operators that add the 1. Norms are operators of vLLM's
+at this point (``vllm_ir``); SiLU is plain arithmetic, found by tracing vLLM's own definition of it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,20 @@ from slidesparse.integrations.vllm import private
 from slidesparse.quant import QUANTISED
 
 LINEAR = ops.linear.default
-ADD_RMS_NORM = ops.add_rms_norm_linear.default
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 NORMS = {"rms_norm": 1, "fused_add_rms_norm": 2}
 """vLLM's operators -> how many tensors are normed or added, before the gain."""
+
+JOINED = {
+    ("rms_norm", False): ops.rms_norm_linear.default,
+    ("rms_norm", True): ops.gemma_norm_linear.default,
+    ("fused_add_rms_norm", False): ops.add_rms_norm_linear.default,
+    ("fused_add_rms_norm", True): ops.add_gemma_norm_linear.default,
+}
+"""vLLM's operator, and whether its gain is Gemma's -> the operator that takes its place with the linear after it."""
+
+ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 ACTIVATIONS = tuple(getattr(torch.ops.aten, name) for name in ("mul", "silu", "gelu", "relu"))
 """Operators that end an activation function of plain arithmetic."""
@@ -109,6 +118,8 @@ def explain_loss(x: Any) -> str | None:
         return f"{name} of {dimensions} dimensions"
     if name in NORMS:
         return f"{name} {_explain_norm(norm, NORMS[name]) or 'whose linear needs values computed after it'}"
+    if "allreduce" in name:
+        return f"{name}, a norm with the all-reduce before it (fuse_allreduce_rms of --compilation-config)"
     if not name.startswith("aten."):
         return f"{name} as a custom operator (custom_ops)"
     if not isinstance(x.meta["val"].shape[-1], int):
@@ -145,7 +156,7 @@ def _join_norm(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], ord
     if not _can_join_norm(source, "rms_norm"):
         return None
     with graph.inserting_before(linear):
-        new = graph.call_function(ops.rms_norm_linear.default, (*source.args[:3], *weight))
+        new = _call_joined(graph, source, "rms_norm", weight)
     _replace(linear, new)
     return "rms_norm"
 
@@ -166,7 +177,7 @@ def _join_add_norm(
     if any(order[node] > order[norm] for node in needed):
         return None
     with graph.inserting_before(norm):
-        both = graph.call_function(ADD_RMS_NORM, (*norm.args[:4], *weight))
+        both = _call_joined(graph, norm, "fused_add_rms_norm", weight)
         product, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
     both.meta["val"] = (linear.meta["val"], norm.meta["val"][1])
     total.meta["val"] = norm.meta["val"][1]
@@ -194,12 +205,33 @@ def _join_silu(graph: fx.Graph, linear: Any, source: Any, weight: list[Any], ord
 RULES: tuple[Rule, ...] = (_join_norm, _join_add_norm, _join_silu)
 
 
+def _call_joined(graph: fx.Graph, norm: Any, name: str, weight: list[Any]) -> fx.Node:
+    """Add the operator of a norm that can be joined and of the linear after it, where the graph inserts."""
+    *tensors, gain, eps = norm.args[: NORMS[name] + 2]
+    less_one = _gain_less_one(gain, norm.args[0].meta["val"].dtype)
+    stored = gain if less_one is None else less_one
+    return graph.call_function(JOINED[name, less_one is not None], (*tensors, stored, eps, *weight))
+
+
+def _gain_less_one(gain: Any, dtype: torch.dtype) -> Any:
+    """Return the node of ``weight`` where a gain is ``1 + weight`` in float32, of a weight of that type; else None."""
+    if gain.target is not torch.ops.aten.add.Tensor or gain.args[1] != 1 or gain.kwargs:
+        return None
+    wide = gain.args[0]
+    if wide.target is not torch.ops.prims.convert_element_type.default or wide.args[1] != torch.float32:
+        return None
+    weight = wide.args[0]
+    while weight.target in ALIASES:
+        weight = weight.args[0]
+    return weight if weight.meta["val"].dtype == dtype else None
+
+
 def _can_join_norm(node: Any, name: str) -> bool:
     return node.target is private.norm_operator(name) and _explain_norm(node, NORMS[name]) is None
 
 
 def _explain_norm(norm: Any, tensors: int) -> str | None:
-    """Return why our kernels do not compute a norm; None for one over whole rows of a matrix, with a gain of its type.
+    """Return why our kernels do not compute a norm; None for one over whole rows of a matrix, with a gain they read.
 
     Args:
         norm: A node of vLLM's operator.
@@ -212,7 +244,7 @@ def _explain_norm(norm: Any, tensors: int) -> str | None:
         return "over a part of each row"
     if x.dim() != 2:
         return f"of {x.dim()} dimensions"
-    if gain.meta["val"].dtype != x.dtype:  # Gemma's 1 + weight is float32
+    if gain.meta["val"].dtype != x.dtype and _gain_less_one(gain, x.dtype) is None:
         return f"with a gain in {gain.meta['val'].dtype} for activations in {x.dtype}"
     return None
 

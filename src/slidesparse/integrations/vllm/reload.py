@@ -31,6 +31,7 @@ def keep(layer: Any, slide: SlideLinear, adapters: bool = False) -> None:
             under one of three names, of which this one does not promise a matrix.
     """
     object.__setattr__(layer, ATTRIBUTE, slide)
+    layer.requires_unquantized_input = True  # vLLM from 0.33 on may quantise before the layer is called
     if adapters:
         object.__setattr__(layer, "weight_packed", slide.forms[0].tensors[-1])
 

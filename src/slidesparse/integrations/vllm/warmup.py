@@ -24,7 +24,7 @@ from slidesparse.gemm.spec import WeightSpec
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
-from slidesparse.prologue import NORMS, Prologue
+from slidesparse.prologue import ADDING, NORMS, Prologue
 
 MEMORY_BYTES = 256 << 20
 """Bytes that the activations of one warm-up call may take. The lifting kernels have one variant for all batches from
@@ -113,7 +113,7 @@ class WarmUp:
                 cast("Prologue", prologue),
                 pairs=torch.zeros(order.width // 2, dtype=order.index_dtype, device=device),
                 gain=zeros(order.in_features) if prologue in NORMS else None,
-                residual=x if prologue == "add_rms_norm" else None,
+                residual=x if prologue in ADDING else None,
                 slabs=layout.slabs,
                 rows=layout.rows(tokens) if layout.slabs is None else None,
             )
