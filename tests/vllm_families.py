@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import MARKER_KEY, Marker, quantization_config
+from slidesparse.files.marker import Marker
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import parse_dtype, quantize_weight

@@ -132,7 +132,8 @@ class SlideLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
-        require_kind(x, torch.Tensor, "activations of SlideLinear", "a tensor")
+        if not isinstance(x, torch.Tensor):  # asked here, since a call of a function in every step costs more
+            require_kind(x, torch.Tensor, "activations of SlideLinear", "a tensor")
         if x.shape[-1:] != (self.in_features,):
             raise InputError("activations of SlideLinear", got=list(x.shape), needed=f"[..., {self.in_features}]")
         if self.weight_dtype in QUANTISED:
@@ -151,9 +152,8 @@ class SlideLinear(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.spec)
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-            y = y.to(
-                torch.get_autocast_dtype(x.device.type)
-            )  # graphs do not have what the operator does under autocast
+            # Graphs do not have what the operator does under autocast.
+            y = y.to(torch.get_autocast_dtype(x.device.type))
         out: torch.Tensor = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         return out
 

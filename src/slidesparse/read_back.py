@@ -40,7 +40,9 @@ def read_back(
     weight = torch.empty(shape, dtype=dtype)
     source = torch.float32 if dtype in QUANTISED else dtype
     try:
-        with _whole_float32() if source == torch.float32 else nullcontext():
+        # Not under autocast, which would round the products.
+        whole = _whole_float32() if source == torch.float32 else nullcontext()
+        with whole, torch.autocast(device.type, enabled=False):
             for start in range(0, in_features, AT_ONCE):
                 end = min(start + AT_ONCE, in_features)
                 rows = torch.zeros(end - start, in_features, dtype=source, device=device)

@@ -211,7 +211,7 @@ def test_a_table_that_cannot_be_kept_is_an_error(
     path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(64), 4.0, 3.0)))
     (tmp_path / "cache").write_text("no folder")
     assert main(["tune", "--from", str(path)]) == 1
-    assert "the times cannot be kept in " in (err := capsys.readouterr().err)
+    assert "there is no folder to keep measurements in" in (err := capsys.readouterr().err)
     assert err.count("\n") == 1
 
 

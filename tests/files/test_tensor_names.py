@@ -19,9 +19,9 @@ from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import MARKER_KEY
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.linear import SlideLinear
+from slidesparse.models.config_keys import MARKER_KEY
 
 FP32 = PruneOptions("6:8", "fp32")
 

@@ -181,7 +181,7 @@ def test_a_missing_library_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
     assert why == "libcusparseLt.so.0 is missing; pip install nvidia-cusparselt-cu13"
     assert choose(problem, fallback="none").backends == ("reference",)
     assert choose(problem).backends == ("dense",)
-    with pytest.raises(UnsupportedError, match=r"backend cusparselt cannot run this layer; got libcusparseLt\.so\.0"):
+    with pytest.raises(UnsupportedError, match=r"backend cusparselt cannot run this layer: libcusparseLt\.so\.0"):
         choose(problem, "cusparselt")
 
 

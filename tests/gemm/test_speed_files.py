@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from slidesparse import InputError
 from slidesparse.base import log
+from slidesparse.base.whole_file import replace_file
 from slidesparse.gemm import speed_files
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable
@@ -86,7 +88,6 @@ def test_packaged_tables_serve_gpus_of_their_capability() -> None:
 
 def test_a_damaged_file_is_one_warning_and_is_written_anew(caplog: pytest.LogCaptureFixture) -> None:
     path = tuned_path(HERE)
-    path.parent.mkdir(parents=True)
     path.write_text("{")
     for _ in range(3):
         assert tables_for(HERE) == []
@@ -97,8 +98,13 @@ def test_a_damaged_file_is_one_warning_and_is_written_anew(caplog: pytest.LogCap
     assert len(tables_for(HERE)) == 1
 
 
-def test_what_the_disk_refuses_is_kept_by_the_process(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache.parent.write_text("a file where the folder would be")
+def test_what_the_disk_refuses_is_kept_by_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, content: str | bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(speed_files, "replace_file", full)
     layer, more = _layer(dense=(1.0,) * 3), _layer(8, dense=(1.0,) * 3)
     assert add_layers(HERE, [layer]) is None
     assert add_layers(HERE, [more]) is None
@@ -106,7 +112,7 @@ def test_what_the_disk_refuses_is_kept_by_the_process(cache: Path, caplog: pytes
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "the times measured here cannot be kept, so the next start measures again: " in warnings[0]
-    cache.parent.unlink()
+    monkeypatch.setattr(speed_files, "replace_file", replace_file)
     assert add_layers(HERE, []) == tuned_path(HERE)
     assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
 

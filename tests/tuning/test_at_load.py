@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import time
@@ -202,15 +203,19 @@ def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[
 
 def test_a_damaged_file_is_measured_anew() -> None:
     path = tuned_path(installation(CPU))
-    path.parent.mkdir(parents=True)
     path.write_text('{"version": 2')
     assert loaded(tuner())
     assert choose(PROBLEM).reason.endswith("measured here")
     assert load_speeds(path) is not None
 
 
-def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
-    (tmp_path / "cache").write_text("no folder")
+def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    def full(path: Path, content: str | bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(speed_files, "replace_file", full)
     assert loaded(tuner())
     assert choose(PROBLEM).reason.endswith("measured here")
     assert "(not kept)" in lines()[-1]

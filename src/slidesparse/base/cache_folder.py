@@ -16,6 +16,8 @@ from pathlib import Path
 from slidesparse.base.log import LOG
 from slidesparse.errors import UnsupportedError
 
+REMEDY = "set XDG_CACHE_HOME to a folder that you own and nobody else can write"
+
 
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/slidesparse``; ``~/.cache`` without the variable. The folder exists, with mode 0700.
@@ -23,7 +25,12 @@ def cache_folder() -> Path:
     Where there is no such folder that is the user's own, a warning says so once, and the folder is a fresh one that
     nobody else can enter and that goes when the process ends.
     """
-    return _checked(_wanted()) or _temporary()
+    folder = _wanted()
+    refusal = _refusal(folder)
+    if folder is not None and refusal is None:
+        return folder
+    _warn_once(refusal)
+    return _temporary()
 
 
 def lasting_cache_folder() -> Path:
@@ -32,11 +39,10 @@ def lasting_cache_folder() -> Path:
     Raises:
         UnsupportedError: There is only one that goes when the process ends.
     """
-    folder = _checked(_wanted())
-    if folder is None:
-        raise UnsupportedError(
-            "there is no folder to keep measurements in", remedy="set XDG_CACHE_HOME to a folder of yours"
-        )
+    folder = _wanted()
+    refusal = _refusal(folder)
+    if folder is None or refusal is not None:
+        raise UnsupportedError("there is no folder to keep measurements in", got=refusal, remedy=REMEDY)
     return folder
 
 
@@ -48,17 +54,14 @@ def _wanted() -> Path | None:
 
 
 @lru_cache(maxsize=8)
-def _checked(folder: Path | None) -> Path | None:
-    """Return a folder that can be trusted, or None after a warning that says why it cannot."""
-    why = "the user has no home" if folder is None else _why_not(folder)
-    if why is None:
-        return folder
-    LOG.warning(
-        "nothing is kept for the next start, since %s; set XDG_CACHE_HOME to a folder that you own and nobody else"
-        " can write",
-        why,
-    )
-    return None
+def _refusal(folder: Path | None) -> str | None:
+    """Return why a folder cannot be trusted; None where it can."""
+    return "the user has no home" if folder is None else _why_not(folder)
+
+
+@lru_cache(maxsize=8)
+def _warn_once(refusal: str | None) -> None:
+    LOG.warning("nothing is kept for the next start, since %s; %s", refusal, REMEDY)
 
 
 def _why_not(folder: Path) -> str | None:

@@ -88,7 +88,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """
     most = terminal_width()
     widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *rows, strict=True)]
-    if most is not None and len(widths) > 1:  # a first column beside which nothing fits is folded
+    if most is not None and len(widths) > 1:  # a first column that leaves no room for another is folded
         widths[0] = min(widths[0], max(most - sum(map(len, (MARGIN, SEPARATOR))) - max(widths[1:]), LEAST_FOLDED))
     return "\n\n".join(
         _table([columns[i] for i in block], [[row[i] for i in block] for row in rows], [widths[i] for i in block])

@@ -99,8 +99,11 @@ class MetaModel:
             CheckpointError: Keys are missing, or a tensor has another shape; the error names the first.
         """
         state = self.model.state_dict(keep_vars=True)
-        for name, shape in self.names.misshapen.items():
-            raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=str(list(state[name].shape)))
+        for name, value in state.items():
+            if name in self.names.misshapen:
+                shape = self.names.misshapen[name]
+                needed = f"{list(value.shape)}, as config.json says"
+                raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=needed)
         if self.names.missing:
             raise CheckpointError(
                 f"the checkpoint lacks {len(self.names.missing)} tensors of {type(self.model).__name__}",
