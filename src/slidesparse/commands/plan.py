@@ -25,10 +25,12 @@ from slidesparse.commands.sensitivity_file import opened_measurements, sensitivi
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
-from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
+from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.load import require_generation_config
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
@@ -108,6 +110,8 @@ def plan_checkpoint(
     pruner = get_pruner(options.method)
     meta = build_meta_model(checkpoint)
     refuse_faults(meta, checkpoint)
+    require_generation_config(checkpoint)
+    survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")  # what prune never copies
     refuse_masked(type(meta.model))
     linears = find_targets(meta.model, options.ignore).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}

@@ -108,6 +108,16 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
         model.generation_config = _generation_config(checkpoint.path / GENERATION_FILE)
 
 
+def require_generation_config(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose settings for generation, which are copied as they are, would let no model load.
+
+    Raises:
+        CheckpointError: transformers cannot use them.
+    """
+    if (checkpoint.path / GENERATION_FILE).exists():
+        _generation_config(checkpoint.path / GENERATION_FILE)
+
+
 def _generation_config(path: Path) -> Any:
     from transformers import GenerationConfig
 
