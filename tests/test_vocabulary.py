@@ -24,7 +24,7 @@ ALLOWED = {
     r"stack[ _]room": "the glossary's word",
     r"\broom (on|for|around|to)\b|(spare|need|with|without|with_|make_)[ _]?room": "space for a number of things",
     r"\broom(?= =| \+|\]|:|$)": "how many more things fit",
-    r"no link|a link (leads|gives|under|to)": "a link of a file system",
+    r"\blinks?\b(?! of a chain)": "a link of a file system",
     r"\bswitch(es|ed|ing| (on|off))\b|switching": "to change from one thing to another, or a setting",
     r"besides": "a word of its own",
     r"judged": "decided",
