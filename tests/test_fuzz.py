@@ -65,7 +65,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_checkpoint(folder / name, num_hidden_layers=1, hidden_size=32, intermediate_size=40, shard_size=size)
         add_tokenizer(folder / name)
     prune_checkpoint(folder / "dense", folder / "pruned", PruneOptions("4:6@50%", "int8"))
-    prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "fp8"))
+    prune_checkpoint(folder / "dense", folder / "w8a8", PruneOptions("dense", "int8"))
     config = json.loads((folder / "w8a8/config.json").read_text())
     del config[MARKER_KEY]
     (folder / "w8a8/config.json").write_text(json.dumps(config))
@@ -114,8 +114,8 @@ def run(words: list[str]) -> tuple[int, str, str]:
             return int(str(error.code)), out.getvalue(), err.getvalue()
 
 
-def check(case: Case, sources: Path, folder: Path) -> None:
-    """Run a case, and hold it against the oracle."""
+def check(case: Case, sources: Path, folder: Path) -> int:
+    """Run a case, hold it against the oracle, and return the status."""
     folder.mkdir()
     shutil.copytree(sources / case.source, folder / "m")
     shutil.copy(sources / "text.txt", folder)
@@ -134,12 +134,13 @@ def check(case: Case, sources: Path, folder: Path) -> None:
     if status == 0:
         assert out, said
         verify(case, words, folder, sources)
-    elif not (status == 1 and case.command == "inspect" and "PROBLEM" in out):
+    elif not (status == 1 and case.command == "inspect" and ("PROBLEM" in out or '"faults"' in out)):
         lines = err.splitlines()
         assert len(lines) == 1 or status == 2 or all(line.startswith("slidesparse: ") for line in lines), said
         assert lines, said
         assert len(lines[-1]) < 2000, said
         assert after == before or " keeps " in lines[-1], said
+    return status
 
 
 def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
@@ -147,15 +148,16 @@ def verify(case: Case, words: list[str], folder: Path, sources: Path) -> None:
     if case.command == "plan":
         assert read_plan(folder / "out.json").layers
         prune = ["prune", words[1], str(folder / "out"), "--plan", str(folder / "out.json"), "--dtype", "int8"]
-        assert_success([*prune, "--method", "magnitude"])
+        assert_success([*prune, "--method", "magnitude", "--links", "copy"])
     made = Path(words[2]) if case.command == "prune" else folder / "out"
     if case.command in ("prune", "plan"):
         assert_success(["inspect", str(made)])
         logits_of(made)
     if case.command == "pack":
-        packed = logits_of(folder / "m")
+        packed = logits_or_why(folder / "m")
         (folder / "m" / FILE_NAME).unlink()
-        assert torch.equal(packed, logits_of(folder / "m"))
+        plain = logits_or_why(folder / "m")  # what pack does not look at may be wrong
+        assert packed == plain if isinstance(plain, str) else torch.equal(torch.as_tensor(packed), plain)
     if case.command == "load":
         found = logits_of(folder / "m")
         if all(changed == FILE_NAME for changed in changes(folder / "m", sources / case.source)):
@@ -174,6 +176,13 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(tokens() % model.config.vocab_size).logits.nan_to_num()
 
 
+def logits_or_why(folder: Path) -> torch.Tensor | str:
+    try:
+        return logits_of(folder)
+    except SlideSparseError as error:
+        return str(error)
+
+
 def changes(one: Path, other: Path) -> list[str]:
     left, right = snapshot(one), snapshot(other)
     return [name for name in left.keys() | right.keys() if left.get(name) != right.get(name)]
@@ -183,13 +192,13 @@ def changes(one: Path, other: Path) -> list[str]:
 @pytest.mark.parametrize("source", SOURCES)
 def test_without_damage(command: str, source: str, sources: Path, tmp_path: Path) -> None:
     """The oracle itself, where the answer is known."""
-    case = Case(command, source)
-    check(case, sources, tmp_path / "w")
-    fits = {"pruned": ("inspect", "pack", "eval", "load"), "packed": ("inspect", "eval", "load")}
-    for_dense = ("inspect", "eval", "prune") if source == "w8a8" else ("inspect", "prune", "eval", "plan")
-    status, _, err = run([*command_line(case, tmp_path / "w"), *([] if command == "load" else ["--json"])])
-    again = "exists" in err  # the output of the first time
-    assert (status == 0 or again) == (command in fits.get(source, for_dense)), err
+    fits = {
+        "w8a8": ("inspect", "eval", "prune"),
+        "pruned": ("inspect", "eval", "load", "pack"),
+        "packed": ("inspect", "eval", "load"),
+    }
+    status = check(Case(command, source), sources, tmp_path / "w")
+    assert (status == 0) == (command in fits.get(source, ("inspect", "eval", "prune", "plan")))
 
 
 @pytest.mark.parametrize("case", KEPT, ids=str)
@@ -208,17 +217,21 @@ CASES = st.builds(
 
 
 def test_random(sources: Path, tmp_path: Path) -> None:
-    end, number = time.monotonic() + SECONDS, count()
+    end, number, failed = time.monotonic() + SECONDS, count(), []
 
     @settings(max_examples=100, deadline=None, database=None, derandomize=False)
     @given(CASES)
     def attempt(case: Case) -> None:
-        if time.monotonic() < end:
-            folder = tmp_path / str(next(number))
-            try:
-                check(case, sources, folder)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() >= end and not failed:  # a case that failed is made smaller, whatever the time
+            return
+        folder = tmp_path / str(next(number))
+        try:
+            check(case, sources, folder)
+        except BaseException:
+            failed.append(case)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     for one in count(FIRST_SEED):
         if time.monotonic() >= end:

@@ -24,6 +24,7 @@ ALLOWED = {
     r"stack[ _]room": "the glossary's word",
     r"\broom (on|for|around|to)\b|(spare|need|with|without|with_|make_)[ _]?room": "space for a number of things",
     r"\broom(?= =| \+|\]|:|$)": "how many more things fit",
+    r"\blinks?\b(?! of a chain)": "a link of a file system",
     r"\bswitch(es|ed|ing| (on|off))\b|switching": "to change from one thing to another, or a setting",
     r"besides": "a word of its own",
     r"PIECE_TOKENS": "the kernel's PIECE, which a warpgroup transposes at a time",
@@ -151,6 +152,7 @@ def test_the_glossary_names_what_is_not_used() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
+        ('"""A link of a chain."""', ["1: link"]),
         ('x = 1\n"""Races are run."""', ["2: Races"]),
         ("x = 1  # as it was rehearsed, and placed", ["1: placed"]),
         ("class RaceWay: ...", ["1: RaceWay"]),

@@ -12,6 +12,9 @@ from slidesparse.errors import InputError
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags of :func:`os.open` that make a file and never open one that is there, nor one under a link."""
 
+MAX_HOLES = 1 << 30
+"""Most bytes that a file may promise without having them on disk; a file system that compresses has smaller files."""
+
 
 def kind_of(mode: int) -> str:
     """Return what a file of this mode is, for a message: ``a file``, ``a folder``, ``a pipe``, ...
@@ -72,6 +75,22 @@ def require_regular(path: Path, largest: int | None = None) -> int:
             f"{path} is too large", got=readable_size(status.st_size), needed=f"at most {readable_size(largest)}"
         )
     return status.st_size
+
+
+def require_no_holes(path: Path) -> None:
+    """Refuse a file that promises over :data:`MAX_HOLES` bytes that are not on disk.
+
+    Raises:
+        InputError: It does.
+    """
+    status = path.stat()
+    on_disk = status.st_blocks * 512
+    if status.st_size - on_disk > MAX_HOLES:
+        raise InputError(
+            f"{path} has large holes",
+            got=f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk",
+            remedy="remove it",
+        )
 
 
 def read_regular(path: Path, largest: int) -> bytes:

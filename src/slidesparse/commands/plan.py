@@ -25,10 +25,12 @@ from slidesparse.commands.sensitivity_file import opened_measurements, sensitivi
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
-from slidesparse.files.checkpoint import Checkpoint, read_json, write_json
+from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.load import require_generation_config
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
@@ -111,6 +113,8 @@ def plan_checkpoint(
     meta = build_meta_model(checkpoint)
     refuse_experts(meta.model)
     refuse_faults(meta, checkpoint)
+    require_generation_config(checkpoint)
+    survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")  # what prune never copies
     refuse_masked(type(meta.model))
     keep = meta.why_stored_otherwise()
     keep |= read_without_calling(

@@ -23,12 +23,15 @@ from safetensors import SafetensorError, safe_open
 
 from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import decode, load_json, parse_json
-from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_regular
+from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_no_holes, require_regular
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.data_digest import DIGITS, data_digest, text_digest
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+TEXTS = (".json", ".jinja", ".jsonl", ".model", ".tiktoken", ".txt")
+"""Ends of the names of files that libraries read whole."""
 
 DIGESTS = "slidesparse_digests"
 """Key of a header's ``__metadata__``: JSON with the digest of every tensor's data, and of the header itself."""
@@ -96,7 +99,7 @@ class Checkpoint:
                 f"no checkpoint folder at {self.path}",
                 needed="a local folder; download the model of a hub first",
             )
-        _refuse_pipes(self.path)
+        _refuse_endless_files(self.path)
         self.config = read_json(self.path / "config.json")
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
@@ -146,8 +149,10 @@ class Checkpoint:
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
 
 
-def _refuse_pipes(folder: Path) -> None:
-    """Refuse a folder with pipes or devices: a library that looks for a tokenizer would wait for them, or never end.
+def _refuse_endless_files(folder: Path) -> None:
+    """Refuse a folder with pipes, devices, or texts that promise far more than they hold.
+
+    A library that looks for a tokenizer would wait for a pipe, and read the others until memory ends.
 
     Raises:
         CheckpointError: There is one, or the folder cannot be read.
@@ -155,10 +160,15 @@ def _refuse_pipes(folder: Path) -> None:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
-                    kind = kind_of(entry.stat().st_mode)
-                    if kind in ("a pipe", "a device"):
-                        raise CheckpointError(f"{entry.path} cannot be read", got=kind, needed="a file")
+                if not os.path.exists(entry.path):
+                    continue  # a link that leads nowhere
+                status = entry.stat()
+                if (kind := kind_of(status.st_mode)) in ("a pipe", "a device"):
+                    raise CheckpointError(f"{entry.path} cannot be read", got=kind, needed="a file")
+                if kind == "a file" and entry.name.endswith(TEXTS):
+                    require_no_holes(Path(entry.path))
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read", got=error.strerror) from error
 
@@ -236,7 +246,7 @@ class _opened:
         try:
             self.file = safe_open(self.path, framework="pt", device=self.device)
             return self.file.__enter__()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:  # of a file with large holes
             raise _why_unreadable(self.path, error) from error
 
     def __exit__(self, *exception: Any) -> None:

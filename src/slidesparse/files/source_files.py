@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from slidesparse.base.typed_json import load_json
-from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, readable_size
+from slidesparse.base.whole_file import NEW_FILE, kind_of, readable_name, require_no_holes
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
@@ -26,9 +26,6 @@ Links = Literal["refuse", "copy", "skip"]
 
 MAX_FILES = 100_000
 """Most files and folders of a source. A link that leads far away, or to and fro, brings more."""
-
-MAX_HOLES = 1 << 30
-"""Most bytes that a file may promise without having them on disk."""
 
 WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|h5|keras|msgpack|onnx|ot|gguf|ggml|tflite|mlmodel|pb)(\.index\.json)?$"
@@ -132,13 +129,10 @@ class _Survey:
                 raise CheckpointError(f"{self.folder / name} cannot be read", got="no permission")
             if len(name.parts) == 1 and str(name) in self.rewritten:
                 continue
-            on_disk = status.st_blocks * 512
-            if status.st_size - on_disk > MAX_HOLES:
-                raise CheckpointError(
-                    f"{self.folder / name} has large holes",
-                    got=f"{readable_size(status.st_size)}, {readable_size(on_disk)} of them on disk",
-                    remedy="remove it",
-                )
+            try:
+                require_no_holes(Path(entry))
+            except InputError as error:
+                raise CheckpointError(str(error)) from error
             mode = stat.S_IMODE(status.st_mode) & 0o777
             self.copied.append(SourceFile(name, entry, status.st_size, mode, status.st_mtime_ns))
         self.copied.sort(key=lambda file: file.name)
