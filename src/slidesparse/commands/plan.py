@@ -26,8 +26,8 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
+from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.load import require_generation_config
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import survey
@@ -113,7 +113,7 @@ def plan_checkpoint(
     meta = build_meta_model(checkpoint)
     refuse_experts(meta.model)
     refuse_faults(meta, checkpoint)
-    require_generation_config(checkpoint)
+    generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")  # what prune never copies
     refuse_masked(type(meta.model))
     keep = meta.why_stored_otherwise()

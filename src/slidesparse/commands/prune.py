@@ -31,9 +31,9 @@ from slidesparse.files.checkpoint import (
     TensorWriter,
     write_json,
 )
+from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
-from slidesparse.files.load import require_generation_config
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.source_files import Links, survey
@@ -177,7 +177,7 @@ def prune_checkpoint(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    require_generation_config(checkpoint)
+    generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     job = _Job(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())

@@ -1,0 +1,162 @@
+"""Turn layers that SGLang has loaded and sharded into SlideLinears, or leave them to SGLang with the reason."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+import torch
+from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsLinearScheme
+
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm import Choice, Problem, choose
+from slidesparse.integrations.sglang import LOGGER
+from slidesparse.integrations.sglang.refusals import SGLangOptions
+from slidesparse.integrations.vllm.names import shard_start
+from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.linear import SlideLinear
+from slidesparse.packing import pack
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.support import check_groups, following_groups
+
+SUBMODULE = "slide"
+"""The attribute of a converted layer that holds its SlideLinear."""
+
+log = logging.getLogger(LOGGER)
+
+
+class SGLangScheme(CompressedTensorsLinearScheme):
+    """A W8A8 layer's scheme: SGLang's until the layer is loaded, then a SlideLinear where that is to run.
+
+    Args:
+        inner: SGLang's scheme.
+        name: The layer's name in SGLang.
+        pattern: The pattern that the marker names.
+        options: The user's options.
+        warmup: Runs a layer of each kind.
+    """
+
+    def __init__(
+        self, inner: CompressedTensorsLinearScheme, name: str, pattern: Pattern, options: SGLangOptions, warmup: WarmUp
+    ) -> None:
+        self.inner, self.name, self.pattern, self.options, self.warmup = inner, name, pattern, options, warmup
+        self.in_features = 0
+        self.converted = False
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least compute capability, times ten: Ampere, the first Sparse Tensor Cores."""
+        return 80
+
+    def create_weights(self, layer: torch.nn.Module, input_size: int, **sizes: Any) -> None:
+        """Create SGLang's parameters; ``input_size`` is that of the whole weight."""
+        self.in_features = input_size
+        self.inner.create_weights(layer=layer, input_size=input_size, **sizes)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight and run the layer once, before any CUDA graph is captured; or let SGLang go on with it.
+
+        Raises:
+            PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
+            UnsupportedError: The backend that the user named cannot run it; or it is a shard of unknown rank; or it is
+                loaded again.
+        """
+        self.refuse_loading_again(layer)
+        slide = self.pack_layer(layer)
+        if slide is None:
+            self.inner.process_weights_after_loading(layer)
+            return
+        del layer.weight, layer.weight_scale
+        layer.add_module(SUBMODULE, slide)
+        self.converted = True
+        if slide.forms[0].tensors[0].is_cuda:
+            self.warmup.layer(slide)
+
+    def pack_layer(self, layer: Any) -> SlideLinear | None:
+        """Return a loaded layer's SlideLinear; None where it is to run dense. The layer stays as it is.
+
+        Args:
+            layer: With ``weight`` [out, in of this rank] and ``weight_scale`` [out, 1].
+        """
+        weight, pattern = layer.weight.data, self.pattern
+        out, columns = weight.shape
+        k_offset = shard_start(columns, self.in_features, self._rank(layer, columns)) % pattern.group
+        if pattern == DENSE:
+            self._say("dense, as the checkpoint says")
+            return None
+        groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
+        check_groups(weight, pattern, groups, k_offset=k_offset, name=self.name)
+        if groups is not None and not len(groups):
+            self._say(f"dense, no column group of this shard follows {pattern}")
+            return None
+        problem = Problem(pattern, weight.dtype, out, columns, weight.device)
+        choice = choose(problem, self.options.backend, self.options.fallback)
+        if choice.backends == ("dense",):
+            self._say(f"dense, {pattern}; {choice.reason}")
+            return None
+        packed = pack(weight, pattern, scale=layer.weight_scale.data, k_offset=k_offset, groups=groups, name=self.name)
+        self._say(f"sparse, {pattern}: {_describe(choice)}")
+        return SlideLinear(packed, backend=self.options.backend, fallback=self.options.fallback)
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply: [..., in] -> [..., out].
+
+        Raises:
+            UnsupportedError: Activations that SGLang has quantised already, which a packed layer cannot lift.
+        """
+        if not self.converted:
+            y: torch.Tensor = self.inner.apply_weights(layer, x, bias)
+            return y
+        if not isinstance(x, torch.Tensor):
+            raise UnsupportedError(
+                f"activations of {self.name}, which is sparse",
+                got=f"{type(x).__name__}, quantised by the layer before it",
+                needed="a tensor in the model's type",
+                remedy="turn SGLang's fusion of norm and quantisation off",
+            )
+        y = layer.slide(x, bias)
+        return y
+
+    def refuse_loading_again(self, layer: torch.nn.Module) -> None:
+        """Refuse weights for a layer that is packed: captured CUDA graphs hold the addresses of the packed ones.
+
+        Raises:
+            UnsupportedError: The layer is packed.
+        """
+        if hasattr(layer, SUBMODULE):
+            raise UnsupportedError(
+                "weights cannot be loaded again into a running engine with sparse layers",
+                got=f"{self.name}, whose dense weight is gone",
+                remedy="start SGLang again",
+            )
+
+    def _rank(self, layer: Any, columns: int) -> int:
+        """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""
+        if columns == self.in_features:
+            return 0
+        group = getattr(layer, "tp_group", None)
+        rank, size = get_group_rank_size(group)
+        if size * columns != self.in_features:
+            raise UnsupportedError(
+                f"{self.name}: a shard whose place in the whole weight is unknown",
+                got=f"{columns} of {self.in_features} columns in a group of {size} ranks",
+                needed="tp_group of the layer, with equal shards",
+                remedy="serve on one GPU, or dense (SGLANG_PLUGINS=none)",
+            )
+        return int(rank)
+
+    def _say(self, text: str) -> None:
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", self.name)
+        _say_once(f"slidesparse: {kind}: {text}")
+
+
+def _describe(choice: Choice) -> str:
+    return f"{choice.describe()}; {choice.reason}"
+
+
+@lru_cache(maxsize=1024)
+def _say_once(text: str) -> None:
+    log.info(text)

@@ -1,0 +1,254 @@
+"""The plugin inside SGLang's real Python: its table of methods, its linear layers, its loaders; the engine never runs.
+
+The reference backend multiplies, exactly for INT8, so a layer of SGLang's must give the bits of the formula.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import slidesparse as ss
+from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
+from slidesparse.files.marker import MARKER_KEY, quantization_config
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.integrations.sglang import METHOD
+from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
+from slidesparse.quant import quantize_rows, quantize_weight
+
+REFERENCE = {"backend": "reference"}
+
+
+# -- without SGLang ------------------------------------------------------------------------------------------------
+
+
+def test_options_are_read_strictly() -> None:
+    assert SGLangOptions.parse(None) == SGLangOptions() == SGLangOptions.parse({})
+    assert SGLangOptions.parse({"backend": "hopper", "fallback": "none"}) == SGLangOptions("hopper", "none")
+    for wrong in ({"fuse": False}, {"backend": "fast"}, {"fallback": "sparse"}, ["auto"]):
+        with pytest.raises(InputError, match="in --json-model-override-args"):
+            SGLangOptions.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"enable_lora": True}, "LoRA adapters on sparse layers"),
+        ({"lora_paths": ["a"]}, "LoRA adapters on sparse layers"),
+        ({"cpu_offload_gb": 20}, "offloading the weights.*--cpu-offload-gb 20"),
+        ({"offload_group_size": 4}, "offloading the weights.*--offload-group-size 4"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{told}.*SGLANG_PLUGINS=none") as error:
+        refuse_what_cannot_work(SimpleNamespace(**arguments))
+    assert "\n" not in str(error.value)
+    refuse_what_cannot_work(SimpleNamespace(**dict.fromkeys(arguments)))
+
+
+def test_the_largest_batch_is_a_chunk_or_a_prefill() -> None:
+    assert largest_batch(SimpleNamespace(chunked_prefill_size=8192, max_prefill_tokens=16384)) == 8192
+    assert largest_batch(SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=16384)) == 16384
+    assert largest_batch(SimpleNamespace()) == 0
+
+
+# -- which checkpoints ---------------------------------------------------------------------------------------------
+
+
+def config_of(
+    marker: dict[str, Any] | str | None = "6:8", options: Any = REFERENCE, dtype: torch.dtype = torch.int8
+) -> Any:
+    """What SGLang's table makes of a checkpoint."""
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    if isinstance(marker, str):
+        marker = {"version": 1, "pattern": marker, "ignore": ["lm_head"], "layers": {}}
+    hf_config = SimpleNamespace(**{MARKER_KEY: marker, OPTIONS: options})
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    given = quantization_config(dtype, ["lm_head"]) | {"hf_config": hf_config, "packed_modules_mapping": fused}
+    return QUANTIZATION_METHODS[METHOD].from_config(given)
+
+
+@pytest.mark.usefixtures("server")
+def test_sglang_finds_the_plugin_by_its_entry_point() -> None:
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP
+
+    (point,) = metadata.entry_points(group=GENERAL_PLUGINS_GROUP, name="slidesparse") or [None]
+    if point is None:
+        pytest.skip("slidesparse is on the path without being installed")
+    from slidesparse.integrations.sglang import register
+
+    assert point.load() is register
+
+
+@pytest.mark.usefixtures("server")
+def test_the_marker_decides_whose_configuration_it_is() -> None:
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    from slidesparse.integrations.sglang.config import SGLangConfig
+
+    assert type(config_of(None)) is CompressedTensorsConfig
+    ours = config_of("4:6")
+    assert type(ours) is SGLangConfig
+    assert ours.marker.pattern == ss.Pattern(4, 6)
+    assert ours.options == SGLangOptions("reference")
+    assert ours.most == 8192
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(("options", "error"), [({"fuse": 1}, InputError), (None, None)])
+def test_a_marker_or_option_that_cannot_be_read_stops_it(options: Any, error: type[Exception] | None) -> None:
+    with pytest.raises(CheckpointError, match="version of slidesparse_config"):
+        config_of({"version": 2, "pattern": "6:8", "ignore": [], "layers": {}})
+    if error is None:
+        assert config_of(options=options).options == SGLangOptions()
+    else:
+        with pytest.raises(error):
+            config_of(options=options)
+
+
+def test_arguments_that_cannot_work_stop_it(server: Any) -> None:
+    server.enable_lora = True
+    with pytest.raises(UnsupportedError, match="LoRA"):
+        config_of()
+    from slidesparse.integrations.sglang.config import SGLangConfig
+
+    assert not isinstance(config_of(None), SGLangConfig)  # others go on working
+
+
+# -- layers --------------------------------------------------------------------------------------------------------
+
+
+def pruned(pattern: str, out: int = 24, columns: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(out, columns, generator=torch.Generator().manual_seed(0))
+    values, scale = quantize_weight(weight * ss.prune_mask(weight, pattern), torch.int8)
+    return values, scale.reshape(-1, 1)
+
+
+def built(config: Any, name: str, values: torch.Tensor, scale: torch.Tensor) -> Any:
+    """A replicated layer of SGLang's, loaded by its own loader but not processed."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    out, columns = values.shape
+    settings = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16}
+    layer = ReplicatedLinear(columns, out, prefix=name, **settings)
+    layer.weight.data.copy_(values)
+    layer.weight_scale.data.copy_(scale)
+    return layer
+
+
+def loaded(config: Any, name: str, values: torch.Tensor, scale: torch.Tensor) -> Any:
+    layer = built(config, name, values, scale)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def oracle(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    lifted, scale_x = quantize_rows(x, torch.int8)
+    return apply_scales(product(lifted, values), scale_x, scale.flatten(), None, torch.bfloat16)
+
+
+def tokens(columns: int = 96) -> torch.Tensor:
+    return torch.randn(5, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+O_PROJ = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "4:6@50%"])
+def test_a_layer_gives_the_bits_of_the_formula(pattern: str) -> None:
+    values, scale = pruned(pattern)
+    layer = loaded(config_of(pattern), O_PROJ, values, scale)
+    assert not hasattr(layer, "weight")
+    assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
+
+
+@pytest.mark.usefixtures("server")
+def test_layers_that_stay_sglangs() -> None:
+    values, scale = pruned("6:8")
+    config = config_of({"version": 1, "pattern": "6:8", "ignore": ["a.q_proj", "a.k_proj", "a.v_proj"], "layers": {}})
+    for name in ("model.layers.0.self_attn.kv_b_proj", "a.qkv_proj"):
+        layer = loaded(config, name, values, scale)
+        assert layer.weight.shape == (96, 24)  # as SGLang's kernel wants it
+    dense = loaded(config_of(options=None), O_PROJ, values, scale)  # auto: no GPU
+    assert dense.weight.shape == (96, 24)
+    assert not hasattr(dense, "slide")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_weight_that_belies_its_marker_is_an_error() -> None:
+    with pytest.raises(PatternViolation, match=f"{O_PROJ} violates 2:4"):
+        loaded(config_of("2:4"), O_PROJ, *pruned("6:8"))
+
+
+@pytest.mark.usefixtures("server")
+def test_quantised_activations_are_refused() -> None:
+    layer = loaded(config_of(), O_PROJ, *pruned("6:8"))
+    with pytest.raises(UnsupportedError, match=f"activations of {O_PROJ}.*got tuple"):
+        layer.quant_method.apply(layer, (tokens(), torch.ones(5, 1)))
+
+
+@pytest.mark.usefixtures("server")
+def test_weights_are_not_loaded_again() -> None:
+    values, scale = pruned("6:8")
+    layer = loaded(config_of(), O_PROJ, values, scale)
+    for again in (layer.quant_method.restore_weights_before_loading, layer.quant_method.process_weights_after_loading):
+        with pytest.raises(UnsupportedError, match=f"loaded again.*{O_PROJ}"):
+            again(layer)
+    assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
+    fresh = built(config_of(), O_PROJ, values, scale)
+    fresh.quant_method.restore_weights_before_loading(fresh)  # before it is packed nothing is lost
+    dense = loaded(config_of(options=None), O_PROJ, values, scale)
+    dense.quant_method.restore_weights_before_loading(dense)
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "4:6@50%"])
+def test_a_shard_that_cuts_groups_gives_the_bits_of_the_formula(pattern: str, rank: int) -> None:
+    columns, half = 76, 38  # a multiple of neither 4, 6 nor 8
+    values, scale = pruned(pattern, columns=columns)
+    shard = values[:, rank * half : (rank + 1) * half]
+    layer = built(config_of(pattern), O_PROJ, shard, scale)
+    layer.scheme.in_features = columns  # as RowParallelLinear tells the method
+    layer.tp_group = SimpleNamespace(rank_in_group=rank, world_size=2)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer(tokens(half))[0], oracle(tokens(half), shard, scale))
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("group", [None, SimpleNamespace(rank_in_group=1, world_size=3)])
+def test_a_shard_of_unknown_place_is_refused(group: Any) -> None:
+    values, scale = pruned("6:8", columns=76)
+    layer = built(config_of(), O_PROJ, values[:, :38].contiguous(), scale)
+    layer.scheme.in_features, layer.tp_group = 76, group
+    with pytest.raises(UnsupportedError, match=f"{O_PROJ}: a shard whose place.*38 of 76 columns"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.usefixtures("server")
+def test_names_follow_sglang() -> None:
+    config = config_of({"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": {"a.b": "4:6"}})
+    mapper = SimpleNamespace(
+        apply_dict=lambda found: found, apply_list=lambda names: [name.replace("a.", "model.a.") for name in names]
+    )
+    config.apply_weight_name_mapper(mapper)
+    assert config.marker.layers == {"model.a.b": ss.Pattern(4, 6)}
+    assert config.marker.ignore == ("lm_head",)
+
+
+@pytest.mark.usefixtures("server")
+def test_a_layer_of_each_kind_runs_before_graphs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.integrations.vllm.warmup import WarmUp
+
+    warmed: list[Any] = []
+    monkeypatch.setattr(WarmUp, "layer", lambda self, layer: warmed.append((self.most, self.dtype, layer)))
+    layer = built(config_of(), O_PROJ, *pruned("6:8"))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert warmed == [(8192, torch.bfloat16, layer.slide)]

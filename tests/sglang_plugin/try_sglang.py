@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Run the SGLang plugin's tests inside SGLang's Python, in an environment of its own.
+
+python tests/sglang_plugin/try_sglang.py [VERSION]
+python tests/sglang_plugin/try_sglang.py fetch VERSION     # put it into this environment instead
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from slidesparse.integrations.sglang import TESTED
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "integrations"))
+
+from fetch_vllm import fetch  # noqa: E402 # after its folder is on the path
+from try_vllm import make_environment  # noqa: E402
+
+DEPENDENCIES = (
+    *("aiohttp", "apache-tvm-ffi", "compressed-tensors", "dill", "einops", "fastapi", "gguf", "ipython", "msgspec"),
+    *("openai", "orjson", "partial-json-parser", "prometheus-client", "psutil", "pybase64", "pyzmq", "requests"),
+    *("sentencepiece", "setproctitle", "traitlets", "transformers", "uvloop"),
+)
+"""What SGLang imports on the way to its quantisation configs and linear layers."""
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["fetch"]:
+        fetch("sglang", sys.argv[2], DEPENDENCIES, lambda name: not name.endswith(".so"))  # it looks for its sources
+        return
+    version = sys.argv[1] if len(sys.argv) > 1 else TESTED
+    with tempfile.TemporaryDirectory() as folder:
+        python = make_environment(Path(folder))
+        subprocess.run([python, __file__, "fetch", version], check=True)
+        run = subprocess.run([python, "-m", "pytest", "-q", HERE], env=os.environ | {"SGLANG_MUST_BE_THERE": "1"})
+    raise SystemExit(run.returncode)
+
+
+if __name__ == "__main__":
+    main()
