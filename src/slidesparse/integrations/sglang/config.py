@@ -15,12 +15,13 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 )
 from sglang.srt.runtime_context import get_server_args
 
-from slidesparse.files.marker import MARKER_KEY, Marker
+from slidesparse.files.marker import Marker
 from slidesparse.integrations.sglang import LOGGER
 from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
 from slidesparse.integrations.sglang.scheme import SGLangScheme
 from slidesparse.integrations.vllm.names import find_layer, rename_layers
 from slidesparse.integrations.vllm.warmup import WarmUp
+from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
 
 log = logging.getLogger(LOGGER)
