@@ -14,10 +14,10 @@ import torch
 
 import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
-from slidesparse.files.marker import MARKER_KEY, quantization_config
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.sglang import METHOD
 from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.quant import quantize_rows, quantize_weight
 
 REFERENCE = {"backend": "reference"}
