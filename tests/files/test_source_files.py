@@ -212,7 +212,7 @@ def test_files_with_large_holes_are_refused(source: Path) -> None:
 def test_a_json_file_without_end_is_refused(source: Path) -> None:
     with open(source / "config.json", "wb") as file:
         file.truncate(1 << 43)
-    with pytest.raises(CheckpointError, match=r"config.json is too large; got 8.8 TB; needed at most 256.0 MB"):
+    with pytest.raises(CheckpointError, match=r"config\.json (is too large|has large holes); got 8\.8 TB"):
         Checkpoint(source)
 
 
