@@ -65,7 +65,9 @@ def test_inspect_lists_the_experts(tmp_path: Path, name: str, capsys: pytest.Cap
 
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
-    with pytest.raises(slidesparse.InputError, match=r"no linear layer to treat; .*2 x transformer\.h\.\*\.attn\.c_attn \("):
+    with pytest.raises(
+        slidesparse.InputError, match=r"no linear layer to treat; .*2 x transformer\.h\.\*\.attn\.c_attn \("
+    ):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):

@@ -169,7 +169,7 @@ def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path: Path, monke
         raise ValueError("no\nno")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
-    with pytest.raises(CheckpointError, match="cannot tell which tensors of .* are which; got ValueError: no$"):
+    with pytest.raises(CheckpointError, match=r"cannot tell which tensors of .* are which; got ValueError: no$"):
         build_meta_model(Checkpoint(tmp_path / "m"))
 
 

@@ -57,6 +57,8 @@ def test_experts_that_are_modules() -> None:
 
 def test_models_in_memory_are_refused_and_unchanged() -> None:
     model = nn.ModuleDict({"layer": Listed()})
-    with pytest.raises(UnsupportedError, match=r"mixtures of experts cannot be treated yet; got layer\.experts: 3 experts"):
+    with pytest.raises(
+        UnsupportedError, match=r"mixtures of experts cannot be treated yet; got layer\.experts: 3 experts"
+    ):
         ss.sparsify_(model, "6:8")
     assert not any(isinstance(module, SlideLinear) for module in model.modules())
