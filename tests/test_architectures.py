@@ -6,6 +6,7 @@ A minute of it runs always. ``SLIDESPARSE_SWEEP=all pytest tests/test_architectu
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseError
 from slidesparse.linear import SlideLinear
+
+ROOT = Path(__file__).parent.parent
 
 ALWAYS = (
     *("gpt-neox", "falcon", "gpt2", "xlnet", "opt", "xglm", "mamba", "zamba2", "nemotron-h", "rwkv", "recurrentgemma"),
@@ -79,6 +82,11 @@ def test_every_architecture_is_treated_or_refused(tmp_path: Path, name: str) -> 
     make(tmp_path / "m32", found, torch.float32)
     prune_checkpoint(tmp_path / "m32", tmp_path / "s32", PruneOptions("6:8", "fp32"))
     assert similarity(tmp_path / "s32", found) > 1 - 1e-5
+
+
+def test_the_page_of_models_is_current() -> None:
+    page = ROOT / "docs/models.md"
+    assert runpy.run_path(str(ROOT / "docs/draw_models.py"))["drawn"](page.read_text()) == page.read_text()
 
 
 def test_the_survey_is_whole() -> None:

@@ -67,12 +67,16 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
             tied[name] = other
         elif (origin := origin_of(tensor)) is not None:
             origins[name] = origin
+    used = {name for origin in origins.values() for name in sources(origin)}
+    for name in [name for name in tied if name in state and name not in used]:
+        origins[name] = name  # transformers 4 ties it all the same
+        del tied[name]
+        used.add(name)
     misshapen = dict(_misshapen(info["mismatched_keys"]))
     filled, reported = {*origins, *tied, *misshapen}, set(info["missing_keys"])
     unfilled = [name for name, _ in model.named_parameters() if name not in filled]
     missing = [name for name in unfilled if name in reported]
     made = [] if missing else unfilled
-    used = {name for origin in origins.values() for name in sources(origin)}
     return TensorNames(
         origins,
         tied,
