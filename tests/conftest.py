@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,13 @@ if not torch.cuda.is_available():
 # Deadlines time the machine, not the code; a derandomised run fails for everybody or for nobody.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("suite")
+
+
+# A shell ignores these signals in what it starts in the background, and what a process starts inherits that. Tests of
+# interruptions need them.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 
 def pytest_configure(config: pytest.Config) -> None:
