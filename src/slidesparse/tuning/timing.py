@@ -303,6 +303,7 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[]
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for call in calls:
+                result = None  # or its memory would be held while the next call allocates
                 result = call()
         finally:
             graph.capture_end()
