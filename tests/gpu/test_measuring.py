@@ -50,7 +50,7 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert tuner.wants(problem)
     tuner.measure(problem, packed)
     assert torch.cuda.max_memory_allocated() - before < 1.1 * TRANSIENT_BYTES  # workspaces of libraries
-    assert torch.cuda.memory_allocated() - before < 256 << 20  # workspaces of libraries
+    assert torch.cuda.memory_allocated() - before < 96 << 20  # two workspaces of cuBLAS
     assert tuner.spent_s < BUDGET_S
     table = load_speeds(tuned_path(installation()))
     assert table is not None
