@@ -127,7 +127,7 @@ def quantize_fp4(x: torch.Tensor, fp4: Fp4Format, *, share: int | None = None, n
     Raises:
         InputError: The matrix or ``share`` is unusable.
 
-    >>> quantize_fp4(torch.tensor([[1.0, -6.0, 0.0, 2.6]]), NVFP4).dequantize().tolist()
+    >>> quantize_fp4(torch.tensor([[1.0, -6.0, 0.0, 2.6]]), MXFP4).dequantize().tolist()
     [[1.0, -6.0, 0.0, 3.0]]
     """
     check_weight(x, name)
