@@ -46,8 +46,9 @@ def test_a_given_cost_counts_and_not_the_weight() -> None:
 
 
 def test_costs_too_large_to_add_are_not_cheap() -> None:
-    huge = torch.tensor([[3e38, 3e38, 1, 1, 2, 2, 3e38, 3e38]])
-    assert pair_mask(torch.ones(1, 8), "2:4", huge).int().tolist() == [[1, 1, 0, 0, 0, 0, 1, 1]]
+    huge = torch.tensor([[3e38, 3e38, 1, 1, 2, 2, 3e38, 3e38], [3e38, 3e38, 3e38, 3e38, 3e38, 3e38, 1, 1]])
+    wanted = [[1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]]  # the later of equals goes
+    assert pair_mask(torch.ones(2, 8), "2:4", huge).int().tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_masks_that_cannot_be_made_are_refused(columns: int, cost: torch.Tensor 
 
 @FORMATS
 @PATTERNS
-@pytest.mark.parametrize("columns", [2, 64, 192, 330])
+@pytest.mark.parametrize("columns", [2, 18, 64, 192, 330])
 def test_packing_and_back(pattern: str, fp4: Fp4Format, columns: int) -> None:
     weight = _pruned(pattern, fp4, columns)
     back = pack_pairs(weight, pattern).unpack()
@@ -212,9 +213,12 @@ def test_blocks_of_zeros_do_not_widen_the_sum() -> None:
     assert q.scale.tolist() == [[127 + 58, 0]]
     assert product(q, q).to_float().item() == 2.0**120
     assert product(quantize_fp4(0 * x, MXFP4), q).to_float().item() == 0
+    ones = quantize_fp4(torch.where(x == 0, x, 1.0), MXFP4)
+    far = replace(ones, scale=torch.tensor([[ones.scale[0, 0], 250]], dtype=torch.uint8))
+    assert product(far, far).to_float().item() == 1
 
 
-@pytest.mark.parametrize(("far", "message"), [(2.0**70, "in one operand"), (2.0**40, "products of")])
+@pytest.mark.parametrize(("far", "message"), [(2.0**70, "in one operand"), (2.0**28, "products of")])
 def test_scales_too_far_apart_for_an_exact_sum_are_refused(far: float, message: str) -> None:
     x = torch.ones(1, 64)
     x[0, 0] = far

@@ -162,7 +162,8 @@ def _nvfp4_scales(size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Not below the normal numbers, where the quotient would lose its bits, or be 0.
     tensor_scale = (largest / (MAGNITUDES[-1] * FP8_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     scale = size.to(torch.float64) / (MAGNITUDES[-1] * tensor_scale.to(torch.float64))
-    return tensor_scale, scale.clamp(max=FP8_MAX).to(torch.float32).to(torch.float8_e4m3fn)
+    # The largest is 448, give or take a rounding of tensor_scale, and e4m3 rounds up to 464 to that.
+    return tensor_scale, scale.to(torch.float32).to(torch.float8_e4m3fn)
 
 
 def _mxfp4_scales(size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
