@@ -22,7 +22,7 @@ LAYERS = [
     {"served_records", "support"},
     {"prologue", "quant", "slide"},
     {"packed", "prune"},
-    {"layout"},
+    {"fp4", "layout"},
     {"kernels"},
     {"lifting"},
     {"gemm", "packing"},
@@ -48,6 +48,7 @@ FORBIDDEN = {
     "errors": {"torch", "numpy"},
     "kernels": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
+    "fp4": {"slidesparse.kernels", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "records": {"torch", "numpy"},
