@@ -424,14 +424,14 @@ def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from slidesparse.cli import main
-from slidesparse.commands.prune import _Job
-write, writers = _Job._write, []
+from slidesparse.commands.prune_job import PruneJob
+write, writers = PruneJob._write, []
 def kill_in_the_second_shard(writer, *args):
     write(writer, *args)
     writers.extend([] if writer in writers else [writer])
     if len(writers) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-_Job._write = staticmethod(kill_in_the_second_shard)
+PruneJob._write = staticmethod(kill_in_the_second_shard)
 sys.exit(main())
 """
     arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]

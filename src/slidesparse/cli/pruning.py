@@ -67,7 +67,8 @@ def add_prune(commands: Commands) -> None:
 
 def _prune(options: argparse.Namespace) -> int:
     from slidesparse.commands.plan import as_options, read_plan
-    from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+    from slidesparse.commands.prune import prune_checkpoint
+    from slidesparse.commands.prune_options import PruneOptions
     from slidesparse.files.calibration import Calibration
 
     pairs = [entry.rpartition("=") for entry in options.layer]
