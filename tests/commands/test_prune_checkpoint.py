@@ -213,6 +213,7 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     assert summary.not_copied == ["pytorch_model.bin"]
     names = set(contents(tmp_path / "s"))
     assert names == {
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

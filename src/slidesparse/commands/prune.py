@@ -18,6 +18,8 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.model_card import FILE_NAME as CARD
+from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.files.calibration import digest
@@ -28,7 +30,7 @@ from slidesparse.files.source_files import Links, survey
 from slidesparse.files.staging import new_folder, staged
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.targets import describe_dense
-from slidesparse.quant import dtype_name, parse_dtype
+from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class PruneSummary:
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
         resumed: Shards that an interrupted run had finished.
+        source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
+            None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
             empty without calibration.
         source_bytes: Tensors of the source.
@@ -60,6 +64,7 @@ class PruneSummary:
     links: list[str]
     unexpected: list[str]
     resumed: list[str]
+    source_card: str | None
     losses: dict[str, float]
     source_bytes: int
     destination_bytes: int
@@ -83,6 +88,8 @@ class PruneSummary:
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
+        own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
+        lines.append(f"{CARD} is a model card to read and correct{own}")
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
@@ -116,6 +123,7 @@ def prune_checkpoint(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
+    files, kept_card = files.set_aside(CARD, "source")
     generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     job = PruneJob(checkpoint, options)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
@@ -139,6 +147,17 @@ def prune_checkpoint(
             write_json(work.output / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
         files.copy_to(work.output)
         write_json(work.output / "config.json", job.config())
+        write_card(
+            work.output,
+            checkpoint.path,
+            patterns={name: str(pattern) for name, pattern in job.patterns.items()},
+            dtype=dtype_name(job.dtype),
+            quantised=job.dtype in QUANTISED,
+            method=_method_words(options, job.windows),
+            left=describe_dense({**job.targets.dense, **job.targets.other}),
+            sizes=(checkpoint.n_bytes, size),
+            source_card=None if kept_card is None else work.output / kept_card,
+        )
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
@@ -149,7 +168,16 @@ def prune_checkpoint(
         links=list(files.links),
         unexpected=list(job.meta.names.unexpected),
         resumed=resumed,
+        source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )
+
+
+def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
+    """Return the method and the text that it saw, without the folder of the text."""
+    if options.calibration is None or windows is None:
+        return options.method
+    samples, length = windows.shape
+    return f"{options.method}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
