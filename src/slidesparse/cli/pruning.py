@@ -32,7 +32,7 @@ def add_prune(commands: Commands) -> None:
     prune.add_argument("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
     _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, .jsonl with text, or a data set on disk")
     prune.add_argument(
-        "--device", help="where calibration runs the layers: cpu or cuda (default: cuda when there is one)"
+        "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
     )
     prune.add_argument(
         "--recipe",

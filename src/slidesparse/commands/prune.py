@@ -110,7 +110,7 @@ def prune_checkpoint(
         source: A local Hugging Face checkpoint.
         destination: A folder that does not exist.
         options: Patterns, type, method and exceptions.
-        device: Where calibration runs the model's layers, one at a time.
+        device: Where weights are pruned and quantised, and where calibration runs the model's layers, one at a time.
         links: What to do with links that lead out of the source.
         progress: Show a progress bar; None: on a terminal only.
 
@@ -125,7 +125,7 @@ def prune_checkpoint(
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     files, kept_card = files.set_aside(CARD, "source")
     generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
-    job = PruneJob(checkpoint, options)
+    job = PruneJob(checkpoint, options, where)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
     plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
@@ -133,7 +133,7 @@ def prune_checkpoint(
         plan["windows"] = digest(job.windows)
     resumed = []
     with staged(destination, checkpoint.path, plan, size + files.n_bytes) as work:
-        job.calibrate(work.kept, where, progress)
+        job.calibrate(work.kept, progress)
         with progress_bar("prune", size, show=progress) as advance:
             for shard, tensors in outputs.items():
                 if work.is_finished(shard, tensors):

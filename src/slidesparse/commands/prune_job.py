@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
@@ -39,10 +40,17 @@ from slidesparse.support import check_weight
 
 
 class PruneJob:
-    """A checkpoint and the options, from which follows how every tensor is treated."""
+    """A checkpoint and the options, from which follows how every tensor is treated.
 
-    def __init__(self, checkpoint: Checkpoint, options: PruneOptions) -> None:
-        self.checkpoint, self.recipe = checkpoint, options.recipe
+    Args:
+        checkpoint: The source.
+        options: The options.
+        device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
+            result has the same bits on every device.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device) -> None:
+        self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
@@ -75,7 +83,7 @@ class PruneJob:
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})
 
-    def calibrate(self, folder: Path, device: torch.device, progress: bool | None) -> None:
+    def calibrate(self, folder: Path, progress: bool | None) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is not None:
             self.calibrated = prune_layers_from_disk(
@@ -85,7 +93,7 @@ class PruneJob:
                 self.pruner,
                 self.windows,
                 folder,
-                device,
+                self.device,
                 progress=progress,
             )
 
@@ -146,10 +154,23 @@ class PruneJob:
             while here:
                 # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
                 names = self.set_of[next(iter(here))]
-                for name, weight in self._prune_set(names).items():
-                    if (own := here.pop(name, None)) is not None:
-                        self._write(writer, self._stored_form(name, own, weight), advance)
+                with self._enough_memory(names):
+                    for name, weight in self._prune_set(names).items():
+                        if (own := here.pop(name, None)) is not None:
+                            self._write(writer, self._stored_form(name, own, weight), advance)
         return writer.digests
+
+    @contextmanager
+    def _enough_memory(self, names: list[str]) -> Iterator[None]:
+        """Say what to do when the device's memory does not hold what pruning linears takes."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"the memory of {self.device} is too small to prune {', '.join(names)}",
+                got=first_line(error),
+                remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
+            ) from error
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
@@ -160,7 +181,7 @@ class PruneJob:
     @staticmethod
     def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
         for name, tensor in tensors.items():
-            writer.write(name, tensor)
+            writer.write(name, tensor.cpu())
             advance(writer.tensors[name].n_bytes)
 
     def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -177,18 +198,18 @@ class PruneJob:
     def _prune_set(self, names: list[str]) -> dict[str, torch.Tensor]:
         pattern = self.patterns[names[0]]
         if self.calibrated is not None and pattern != DENSE:
-            return {name: self.calibrated.weight(name) for name in names}
+            return {name: self.calibrated.weight(name).to(self.device) for name in names}
         weights = {name: self._float_weight(name) for name in names}
         return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
 
     def _float_weight(self, name: str) -> torch.Tensor:
         tensor = f"{self.prefixes[name]}.weight"
-        weight = self.checkpoint.tensor(tensor)
+        weight = self.checkpoint.tensor(tensor, self.device)
         check_weight(weight, tensor)
         return dequantize(weight, self._scale(name)) if self.source_dtype else weight
 
     def _scale(self, name: str) -> torch.Tensor:
-        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale")
+        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale", self.device)
 
     def _in_8_bits(self, name: str) -> bool:
         tensor = self.meta.names.origins.get(f"{name}.weight")
@@ -196,7 +217,8 @@ class PruneJob:
 
     def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
         if self.recipe == "ternary":
-            return ternary_weight(weight, ternary_scale(self.checkpoint.tensor(tensor)), self.dtype, name=tensor)
+            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
+            return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
         return quantize_weight(weight, self.dtype, name=tensor)
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
