@@ -50,6 +50,9 @@ def add_prune(commands: Commands) -> None:
         metavar="NAME=PATTERN",
         help="another pattern for a layer (name or re:...)",
     )
+    prune.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, how large, how long; write nothing"
+    )
     prune.add_argument("--lm-head", action="store_true", help="treat the output embedding too")
     prune.add_argument(
         "--links",
@@ -66,6 +69,7 @@ def add_prune(commands: Commands) -> None:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    from slidesparse.commands.dry_run import dry_run
     from slidesparse.commands.plan import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
     from slidesparse.commands.prune_options import PruneOptions
@@ -85,23 +89,19 @@ def _prune(options: argparse.Namespace) -> int:
     calibration = None
     if options.calibration is not None:
         calibration = Calibration(options.calibration, options.samples, options.length, options.seed)
-    summary = prune_checkpoint(
-        source_of(options),
-        options.destination,
-        PruneOptions(
-            pattern=pattern,
-            dtype=options.dtype,
-            method=method,
-            calibration=calibration,
-            recipe=options.recipe,
-            ignore=tuple(options.ignore),
-            layers=layers,
-            lm_head=options.lm_head,
-            part=options.part,
-        ),
-        device=device_of(options),
-        links=options.links,
+    wanted = PruneOptions(
+        pattern=pattern,
+        dtype=options.dtype,
+        method=method,
+        calibration=calibration,
+        recipe=options.recipe,
+        ignore=tuple(options.ignore),
+        layers=layers,
+        lm_head=options.lm_head,
+        part=options.part,
     )
+    run = dry_run if options.dry_run else prune_checkpoint
+    summary = run(source_of(options), options.destination, wanted, device=device_of(options), links=options.links)
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
     return 0
 

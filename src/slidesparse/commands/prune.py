@@ -23,10 +23,10 @@ from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.files.calibration import digest
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, write_json
+from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Stored, write_json
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
-from slidesparse.files.source_files import Links, survey
+from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import new_folder, staged
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.targets import describe_dense
@@ -95,6 +95,44 @@ class PruneSummary:
         return "\n".join(lines if warning is None else [*lines, warning])
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the work begins.
+
+    Attributes:
+        checkpoint: The source.
+        destination: The folder to make, which does not exist.
+        files: Other files of the source.
+        job: How every tensor is treated.
+        outputs: File name -> tensor -> type and shape, of the new checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    destination: Path
+    files: SourceFiles
+    job: PruneJob
+    outputs: dict[str, dict[str, Stored]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the new tensors."""
+        return sum(stored.n_bytes for shard in self.outputs.values() for stored in shard.values())
+
+
+def prepare(
+    source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
+) -> Prepared:
+    """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
+    where = usable_device(device)
+    checkpoint = Checkpoint(usable_path(source, "source"))
+    destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
+    files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
+    generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
+    job = PruneJob(checkpoint, options, where)
+    outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
+    return Prepared(checkpoint, destination, files, job, outputs)
+
+
 def prune_checkpoint(
     source: str | Path,
     destination: str | Path,
@@ -119,15 +157,10 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
-    where = usable_device(device)
-    checkpoint = Checkpoint(usable_path(source, "source"))
-    destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
-    files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    files, kept_card = files.set_aside(CARD, "source")
-    generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
-    job = PruneJob(checkpoint, options, where)
-    outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
-    size = sum(stored.n_bytes for shard in outputs.values() for stored in shard.values())
+    prepared = prepare(source, destination, options, device, links)
+    checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
+    outputs, size = prepared.outputs, prepared.n_bytes
+    files, kept_card = prepared.files.set_aside(CARD, "source")
     plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)

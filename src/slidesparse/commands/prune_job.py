@@ -199,10 +199,11 @@ class PruneJob:
         pattern = self.patterns[names[0]]
         if self.calibrated is not None and pattern != DENSE:
             return {name: self.calibrated.weight(name).to(self.device) for name in names}
-        weights = {name: self._float_weight(name) for name in names}
+        weights = {name: self.float_weight(name) for name in names}
         return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
 
-    def _float_weight(self, name: str) -> torch.Tensor:
+    def float_weight(self, name: str) -> torch.Tensor:
+        """Read a treated linear's weight onto the device: float [out, in], as the method sees it."""
         tensor = f"{self.prefixes[name]}.weight"
         weight = self.checkpoint.tensor(tensor, self.device)
         check_weight(weight, tensor)
