@@ -1,4 +1,4 @@
-"""Estimate how long pruning takes, from a few pieces of the same work that are timed here.
+"""Estimate how long pruning takes, from some of the same work, which is timed here.
 
 Nothing is known of the disk, so reading and writing are left out, and named as left out.
 """
