@@ -16,7 +16,7 @@ from slidesparse import prune
 from slidesparse.base import progress
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
-from slidesparse.cli import checkpoints, main
+from slidesparse.cli import main, pruning
 from slidesparse.commands.info import collect
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseWarning
@@ -289,4 +289,4 @@ def test_an_interrupted_import_ends_in_one_line(tmp_path: Path) -> None:
 
 
 def test_the_command_line_knows_every_method() -> None:
-    assert sorted(prune.METHODS) == list(checkpoints.METHODS)
+    assert sorted(prune.METHODS) == list(pruning.METHODS)

@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint
 
 import slidesparse.commands.info
 from slidesparse.cli import main
-from slidesparse.commands.prune import _Job
+from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.checkpoint import TensorWriter
 from slidesparse.files.packed_file import write_packed
 
@@ -125,9 +125,9 @@ def test_prune_says_what_is_kept(
 ) -> None:
     make_checkpoint(tmp_path / "m", shard_size="60KB")
     command = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]
-    write, shards = _Job.write_shard, []
+    write, shards = PruneJob.write_shard, []
 
-    def third(job: _Job, path: Path, *rest: Any) -> dict[str, str]:
+    def third(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
         shards.append(path)
         if len(shards) == 3:
             os.kill(os.getpid(), getattr(signal, name))
@@ -135,7 +135,7 @@ def test_prune_says_what_is_kept(
 
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(_Job, "write_shard", third)
+        patch.setattr(PruneJob, "write_shard", third)
         assert main(command) == 128 + getattr(signal, name)
     kept = f"{tmp_path}/s.partial keeps 2 finished files, and the same command goes on from there"
     assert capsys.readouterr().err == f"slidesparse: {word}; {kept}\n"

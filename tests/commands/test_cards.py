@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 
 from slidesparse.cli import main
-from slidesparse.commands import cards, info, prune
+from slidesparse.commands import cards, info, prune_options
 from slidesparse.commands.cards import CARDS, find_card, warn_of_type
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.gemm.cusparselt import api
@@ -128,11 +128,11 @@ def test_prune_asks_for_a_type_and_names_the_trade(tmp_path: Path, capsys: pytes
 def test_with_a_card_at_hand_the_type_for_it_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], dtype: str
 ) -> None:
-    monkeypatch.setattr(prune, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(prune_options, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert cards.describe_trade(prune._gpus()) == f"{cards.TRADE}; for this machine's {name}: --dtype {dtype}"
+    assert cards.describe_trade(prune_options._gpus()) == f"{cards.TRADE}; for this machine's {name}: --dtype {dtype}"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError
+from slidesparse.commands.prune_job import PruneJob
+from slidesparse.commands.prune_options import Recipe
+from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
 from slidesparse.files.staging import staged
 from slidesparse.linear import SlideLinear
@@ -44,6 +46,51 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # -- what comes out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("llama", "absmax"), ("bitnet", "ternary")])
+def test_weights_are_treated_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, recipe: Recipe
+) -> None:
+    """What is pruned is read there, what is copied is not, nor what a sum over a whole weight is computed from."""
+    make_checkpoint(tmp_path / "m", name)
+    job = PruneJob(Checkpoint(tmp_path / "m"), PruneOptions("4:6@50%", "int8", recipe=recipe), torch.device("cpu"))
+    places: dict[str, list[str]] = {}
+    read = job.checkpoint.tensor
+
+    def recorded(tensor: str, device: object = "cpu") -> torch.Tensor:
+        places.setdefault(tensor, []).append(str(device))
+        return read(tensor)
+
+    monkeypatch.setattr(job.checkpoint, "tensor", recorded)
+    (shard,) = job.checkpoint.shards.values()
+    job.write_shard(tmp_path / "cpu", shard, job.outputs(shard), lambda _: None)
+    places.clear()
+    monkeypatch.setattr(job, "device", "meta")
+    monkeypatch.setattr(torch.Tensor, "to", with_meta_as_cpu(torch.Tensor.to))
+    job.write_shard(tmp_path / "device", shard, job.outputs(shard), lambda _: None)
+    assert (tmp_path / "device").read_bytes() == (tmp_path / "cpu").read_bytes()
+    for tensor, where in places.items():
+        treated = ["meta", "cpu"] if recipe == "ternary" else ["meta"]
+        assert where == (treated if tensor in job.layer_of else ["cpu"])
+
+
+def with_meta_as_cpu(to: Any) -> Any:
+    """``Tensor.to`` for a device of which there is none here."""
+    return lambda self, *args: to(self, *("cpu" if isinstance(arg, str) else arg for arg in args))
+
+
+def test_a_device_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+
+    def prune(*arguments: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr("slidesparse.prune.Magnitude.prune", prune)
+    says = r"the memory of cpu is too small to prune .*down_proj; got OutOfMemoryError.*; use --device cpu, which makes"
+    with pytest.raises(UnsupportedError, match=says):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "phi3"])
@@ -213,6 +260,7 @@ def test_other_files_are_copied_and_other_weights_are_not(tmp_path: Path) -> Non
     assert summary.not_copied == ["pytorch_model.bin"]
     names = set(contents(tmp_path / "s"))
     assert names == {
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -424,14 +472,14 @@ def test_killed_in_the_middle_then_resumed(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from slidesparse.cli import main
-from slidesparse.commands.prune import _Job
-write, writers = _Job._write, []
+from slidesparse.commands.prune_job import PruneJob
+write, writers = PruneJob._write, []
 def kill_in_the_second_shard(writer, *args):
     write(writer, *args)
     writers.extend([] if writer in writers else [writer])
     if len(writers) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-_Job._write = staticmethod(kill_in_the_second_shard)
+PruneJob._write = staticmethod(kill_in_the_second_shard)
 sys.exit(main())
 """
     arguments = ["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]

@@ -1,19 +1,22 @@
-"""Calibrated pruning with its layers on the GPU."""
+"""Pruning on the GPU: by magnitude with the CPU's bits, and calibrated with its layers there."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_source
+from checkpoints import make_checkpoint, make_source
 
 from slidesparse.commands.evaluate import evaluate
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.commands.prune_options import Recipe
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.choose_patterns import Target
+from slidesparse.prune import prune_mask
 from slidesparse.support import check_pattern
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +25,51 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return make_source(tmp_path, "qwen3", torch.bfloat16)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%", "8:10@25%", "dense"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "stored", "recipe"),
+    [
+        ("qwen3", torch.bfloat16, "int8", "absmax"),
+        ("qwen3", torch.float16, "fp8", "absmax"),
+        ("qwen3", torch.float32, "int8", "absmax"),
+        ("qwen3", torch.bfloat16, "bf16", "absmax"),
+        ("bitnet", torch.bfloat16, "int8", "ternary"),
+    ],
+)
+def test_magnitude_has_the_bits_of_the_cpu(
+    tmp_path: Path, name: str, dtype: torch.dtype, stored: str, recipe: Recipe, pattern: str
+) -> None:
+    make_checkpoint(tmp_path / "m", name, dtype)
+    for device in ("cpu", "cuda"):
+        prune_checkpoint(tmp_path / "m", tmp_path / device, PruneOptions(pattern, stored, recipe=recipe), device=device)
+    assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_weights_that_are_quantised_already_have_the_bits_of_the_cpu(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "w8", PruneOptions("dense", dtype))
+    config = json.loads((tmp_path / "w8/config.json").read_text())
+    del config["slidesparse_config"]
+    (tmp_path / "w8/config.json").write_text(json.dumps(config))
+    for device in ("cpu", "cuda"):
+        prune_checkpoint(tmp_path / "w8", tmp_path / device, PruneOptions("4:6@50%"), device=device)
+    assert contents(tmp_path / "cuda") == contents(tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_costs_that_nearly_tie_are_chosen_alike(dtype: torch.dtype) -> None:
+    """Large weights whose rows have few different values: groups differ in the last bits of a long sum, or not."""
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randint(1, 4, (8192, 512), generator=generator) * 1e-3).to(dtype)
+    for pattern in ("6:8", "4:6@50%", "2:4@75%"):
+        assert torch.equal(prune_mask(weight.cuda(), pattern).cpu(), prune_mask(weight, pattern))
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

@@ -46,7 +46,7 @@ def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | No
         unit: ``bytes``, or anything else for plain counts.
         show: Whether to show the bar; None: on a terminal only.
     """
-    shown = not _HIDDEN.get() and (sys.stderr.isatty() if show is None else show)
+    shown = bars_shown(show)
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
@@ -56,6 +56,13 @@ def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | No
             bar.update(task, advance=amount, description=f"{title} {note}".rstrip())
 
         yield advance
+
+
+def bars_shown(show: bool | None = None) -> bool:
+    """Return whether bars are shown: as asked for; None: on a terminal only. Never inside :func:`hidden_bars`."""
+    if _HIDDEN.get():
+        return False
+    return (sys.stderr is not None and sys.stderr.isatty()) if show is None else show
 
 
 @contextmanager

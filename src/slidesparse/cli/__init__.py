@@ -93,6 +93,7 @@ def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
     from slidesparse import __version__
     from slidesparse.cli import benchmarks, checkpoints
     from slidesparse.cli.arguments import Parser
+    from slidesparse.cli.completion import add_completion
 
     parser = Parser(prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores.")
     parser.as_json = as_json
@@ -100,6 +101,7 @@ def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
     benchmarks.add_commands(commands)
+    add_completion(commands)
     for command in commands.choices.values():
         command.as_json = as_json
     return parser

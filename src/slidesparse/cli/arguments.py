@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
@@ -48,3 +49,30 @@ def add_command(
     amount.add_argument("-q", "--quiet", action="store_true", help="say nothing but the result and errors")
     parser.set_defaults(command=run)
     return parser
+
+
+def add_source(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
+    """Add the argument ``source``, a checkpoint to read, which :func:`source_of` finds."""
+    # No Path: that would make of ./a/b, a folder, the a/b of a hub.
+    parser.add_argument("source", metavar=metavar, help=text)
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub (default: its main branch)")
+
+
+def source_of(options: argparse.Namespace) -> Path:
+    """Return the folder of the checkpoint to read; a model of the hub is fetched first.
+
+    Raises:
+        SlideSparseError: There is no such folder or model: see :func:`slidesparse.files.hub.source_folder`.
+    """
+    from slidesparse.files.hub import source_folder
+
+    return source_folder(options.source, options.revision)
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """Return the device that the options name, else a GPU if there is one."""
+    import torch
+
+    if options.device is not None:
+        return str(options.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,12 @@ from slidesparse.base.other_libraries import quiet_libraries
 from slidesparse.base.progress import hidden_bars
 from slidesparse.errors import SlideSparseWarning
 
-SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "LOGURU_LEVEL": "ERROR"}
+SETTINGS = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "LOGURU_LEVEL": "ERROR",
+}
 """Settings that transformers, huggingface_hub and compressed-tensors' logger read when they are imported, which no
 command has done yet."""
 

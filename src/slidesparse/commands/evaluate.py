@@ -15,6 +15,7 @@ import torch
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
+from slidesparse.commands.model_card import add_measurements, card_to_measure
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions, read_text
 from slidesparse.files.check_tensors import check_finite, refuse_faults
@@ -78,6 +79,7 @@ def evaluate(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     device: str | torch.device = "cpu",
+    card: bool = False,
     progress: bool | None = None,
 ) -> Evaluation:
     """Evaluate a local checkpoint: one that ``prune`` wrote, with its sparse layers, or any that transformers loads.
@@ -91,11 +93,12 @@ def evaluate(
         tasks: Names that lm-evaluation-harness knows.
         limit: Examples of each task; None: all.
         device: Device on which the model runs.
+        card: Add what was measured to the model card that ``prune`` wrote into the folder.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
         InputError: Nothing to do, unusable text or windows, or a model that answers with NaN.
-        CheckpointError: The checkpoint or its tokenizer cannot be loaded.
+        CheckpointError: The checkpoint or its tokenizer cannot be loaded, or it has no card of ``prune``.
         UnsupportedError: lm-evaluation-harness is not installed.
     """
     if text is None and not tasks:
@@ -104,6 +107,7 @@ def evaluate(
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
     device = usable_device(device)
+    noted = card_to_measure(Path(path)) if card else None
     content = None if text is None else read_text(text)
     harness = _harness() if tasks else None
     refuse_masked(model_class(Checkpoint(path))[0])
@@ -132,7 +136,22 @@ def evaluate(
                 advance=advance,
             )
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    return Evaluation(str(path), None if text is None else str(text), measured, found)
+    evaluation = Evaluation(str(path), None if text is None else str(text), measured, found)
+    if noted is not None:
+        add_measurements(noted, _card_rows(evaluation, limit))
+    return evaluation
+
+
+def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str, str]]:
+    """Return an evaluation as lines of a model card: what -> value and how; texts without their folders."""
+    rows = {}
+    if (p := evaluation.perplexity) is not None:
+        how = f"{p.bits_per_byte:.4f} bits per byte, {p.tokens} tokens, windows of {p.window} every {p.stride}"
+        rows[f"perplexity on {Path(str(evaluation.text)).name}"] = (f"{p.perplexity:.4f}", how)
+    examples = "lm-evaluation-harness" if limit is None else f"lm-evaluation-harness, {limit} examples"
+    for task, found in evaluation.tasks.items():
+        rows |= {f"{task}, {name}": (f"{value:.4f}", examples) for name, value in found.items()}
+    return rows
 
 
 def load_any(path: str | Path, device: str | torch.device) -> Any:

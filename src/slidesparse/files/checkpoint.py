@@ -97,7 +97,7 @@ class Checkpoint:
         if not is_folder:
             raise CheckpointError(
                 f"no checkpoint folder at {self.path}",
-                needed="a local folder; download the model of a hub first",
+                needed="a local folder",
             )
         _refuse_endless_files(self.path)
         self.config = read_json(self.path / "config.json")

@@ -16,6 +16,7 @@ from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.generation_settings import generation_settings
+from slidesparse.files.hub import source_folder
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
@@ -36,29 +37,32 @@ def load(
     backend: str = "auto",
     fallback: Fallback = "dense",
     tune: Tune = "auto",
+    revision: str | None = None,
 ) -> nn.Module:
     """Load a pruned checkpoint for inference.
 
     Args:
-        path: A folder that ``slidesparse prune`` wrote.
+        path: A folder that ``slidesparse prune`` wrote, or as text the ``namespace/name`` under which it is on the
+            Hugging Face hub: it is fetched into huggingface_hub's cache. A folder of that name comes first.
         device: Device of the model.
         backend: ``auto`` or a backend's name, for every sparse layer.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
         tune: ``auto`` measures, on a GPU and for ``backend="auto"``, the kinds of layers of which this machine has no
             times, once, some seconds for a model; ``off`` goes by a prior.
+        revision: Branch, tag or commit of a model of the hub; None: its main branch.
 
     Returns:
         The transformers model of the checkpoint's architecture, in evaluation mode.
 
     Raises:
-        CheckpointError: The folder is not such a checkpoint, or is damaged.
+        CheckpointError: The folder is not such a checkpoint, or is damaged; or there is no such model to fetch.
         PatternViolation: A weight does not satisfy the pattern that the checkpoint claims.
-        InputError: An unknown value of ``tune``.
+        InputError: An unknown value of ``tune``, or a revision of a local folder.
         UnsupportedError: There is no such device here.
     """
     check_tune(tune, "tune")
     device = usable_device(device)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(source_folder(path, revision))
     marker = Marker.require(checkpoint.config, path)
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None

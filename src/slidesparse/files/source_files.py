@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +72,22 @@ class SourceFiles:
     def n_bytes(self) -> int:
         """Bytes of all files to copy."""
         return sum(file.size for file in self.copied)
+
+    def set_aside(self, name: str, mark: str) -> tuple[SourceFiles, str | None]:
+        """Return the files with one of them under another name, and that name; None where there is no such file.
+
+        Args:
+            name: The file, which something new will take the place of.
+            mark: What comes before the ending: ``README.md`` -> ``README.source.md``. Twice if that is taken.
+        """
+        names = {str(file.name) for file in self.copied}
+        if name not in names:
+            return self, None
+        new = Path(name)
+        while str(new) in names:
+            new = new.with_suffix(f".{mark}{new.suffix}")
+        copied = [replace(file, name=new) if str(file.name) == name else file for file in self.copied]
+        return replace(self, copied=tuple(copied)), str(new)
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files into a folder, with their times and permissions, and nothing else of theirs.

@@ -107,11 +107,15 @@ def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
 
 
 def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:
-    """Return the share of column groups whose pruning costs least over all rows of all weights: bool [n]."""
+    """Return the share of column groups whose pruning costs least over all rows of all weights: bool [n].
+
+    The choice is the same on every device. A group of a row has two costs, whose sum has one rounding in any order; the
+    rows are summed on the CPU, since a sum over many rows depends on its order.
+    """
     n = groups[0].shape[1]
-    total = torch.zeros(n, dtype=torch.float64, device=groups[0].device)
+    total = torch.zeros(n, dtype=torch.float64)
     for group, drop in zip(groups, drops, strict=True):
-        total += torch.where(drop, group.clamp(min=0), 0.0).sum((0, 2), dtype=torch.float64)
-    follows = torch.zeros(n, dtype=torch.bool, device=total.device)
+        total += torch.where(drop, group.clamp(min=0), 0.0).sum(2, dtype=torch.float64).cpu().sum(0)
+    follows = torch.zeros(n, dtype=torch.bool)
     follows[total.argsort(stable=True)[: pattern.following(n)]] = True
-    return follows
+    return follows.to(groups[0].device)

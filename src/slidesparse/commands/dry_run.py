@@ -1,0 +1,162 @@
+"""``slidesparse prune --dry-run``: what would be done, what it would take, and nothing done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.whole_file import readable_size
+from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.prune import Prepared, prepare
+from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.prune_time import PruneTime, estimate_time
+from slidesparse.files.source_files import Links
+from slidesparse.quant import dtype_name
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """How many tensors share a fate, and how large they are.
+
+    Attributes:
+        count: Tensors; for layers, layers.
+        source_bytes: In the source.
+        destination_bytes: In the new checkpoint, scales included.
+    """
+
+    count: int
+    source_bytes: int
+    destination_bytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What pruning would do.
+
+    Attributes:
+        destination: The folder that would be made.
+        dtype: Type of the treated weights.
+        treated: Pattern -> the linears that would get it.
+        left: Reason -> the layers that would be left alone for it.
+        others: Everything else that would be copied: embeddings, norms, biases.
+        files: Other files that would be copied, and their bytes.
+        not_copied: Files that hold other weights, and would be left out.
+        destination_bytes: The new checkpoint with its other files.
+        free_bytes: Free on the disk of the destination.
+        time: An estimate.
+    """
+
+    destination: str
+    dtype: str
+    treated: dict[str, Tensors]
+    left: dict[str, Tensors]
+    others: Tensors
+    files: Tensors
+    not_copied: list[str]
+    destination_bytes: int
+    free_bytes: int
+    time: PruneTime
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has the space."""
+        return self.destination_bytes <= self.free_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields, and whether the disk has the space."""
+        return {**asdict(self), "fits": self.fits}
+
+    def describe(self) -> str:
+        """Return it as text."""
+        lines = ["dry run: nothing was written"]
+        lines += [f"would treat {_line(what, 'linears')} at {pattern}" for pattern, what in self.treated.items()]
+        lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
+        lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
+        lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
+        space = f"{readable_size(self.destination_bytes)} in {self.destination}, {readable_size(self.free_bytes)} free"
+        lines.append(space if self.fits else f"NOT ENOUGH SPACE: {space}")
+        lines.append(f"about {_duration(self.time.seconds)} of computing: {self.time.basis}")
+        warning = warn_of_type(torch.int8 if self.dtype == "int8" else torch.float8_e4m3fn)
+        return "\n".join([*lines, warning] if warning is not None and self.dtype in ("int8", "fp8") else lines)
+
+
+def dry_run(
+    source: str | Path,
+    destination: str | Path,
+    options: PruneOptions,
+    *,
+    device: str | torch.device = "cpu",
+    links: Links = "refuse",
+) -> DryRun:
+    """Return what :func:`slidesparse.commands.prune.prune_checkpoint` would do; it has the same arguments and errors.
+
+    A disk that is too small is no error here.
+    """
+    prepared = prepare(source, destination, options, device, links)
+    job, files = prepared.job, prepared.files
+    treated = {job.layer_of[tensor]: tensor for tensor in job.layer_of}
+    left = {**job.targets.dense, **job.targets.other}
+    weights = {name: tensor for name in left if isinstance(tensor := job.meta.names.origins.get(f"{name}.weight"), str)}
+    known = {*treated.values(), *weights.values()}
+    counts = Counter(map(str, job.patterns.values()))
+    size = prepared.n_bytes + files.n_bytes
+    return DryRun(
+        destination=str(prepared.destination),
+        dtype=dtype_name(job.dtype),
+        treated={
+            pattern: _tensors(prepared, [treated[name] for name, p in job.patterns.items() if str(p) == pattern], count)
+            for pattern, count in counts.most_common()
+        },
+        left={
+            reason: _tensors(prepared, [weights[name] for name in weights if left[name] == reason], count)
+            for reason, count in Counter(left.values()).most_common()
+        },
+        others=_tensors(prepared, [tensor for tensor in prepared.checkpoint.files if tensor not in known]),
+        files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
+        not_copied=list(files.not_copied),
+        destination_bytes=size,
+        free_bytes=shutil.disk_usage(_existing(prepared.destination)).free,
+        time=estimate_time(job) if job.patterns else PruneTime(0.0, "nothing is treated"),
+    )
+
+
+def _tensors(prepared: Prepared, names: list[str], count: int | None = None) -> Tensors:
+    """Return how large tensors of the source are, there and in the new checkpoint; each counts once."""
+    names = list(dict.fromkeys(names))
+    stored = {name: one for shard in prepared.outputs.values() for name, one in shard.items()}
+    new = [name for name in names for name in (name, f"{name}_scale") if name in stored]
+    return Tensors(
+        len(names) if count is None else count,
+        sum(prepared.checkpoint.stored(name).n_bytes for name in names),
+        sum(stored[name].n_bytes for name in dict.fromkeys(new)),
+    )
+
+
+def _existing(path: Path) -> Path:
+    """Return the innermost folder of a path that exists."""
+    path = path.absolute()
+    while not os.path.exists(path):
+        path = path.parent
+    return path
+
+
+def _line(what: Tensors, kind: str) -> str:
+    sizes = dict.fromkeys((readable_size(what.source_bytes), readable_size(what.destination_bytes)))
+    return f"{what.count} {kind}, {' -> '.join(sizes)}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in a unit in which it is a small number.
+
+    >>> _duration(0.2), _duration(44), _duration(5400)
+    ('1 s', '44 s', '1.5 h')
+    """
+    if seconds < 90:
+        return f"{max(round(seconds), 1)} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,249 @@
+"""How ``slidesparse prune`` treats every tensor of a checkpoint: which are pruned, and what becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.calibration import calibration_windows
+from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
+from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
+from slidesparse.files.marker import Marker, source_quantisation
+from slidesparse.files.meta_model import build_meta_model
+from slidesparse.models.config_keys import MARKER_KEY, quantization_config
+from slidesparse.models.experts import refuse_experts
+from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
+from slidesparse.models.targets import Targets, find_targets
+from slidesparse.models.weight_reads import read_without_calling
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.prune import Linears, get_pruner
+from slidesparse.quant import (
+    FLOATS,
+    QUANTISED,
+    Quantised,
+    dequantize,
+    dtype_name,
+    quantize_weight,
+    requantize,
+    ternary_scale,
+    ternary_weight,
+)
+from slidesparse.support import check_weight
+
+
+class PruneJob:
+    """A checkpoint and the options, from which follows how every tensor is treated.
+
+    Args:
+        checkpoint: The source.
+        options: The options.
+        device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
+            result has the same bits on every device.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device) -> None:
+        self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
+        self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
+        self.pattern = Pattern.parse(options.pattern)
+        self.meta = build_meta_model(checkpoint)
+        refuse_experts(self.meta.model)
+        refuse_faults(self.meta, checkpoint)
+        run = run_once(self.meta.model)
+        self.targets = self._find_targets(options, run)
+        self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
+        self.pruner = get_pruner(options.method)
+        self.windows = self._calibration_windows(options)
+        self.calibrated: PrunedLayers | None = None
+        require_alike(self.meta.model, self.targets.linears, self.patterns, run)
+        self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
+        self.set_of = {name: names for names in self.sets for name in names}
+        self.prefixes = {name: self.meta.prefix(name) for name in self.targets.linears}
+        stored = stored_names(self.meta)
+        self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
+        self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
+        self._check_tensors()
+
+    def _find_targets(self, options: PruneOptions, run: Callable[[], object] | None) -> Targets:
+        """Sort the linears into those to be treated and the rest, by what the model, its run and its files show."""
+        model, quantised = self.meta.model, source_quantisation(self.checkpoint.config) if self.source_dtype else {}
+
+        def find(keep: Mapping[str, str]) -> Targets:
+            also = quantised.get("ignore", [])
+            return find_targets(model, options.ignore, options.lm_head, also, part=options.part, keep=keep)
+
+        stored_otherwise = self.meta.why_stored_otherwise()
+        read = read_without_calling(model, find(stored_otherwise).linears, run)
+        return find({**stored_otherwise, **read})
+
+    def calibrate(self, folder: Path, progress: bool | None) -> None:
+        """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
+        if self.windows is not None:
+            self.calibrated = prune_layers_from_disk(
+                self.checkpoint,
+                self.sets,
+                self.patterns,
+                self.pruner,
+                self.windows,
+                folder,
+                self.device,
+                progress=progress,
+            )
+
+    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
+        """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
+        calibration = options.calibration
+        if not self.pruner.needs_calibration:
+            if calibration is None:
+                return None
+            raise InputError(
+                f"{self.pruner.name} takes no calibration text",
+                got=calibration.file,
+                remedy="use --method wanda or sparsegpt",
+            )
+        if calibration is None:
+            raise InputError(f"{self.pruner.name} needs calibration text", remedy="add --calibration FILE")
+        if options.recipe == "ternary":
+            raise InputError(
+                "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
+            )
+        find_layer_list(self.meta.model, self.patterns)
+        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
+
+    def _check_tensors(self) -> None:
+        allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
+        for tensor in self.layer_of:
+            stored = self.checkpoint.stored(tensor)
+            if stored.dtype not in allowed:
+                raise CheckpointError(f"type of {tensor}", got=stored.dtype, needed=" or ".join(sorted(allowed)))
+            if self.dtype not in QUANTISED and stored.dtype != STORED_NAMES[self.dtype]:
+                raise InputError(
+                    f"pruning without quantising keeps the type of {tensor}",
+                    got=dtype_name(self.dtype),
+                    needed=f"{stored.dtype}, or int8 or fp8 to quantise",
+                )
+
+    def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Return the type and shape of every tensor of the output shard that a source shard becomes."""
+        out: dict[str, Stored] = {}
+        for tensor, stored in shard.items():
+            if tensor not in self.layer_of:
+                out[tensor] = stored
+                continue
+            out[tensor] = Stored(STORED_NAMES[self.dtype], stored.shape)
+            if self.dtype in QUANTISED and self.source_dtype is None:
+                out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
+        return out
+
+    def write_shard(
+        self, path: Path, shard: Mapping[str, Stored], outputs: Mapping[str, Stored], advance: Callable[[int], None]
+    ) -> dict[str, str]:
+        """Write one output shard, and return the digests of its tensors."""
+        here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
+        with TensorWriter(path, outputs) as writer:
+            for tensor in shard:
+                if tensor not in self.layer_of:
+                    self._write(writer, {tensor: self._copied(tensor)}, advance)
+            while here:
+                # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
+                names = self.set_of[next(iter(here))]
+                with self._enough_memory(names):
+                    for name, weight in self._prune_set(names).items():
+                        if (own := here.pop(name, None)) is not None:
+                            self._write(writer, self._stored_form(name, own, weight), advance)
+        return writer.digests
+
+    @contextmanager
+    def _enough_memory(self, names: list[str]) -> Iterator[None]:
+        """Say what to do when the device's memory does not hold what pruning linears takes."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"the memory of {self.device} is too small to prune {', '.join(names)}",
+                got=first_line(error),
+                remedy="use --device cpu" if self.calibrated else "use --device cpu, which makes the same bits",
+            ) from error
+
+    def _copied(self, tensor: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(tensor)
+        if tensor in self.parameters:
+            check_finite(value, tensor)
+        return value
+
+    @staticmethod
+    def _write(writer: TensorWriter, tensors: dict[str, torch.Tensor], advance: Callable[[int], None]) -> None:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor.cpu())
+            advance(writer.tensors[name].n_bytes)
+
+    def _stored_form(self, name: str, tensor: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a pruned weight as it is stored, with its scale unless the source has one."""
+        if self.source_dtype and self.patterns[name] == DENSE:
+            return {tensor: self.checkpoint.tensor(tensor)}
+        if self.source_dtype:
+            return {tensor: requantize(weight, self._scale(name), self.dtype)}
+        if self.dtype not in QUANTISED:
+            return {tensor: weight}
+        values, scale = self._quantise(name, tensor, weight)
+        return {tensor: values, f"{tensor}_scale": scale}
+
+    def _prune_set(self, names: list[str]) -> dict[str, torch.Tensor]:
+        pattern = self.patterns[names[0]]
+        if self.calibrated is not None and pattern != DENSE:
+            return {name: self.calibrated.weight(name).to(self.device) for name in names}
+        weights = {name: self.float_weight(name) for name in names}
+        return weights if pattern == DENSE else self.pruner.prune(Linears(weights, pattern))
+
+    def float_weight(self, name: str) -> torch.Tensor:
+        """Read a treated linear's weight onto the device: float [out, in], as the method sees it."""
+        tensor = f"{self.prefixes[name]}.weight"
+        weight = self.checkpoint.tensor(tensor, self.device)
+        check_weight(weight, tensor)
+        return dequantize(weight, self._scale(name)) if self.source_dtype else weight
+
+    def _scale(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(f"{self.prefixes[name]}.weight_scale", self.device)
+
+    def _in_8_bits(self, name: str) -> bool:
+        tensor = self.meta.names.origins.get(f"{name}.weight")
+        return isinstance(tensor, str) and self.checkpoint.stored(tensor).dtype == STORED_NAMES[self.dtype]
+
+    def _quantise(self, name: str, tensor: str, weight: torch.Tensor) -> Quantised:
+        if self.recipe == "ternary":
+            absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
+            return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
+        return quantize_weight(weight, self.dtype, name=tensor)
+
+    def _hub_names(self, names: Iterable[str]) -> list[str]:
+        """Return the checkpoint's own names of linears, where they are others than transformers' names.
+
+        Programs that load the output know the one or the other.
+        """
+        origins = [self.meta.names.origins.get(f"{name}.weight") for name in names]
+        stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
+        return [name for name in stored if name not in {*names, *self.patterns}]
+
+    def config(self) -> dict[str, Any]:
+        """Return the output's config.json."""
+        # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
+        quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
+        ignore = [name for name in self.targets.dense if name not in quantised]
+        exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
+        exceptions |= dict.fromkeys(quantised, DENSE)
+        config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
+        if self.source_dtype is None:
+            config.pop("quantization_config", None)
+        if self.source_dtype is None and self.dtype in QUANTISED:
+            config["quantization_config"] = quantization_config(self.dtype, [*ignore, *self._hub_names(ignore)])
+        elif self.source_dtype is not None:
+            kept = source_quantisation(self.checkpoint.config).items()
+            config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
+        return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}

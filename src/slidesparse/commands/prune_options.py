@@ -1,0 +1,99 @@
+"""The options of pruning a checkpoint, and the types that follow from them and from the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from slidesparse.base.device import why_no_cuda
+from slidesparse.commands.cards import describe_trade
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
+from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.parts import Part
+from slidesparse.quant import dtype_name, parse_dtype
+
+Recipe = Literal["absmax", "ternary"]
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """The options of pruning a checkpoint.
+
+    Attributes:
+        pattern: The common pattern.
+        dtype: ``int8`` or ``fp8``; or the source's own float type, to prune without quantising. None: the type of a
+            source that is quantised already.
+        method: Pruning method.
+        calibration: Text for methods that need it.
+        recipe: How INT8 weights are rounded: ``absmax`` per channel, or ``ternary`` (BitNet b1.58).
+        ignore: Linears to leave alone: exact names or ``re:`` expressions.
+        layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
+        lm_head: Treat the output embedding too.
+        part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
+    """
+
+    pattern: str
+    dtype: str | None = None
+    method: str = "magnitude"
+    calibration: Calibration | None = None
+    recipe: Recipe = "absmax"
+    ignore: tuple[str, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    lm_head: bool = False
+    part: Part = "language"
+
+
+def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:
+    """Return the quantised type of the source (None: float) and the type of the output.
+
+    Raises:
+        CheckpointError: The source is pruned already, or is a BitNet checkpoint of packed weights.
+        InputError: The type or the recipe does not fit the source, or is missing.
+    """
+    config = checkpoint.config
+    if config.get(MARKER_KEY) is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is pruned already", got=f"a {MARKER_KEY}", remedy="start from the dense model"
+        )
+    if options.recipe not in ("absmax", "ternary"):
+        raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
+    wanted = None if options.dtype is None else parse_dtype(options.dtype)
+    bitnet = is_bitnet(config)
+    if bitnet:
+        if source_quantisation(config).get("quantization_mode") != "online":
+            raise CheckpointError(
+                "the BitNet checkpoint holds packed ternary weights",
+                needed="its BF16 master (quantization_mode: online)",
+            )
+        if options.recipe != "ternary":
+            raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
+    source = None if bitnet else quantisation_dtype(config)
+    if source is not None and (options.recipe == "ternary" or wanted not in (None, source)):
+        raise InputError(
+            "the source is quantised already and is not rounded twice",
+            got=f"--dtype {options.dtype}, --recipe {options.recipe}",
+            needed=f"--dtype {dtype_name(source)} or none",
+        )
+    dtype = source or wanted
+    if dtype is None:
+        raise InputError(
+            "which type shall the weights have",
+            got="no --dtype",
+            needed="int8 or fp8, or bf16, fp16 or fp32 to prune only",
+            remedy=describe_trade(_gpus()),
+        )
+    if options.recipe == "ternary" and dtype != torch.int8:
+        raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
+    return source, dtype
+
+
+def _gpus() -> list[tuple[str, tuple[int, int]]]:
+    """Return name and compute capability of this machine's GPUs."""
+    count = torch.cuda.device_count() if why_no_cuda() is None else 0
+    return [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count)]

@@ -1,0 +1,101 @@
+"""Estimate how long pruning takes, from some of the same work, which is timed here.
+
+Nothing is known of the disk, so reading and writing are left out, and named as left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slidesparse.commands.prune_job import PruneJob
+from slidesparse.files.data_digest import data_digest
+from slidesparse.pattern import DENSE
+from slidesparse.prune import Linears
+from slidesparse.quant import QUANTISED, quantize_weight
+
+SAMPLE = 1 << 20
+"""Weights that are pruned and quantised for the measurement, and bytes whose digest is taken."""
+
+SIDE = 768
+"""Most rows and columns of the matrices with which calibration is measured."""
+
+TOKENS = 512
+"""Tokens that go through them."""
+
+
+@dataclass(frozen=True)
+class PruneTime:
+    """An estimate.
+
+    Attributes:
+        seconds: Computing alone.
+        basis: What it follows from.
+    """
+
+    seconds: float
+    basis: str
+
+
+def estimate_time(job: PruneJob) -> PruneTime:
+    """Return how long pruning takes on the job's device, by some tenths of a second of measurement."""
+    name = max(job.targets.linears, key=lambda linear: job.targets.linears[linear].weight.numel())
+    weight = job.float_weight(name)
+    sample = weight[: max(SAMPLE // weight.shape[1], 1)]
+    sets = [names for names in job.sets if job.patterns[names[0]] != DENSE]
+    n_weights = sum(job.targets.linears[linear].weight.numel() for names in job.sets for linear in names)
+    copied = job.checkpoint.n_bytes - sum(job.checkpoint.stored(tensor).n_bytes for tensor in job.layer_of)
+    digest = _seconds(lambda: data_digest(torch.zeros(SAMPLE, dtype=torch.uint8)), "cpu") / SAMPLE
+
+    def treat() -> None:
+        pruned = sample
+        if job.windows is None and job.patterns[name] != DENSE:
+            pruned = job.pruner.prune(Linears({name: sample}, job.patterns[name]))[name]
+        values = quantize_weight(pruned, job.dtype).values if job.dtype in QUANTISED else pruned
+        data_digest(values.cpu())
+
+    each = _seconds(treat, job.device) / sample.numel()
+    seconds = n_weights * each + copied * digest
+    basis = f"measured here on {sample.numel()} weights of {name}"
+    if job.windows is not None and sets:
+        seconds += _calibration_seconds(job, sets)
+        basis += f", and {TOKENS} tokens through matrices of at most {SIDE} columns; attention is not counted"
+    return PruneTime(seconds, f"{basis}; reading and writing are not counted")
+
+
+def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
+    """Return the time of running the layers twice, of the gram matrices, and of the method."""
+    assert job.windows is not None
+    tokens, linears = job.windows.numel(), job.targets.linears
+    shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
+    side = min(SIDE, max(columns for _, columns in shapes))
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(TOKENS, side, generator=generator).to(job.device)
+    compute = wide.to(torch.float32 if job.device.type == "cpu" else torch.bfloat16)
+    weight = torch.randn(side, side, generator=generator).to(job.device)
+    gram = wide.T @ wide
+    product = _seconds(lambda: compute @ weight.to(compute.dtype), job.device) / (TOKENS * side * side)
+    square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
+    pattern = job.patterns[sets[0][0]]
+    method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
+    seconds = 0.0
+    for rows, columns in shapes:
+        seconds += tokens * (2 * rows * columns * product + columns**2 * square)
+        # SparseGPT factors the gram matrix and updates the columns on the right: columns^2 (rows + columns).
+        seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)
+    return seconds
+
+
+def _seconds(work: Callable[[], object], device: torch.device | str) -> float:
+    """Return the shorter of two times, after the first, which pays for what is loaded and allocated once."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        work()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])

@@ -1,0 +1,193 @@
+"""Models of the Hugging Face hub: their files come into huggingface_hub's own cache, and are read there.
+
+Revisions, tokens, the place of the cache and the offline mode are huggingface_hub's: ``HF_TOKEN``, ``HF_HOME``,
+``HF_HUB_OFFLINE``, ``HF_ENDPOINT``. Pickles and Python code are not fetched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slidesparse.base.paths import usable_path
+from slidesparse.base.progress import bars_shown
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
+from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, TEXTS, read_json
+from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
+
+DESCRIPTIONS = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*")
+"""Patterns of the files that are fetched first. They say which files hold the weights."""
+
+OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*")
+"""Folders with the same weights for other programs."""
+
+NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<commit>[^/]+)")
+"""Path of a snapshot in huggingface_hub's cache."""
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """Where in a hub a folder comes from.
+
+    Attributes:
+        repository: ``namespace/name``.
+        commit: The commit of the files.
+    """
+
+    repository: str
+    commit: str
+
+
+def source_folder(source: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """Return the folder of a checkpoint: a local one, or that of a model of the hub, which is fetched when needed.
+
+    A local folder comes before a model of the same name. A path that is no ``namespace/name`` is never looked for on
+    the hub, nor is a :class:`~pathlib.Path`.
+
+    Args:
+        source: A local folder, or ``namespace/name``.
+        revision: Branch, tag or commit of a model of the hub; None: its main branch.
+
+    Raises:
+        InputError: The source is no path, or is a local folder and has a revision.
+        CheckpointError: There is neither such a folder nor such a model; or the model cannot be fetched.
+        UnsupportedError: huggingface_hub is not installed.
+    """
+    path = usable_path(source, "source")
+    if os.path.lexists(path):
+        if revision is not None:
+            raise InputError(
+                f"{path} is a local folder", got=f"revision {revision}", needed="no revision: it is for the hub"
+            )
+        return path
+    if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None or not _is_repository(source):
+        raise CheckpointError(
+            f"no checkpoint folder at {path}", needed="a local folder, or a model of the hub as NAMESPACE/NAME"
+        )
+    return fetch(source, revision)
+
+
+def fetch(repository: str, revision: str | None = None) -> Path:
+    """Bring the weights and descriptions of a model into huggingface_hub's cache, and return their folder there.
+
+    Args:
+        repository: ``namespace/name``.
+        revision: Branch, tag or commit; None: the main branch.
+
+    Raises:
+        CheckpointError: It cannot be fetched, and is not in the cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _explained(repository, revision):
+        options: dict[str, Any] = {"library_name": "slidesparse", "tqdm_class": _bar_class()}
+        folder = Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(DESCRIPTIONS),
+                ignore_patterns=list(OTHER_WEIGHTS),
+                **options,
+            )
+        )
+        weights = [*_weight_files(folder), PACKED_FILE]
+        # The commit that the descriptions are of: a branch may move on meanwhile.
+        snapshot_download(repository, revision=folder.name, allow_patterns=weights, **options)
+    return folder
+
+
+def hub_model(folder: Path) -> HubModel | None:
+    """Return where in a hub a folder of huggingface_hub's cache comes from; None for any other folder.
+
+    >>> hub_model(Path("/cache/models--Qwen--Qwen2.5-7B/snapshots/d149729398750b98"))
+    HubModel(repository='Qwen/Qwen2.5-7B', commit='d149729398750b98')
+    """
+    found = SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return None if found is None else HubModel(f"{found['namespace']}/{found['name']}", found["commit"])
+
+
+def _is_repository(name: str) -> bool:
+    try:
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+    except ImportError as error:
+        raise UnsupportedError(
+            f"there is no folder {name}, and huggingface_hub, which asks the hub, is not installed",
+            remedy='pip install "slidesparse[hf]"',
+        ) from error
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the weight files that the descriptions in a folder announce."""
+    names = [SINGLE_FILE]
+    if (folder / INDEX_FILE).exists():
+        shards = read_json(folder / INDEX_FILE).get("weight_map")
+        names = sorted({name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else ())
+    parts = "*/*.safetensors" if (folder / "modules.json").exists() else ""  # of a sentence encoder
+    return [*(name for name in names if name.endswith(".safetensors")), *filter(None, [parts])]
+
+
+def _bar_class() -> type:
+    """Return the class of huggingface_hub's bars, which are shown where ours would be."""
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*arguments, **{**options, "disable": not bars_shown()})
+
+    return Bar
+
+
+@contextmanager
+def _explained(repository: str, revision: str | None) -> Iterator[None]:
+    """Turn whatever goes wrong while a model is fetched into one line."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except SlideSparseError:
+        raise
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repository} is given to those alone who were granted access",
+            remedy="ask for it on the model's page, and set HF_TOKEN",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{repository} has no such revision", got=revision, needed="a branch, a tag or a commit of it"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"there is no folder {repository}, and no such model on the hub",
+            remedy="correct the name; a private model needs HF_TOKEN",
+        ) from error
+    except Exception as error:  # of the network, in the classes of whichever library huggingface_hub builds on
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"there is no folder {repository}, and not all of such a model is in the cache",
+                got="HF_HUB_OFFLINE, so nothing is fetched",
+                remedy="correct the name, or fetch the model without HF_HUB_OFFLINE",
+            ) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"the disk of {constants.HF_HUB_CACHE} is full",
+                remedy="free some space, or let HF_HOME name another place, and run again: it goes on from there",
+            ) from error
+        raise CheckpointError(
+            f"there is no folder {repository}, and a model of that name cannot be fetched",
+            got=first_line(error),
+            remedy="correct the name, or run again: what was fetched is kept",
+        ) from error
