@@ -31,6 +31,9 @@ JOIN_S = 300.0
 LEAVE_S = 10.0
 """Seconds that processes which fail wait for each other, so that no launcher ends those that are still clearing up."""
 
+INTERRUPTED_S = 2.0
+"""The same where a process was killed or interrupted: it does not come, and the launcher is ending all of them."""
+
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
 
@@ -93,7 +96,8 @@ class Ranks:
     def __enter__(self) -> Ranks:
         if self.store is not None:
             self.store.set(f"alive/{self.rank}", "0")
-            threading.Thread(target=self._beat, args=(self.store,), daemon=True).start()
+            self._beating = threading.Thread(target=self._beat, args=(self.store,), daemon=True)
+            self._beating.start()
             try:
                 self.wait()
             except BaseException as error:
@@ -108,13 +112,20 @@ class Ranks:
             return
         if error is not None and not self.fail(error):
             silence()
+        seconds = LEAVE_S if error is None else _seconds_to_leave(error)
         try:
-            self.store.add("left", 1)
-            if error is not None or self.hosts:
-                self._count(self.store, "left")
+            if error is not None:
+                self.store.add("left", 1)
+                self._count(self.store, "left", seconds)
+            self._ending.set()
+            self._beating.join()
+            self.store.add("gone", 1)  # the last that this process asks of the store
+            if self.hosts:
+                self._count(self.store, "gone", seconds)
         except RuntimeError:
             pass  # the process that held the store has ended
-        self._ending.set()
+        finally:
+            self._ending.set()
 
     def check(self) -> None:
         """Go on only while no other process has failed.
@@ -183,19 +194,19 @@ class Ranks:
             return True  # nobody can be asked
         return told.split()[0] == str(self.rank)
 
-    def wait_until_all_stopped(self) -> None:
+    def wait_until_all_stopped(self, error: BaseException) -> None:
         """After :meth:`fail`, wait some seconds until the others have stopped writing: they call this too."""
         if self.store is None:
             return
         try:
             self.store.add("stopped", 1)
-            self._count(self.store, "stopped")
+            self._count(self.store, "stopped", _seconds_to_leave(error))
         except RuntimeError:
             return
 
-    def _count(self, store: Store, key: str) -> None:
-        """Wait until every process has added itself to a number, for at most :data:`LEAVE_S`."""
-        end = time.monotonic() + LEAVE_S
+    def _count(self, store: Store, key: str, seconds: float) -> None:
+        """Wait until every process has added itself to a number, for at most some seconds."""
+        end = time.monotonic() + seconds
         while store.add(key, 0) < self.world and time.monotonic() < end:
             time.sleep(0.02)
 
@@ -222,6 +233,10 @@ class Ranks:
             raise
         except RuntimeError as error:
             raise LostRank(f"rank 0 of {self.world} has ended", got=first_line(error)) from error
+
+
+def _seconds_to_leave(error: BaseException) -> float:
+    return LEAVE_S if isinstance(error, Exception) and not isinstance(error, LostRank) else INTERRUPTED_S
 
 
 ALONE = Ranks()

@@ -38,6 +38,7 @@ def staged_together(
         with staged(destination, source, plan, n_bytes) as work:
             ranks.gather(_as_text(plan))
             with _stopped_together(ranks):
+                ranks.wait()  # for the checks of the others
                 yield work
                 ranks.wait()
     else:
@@ -50,6 +51,7 @@ def staged_together(
                     needed="the same options, text and source for every process",
                 )
             _require_visible(ranks, work, plan)
+            ranks.wait()
             yield work
             ranks.wait()
     ranks.wait()  # the folder has its name
@@ -66,7 +68,7 @@ def _stopped_together(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         ranks.fail(error)
-        ranks.wait_until_all_stopped()
+        ranks.wait_until_all_stopped(error)
         raise
 
 
