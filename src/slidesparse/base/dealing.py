@@ -15,7 +15,7 @@ def deal(sizes: Mapping[Key, float], hands: int) -> list[list[Key]]:
     multiprocessing timing anomalies", 1969).
 
     >>> deal({"a": 2, "b": 9, "c": 5, "d": 4}, 2)
-    [['b'], ['a', 'c', 'd']]
+    [['a', 'b'], ['c', 'd']]
     """
     loads = [0.0] * hands
     hand_of: dict[Key, int] = {}
