@@ -104,8 +104,10 @@ def adapt(
     for what, number in numbers.items():
         if number is not None and not 1 <= number < float("inf"):
             raise InputError(what, got=number, needed="at least 1")
-    if timeline is not None and (http == ON or soak_s is not None or workloads is not None):
-        raise InputError("--timeline", got="--http on, --soak or --workloads", needed="the mixed load, in process")
+    others = {"--http on": http == ON, "--soak": soak_s is not None, "--workloads": workloads is not None}
+    if timeline is not None and any(others.values()):
+        got = ", ".join(name for name, given in others.items() if given)
+        raise InputError("--timeline", got=got, needed="neither: it profiles the mixed load, in process")
     if graphs is not None and graphs > BATCHED_TOKENS:
         raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
     usual = ServeProfile()
