@@ -185,7 +185,7 @@ def plan(channels: int, steps: int) -> tuple[list[int], list[Tile]]:
     Returns:
         The largest number of tokens of each range, in order, and the range's tile: that of :func:`cheapest`.
     """
-    tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP)
+    tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
     cycles = torch.stack([_cycles(tile, tokens, channels, steps) for tile in TILES])
     best, tiles = cycles.argmin(0), list(TILES)  # the first of those that are equal, as min takes
     changes = (best[1:] != best[:-1]).nonzero()[:, 0].tolist()
