@@ -20,8 +20,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slidesparse.bench.problems import MODELS
 from slidesparse.commands import cards as card_list
+from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.pattern import Pattern
 from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, Record, read_records
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
@@ -33,7 +36,7 @@ RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
 PAGES += tuple(
-    ROOT / f"docs/{name}.md" for name in ("cards", "quantise-lift-kernel", "quickstart", "log/served-models")
+    ROOT / f"docs/{name}.md" for name in ("cards", "fp4", "quantise-lift-kernel", "quickstart", "log/served-models")
 )
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -399,6 +402,39 @@ def authors() -> str:
     )
 
 
+# -- FP4 -----------------------------------------------------------------------------------------------------------
+
+
+def fp4_authors() -> str:
+    """What the paper's authors measured in FP4."""
+    rows = [
+        (card, str(size), *(f"{gain:.2f}" for gain in gains))
+        for card, sizes in card_list.FP4_GEMMS.items()
+        for size, gains in sizes.items()
+    ]
+    return markdown(("FP4 over dense FP4", "M = N = K", "2:4", "6:8"), rows)
+
+
+def fp4_spans() -> str:
+    """Which columns share a scale, and what a weight takes: counted, not measured."""
+    rows = []
+    for pattern in ("2:4", "4:6", "6:8", "8:10"):
+        spans = {fp4.name: span(pattern, fp4) for fp4 in (NVFP4, MXFP4)}
+        columns = spans["nvfp4"].shared
+        packed = pack_pairs(quantize_fp4(torch.zeros(1, columns), NVFP4), pattern)
+        rows.append(
+            [
+                pattern,
+                *(str(found.columns) for found in spans.values()),
+                *(str(found.shared) for found in spans.values()),
+                f"{8 * packed.n_bytes / columns:.2f}",
+                f"{float(Pattern.parse(pattern).expansion) * (4 + 8 / NVFP4.vector):.2f}",
+            ]
+        )
+    head = ("over pairs", "span, NVFP4", "span, MXFP4", "shared, NVFP4", "shared, MXFP4")
+    return markdown((*head, "bits a weight", "bits an activation"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "qwen2.5-7b": seven,
@@ -417,6 +453,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cards": cards,
     "authors": authors,
+    "fp4-authors": fp4_authors,
+    "fp4-spans": fp4_spans,
 }
 
 

@@ -19,10 +19,11 @@ LAYERS = [
     {"errors"},
     {"base"},
     {"pattern", "records"},
-    {"served_records", "support"},
+    {"served_figures", "support"},
+    {"served_records"},
     {"prologue", "quant", "slide"},
     {"packed", "prune"},
-    {"layout"},
+    {"fp4", "layout"},
     {"kernels"},
     {"lifting"},
     {"gemm", "packing"},
@@ -48,9 +49,11 @@ FORBIDDEN = {
     "errors": {"torch", "numpy"},
     "kernels": {"torch.nn", "safetensors", "transformers"},  # kernels and GEMMs never see modules or files
     "gemm": {"torch.nn", "safetensors", "transformers"},
+    "fp4": {"slidesparse.kernels", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "records": {"torch", "numpy"},
+    "served_figures": {"torch", "numpy"},
     "served_records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},

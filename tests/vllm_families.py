@@ -6,22 +6,14 @@ every kernel takes them: heads of 64 columns, and sizes that are multiples of 64
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
-from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.pattern import Pattern
-from slidesparse.prune import prune_mask
-from slidesparse.quant import parse_dtype, quantize_weight
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -109,34 +101,26 @@ def write_model(folder: Path, name: str, seed: int = 0) -> None:
             if parameter.dim() == 2:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
         model.get_input_embeddings().weight.normal_()
+        if config.tie_word_embeddings:
+            _talk_of_more_than_the_last_token(model)
     model.save_pretrained(folder)
+
+
+def _talk_of_more_than_the_last_token(model: torch.nn.Module) -> None:
+    """Let the layers of a Gemma outweigh the embedding, which as the head too would answer with its own token.
+
+    Gemma's norms multiply by one more than their weight. The last one brings logits back to those of other families.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+            parameter.fill_(400.0)
+        elif name == "model.norm.weight":
+            parameter.fill_(-1 + SMALL["hidden_size"] ** -0.5)
 
 
 def write_pruned(folder: Path, name: str, pattern: str = "6:8", dtype: str = "int8", seed: int = 0) -> Path:
     """Write a random model of a family and prune its language part into ``folder/pruned``."""
     source, pruned = folder / "source", folder / "pruned"
     write_model(source, name, seed)
-    if name == VISION_MODEL:
-        _prune_language(source, pruned, Pattern.parse(pattern), parse_dtype(dtype))
-    else:
-        prune_checkpoint(source, pruned, PruneOptions(pattern, dtype), progress=False)
+    prune_checkpoint(source, pruned, PruneOptions(pattern, dtype), progress=False)
     return pruned
-
-
-def _prune_language(source: Path, pruned: Path, pattern: Pattern, dtype: torch.dtype) -> None:
-    """Prune the decoder of a vision model, which ``prune`` does not know by its names in the file."""
-    checkpoint = Checkpoint(source)
-    tensors, left = {}, []
-    for key in checkpoint.files:
-        tensor, name = checkpoint.tensor(key), key.removesuffix(".weight")
-        if not (key.startswith("model.layers.") and key.endswith("_proj.weight")):
-            tensors[key] = tensor
-            left += [name] if tensor.dim() == 2 and "embed_tokens" not in name else []
-            continue
-        values, scale = quantize_weight(tensor * prune_mask(tensor, pattern), dtype)
-        tensors |= {key: values, f"{name}.weight_scale": scale.reshape(-1, 1)}
-    pruned.mkdir()
-    save_file(tensors, str(pruned / "model.safetensors"))
-    ours = {MARKER_KEY: Marker(pattern, tuple(left)).to_config()}
-    config = checkpoint.config | ours | {"quantization_config": quantization_config(dtype, left)}
-    (pruned / "config.json").write_text(json.dumps(config))

@@ -74,15 +74,30 @@ class PatternViolation(InputError):
         group: First offending column group of that row.
         count: Non-zeros found there.
         violations: Offending (row, group) pairs in the whole weight.
+
+    Args:
+        unit: What is counted.
+        remedy: What the user can do.
     """
 
-    def __init__(self, tensor: str, pattern: object, row: int, group: int, count: int, violations: int) -> None:
+    def __init__(
+        self,
+        tensor: str,
+        pattern: object,
+        row: int,
+        group: int,
+        count: int,
+        violations: int,
+        *,
+        unit: str = "non-zeros",
+        remedy: str = "prune it first (slidesparse.prune_mask, or method='magnitude')",
+    ) -> None:
         self.tensor, self.row, self.group, self.count, self.violations = tensor, row, group, count, violations
         super().__init__(
             f"{tensor} violates {pattern} at row {row}, group {group} ({violations} such groups)",
-            got=f"{count} non-zeros",
+            got=f"{count} {unit}",
             needed=f"at most {getattr(pattern, 'keep', '?')}",
-            remedy="prune it first (slidesparse.prune_mask, or method='magnitude')",
+            remedy=remedy,
         )
 
 

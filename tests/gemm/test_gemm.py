@@ -229,6 +229,16 @@ def test_times_are_asked_for_where_only_they_can_decide(monkeypatch: pytest.Monk
     assert backends_to_compare(ABLE, fallback="none") == []
 
 
+def test_a_backend_that_yields_is_left_out_where_the_faster_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, hopper=_Fast, cusparselt=CuSparseLt)
+    monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
+    monkeypatch.setattr(_Fast, "name", "hopper")
+    assert backends_to_compare(ABLE) == ["dense", "hopper"]
+    assert backends_to_compare(replace(ABLE, dtype=torch.bfloat16)) == ["dense", "hopper", "cusparselt"]
+    assert backends_to_compare(replace(ABLE, in_features=16)) == ["dense", "cusparselt"]
+    assert choose(ABLE, "cusparselt").backends == ("cusparselt",)  # as asked for
+
+
 def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _measured(monkeypatch, dense=(0.1, 0.1, 0.1), fast_6at8=(2.0, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))

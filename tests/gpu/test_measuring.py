@@ -19,7 +19,7 @@ from slidesparse.linear import SlideLinear, packed_problem
 from slidesparse.packing import pack
 from slidesparse.prune import prune_mask
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
-from slidesparse.tuning.measure import TRANSIENT_BYTES
+from slidesparse.tuning.measure import TRANSIENT_BYTES, gaussian
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,8 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    weight = torch.randn(OUT, K, device="cuda") * 30
+    # Not the seed of the activations: rows that equal tokens sum squares, which an FP8 accumulator cuts off.
+    weight = gaussian(OUT, K, dtype=torch.float32, device=torch.device("cuda"), seed=1) * 30
     weight = (weight * prune_mask(weight, "6:8")).to(dtype)
     scale = torch.full((OUT,), 1e-3, device="cuda") if dtype != torch.bfloat16 else None
     packed = pack(weight, "6:8", scale=scale)
@@ -48,8 +49,8 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     tuner = LoadTuner(16384, torch.bfloat16, LOG)
     assert tuner.wants(problem)
     tuner.measure(problem, packed)
-    assert torch.cuda.max_memory_allocated() - before < 1.25 * TRANSIENT_BYTES  # estimated, not counted
-    assert torch.cuda.memory_allocated() - before < 256 << 20  # workspaces of libraries
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * TRANSIENT_BYTES  # workspaces of libraries
+    assert torch.cuda.memory_allocated() - before < 96 << 20  # two workspaces of cuBLAS
     assert tuner.spent_s < BUDGET_S
     table = load_speeds(tuned_path(installation()))
     assert table is not None
@@ -65,8 +66,12 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert [line for line in caplog.messages if "measured int8" in line or "measured f" in line or "measured b" in line]
 
 
-def test_a_second_load_measures_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_load_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
+    assert LoadTuner.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(LoadTuner.__init__.__kwdefaults__, "budget_s", 100.0)  # other tests share this GPU
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     make_checkpoint(tmp_path / "m", **sizes)
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))

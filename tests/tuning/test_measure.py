@@ -159,6 +159,17 @@ def test_memory_limits_the_number_of_tokens() -> None:
     assert taken(FakeStopwatch(by(), memory=10), [16]).layer is None
 
 
+def test_sums_that_a_backend_writes_before_its_scales_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quick, "accumulator_bytes", lambda *_: 4)
+    memory = 700 * (2 * K + (2 + 4) * OUT + 96 + 4)
+    found = taken(FakeStopwatch(by(dense=1e5, quick=1e5), memory=memory), [512, 1024])
+    assert found.layer is not None
+    assert found.layer.tokens == (512,)
+    found = taken(FakeStopwatch(by(dense=1e5, quick=1e5), memory=memory * 2 // 3), [512])
+    assert found.layer is not None
+    assert found.layer.tokens == (256,)
+
+
 def test_measuring_takes_no_more_than_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "TRANSIENT_BYTES", 1 << 17)
     found = taken(FakeStopwatch(by(dense=1e5, quick=1e5)), [16, 4096])

@@ -104,8 +104,15 @@ CARDS = (
 )
 """In the order of their compute capabilities. The authors' H100 is the PCIe one."""
 
-FP4 = {"B200": (16384, 0.50), "RTX 5080": (1024, 0.76), "GB10": (8192, 0.50)}
-"""Card -> M = N = K, and 6:8 over dense, of the authors' largest FP4 GEMM there."""
+FP4_GEMMS = {
+    "B200": {1024: (1.35, 1.22), 4096: (0.81, 0.65), 8192: (0.81, 0.57), 16384: (0.75, 0.50)},
+    "RTX 5080": {1024: (1.01, 0.76)},
+    "GB10": {1024: (0.84, 0.71), 4096: (0.78, 0.55), 8192: (0.73, 0.50)},
+}
+"""Card -> M = N = K -> 2:4 and 6:8 over dense of the authors' FP4 GEMMs, from ``appendix_a_square_FP4.csv`` there."""
+
+FP4 = {card: (max(gains), gains[max(gains)][1]) for card, gains in FP4_GEMMS.items()}
+"""Card -> M = N = K, and 6:8 over dense, of the largest of them."""
 
 TRADE = (
     "int8 is the faster one in stock vLLM on an H200, and the only one with sparse kernels on Ampere (A100);"

@@ -208,6 +208,24 @@ class Backend(ABC):
     accelerated: bool
     layout: Layout
 
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """Return the backend that was faster at every size where both were measured, and how much; None for none.
+
+        ``auto`` does not consider this backend where that one can run, and no time is spent on measuring it.
+        """
+        return None
+
+    def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
+        """Return the bytes an element of the product that a call allocates besides the product itself.
+
+        Args:
+            dtype: Type of the weight.
+            out_dtype: Type of the product.
+            tokens: M.
+            device: The device on which it runs.
+        """
+        return 0
+
     @abstractmethod
     def why_not(self, problem: Problem) -> str | None:
         """Say why this backend cannot run ``problem``, in one sentence; None when it can."""
@@ -261,6 +279,20 @@ class Backend(ABC):
             UnsupportedError: A kernel cannot be loaded.
         """
         return LiftThenMultiply(self, lift, out_features)
+
+    def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
+        """Return a runner of the same linear for another number of tokens; None where :meth:`runner` must make it.
+
+        A server meets hundreds of numbers of tokens, most of them once, so what does not depend on them is kept.
+
+        Args:
+            runner: Made by this backend.
+            tokens: M.
+
+        Raises:
+            UnsupportedError: A kernel cannot be loaded.
+        """
+        return None
 
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
         """Return the runner of linears in a row, all of this backend; the default runs one after the other.

@@ -81,6 +81,13 @@ class Dense(Reference):
         vllm_scaled_mm()
         return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
 
+    def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
+        """See :class:`slidesparse.gemm.backend.Backend`: 4 where no kernel applies the scales itself."""
+        if device.type != "cuda" or dtype not in QUANTISED:
+            return 0
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return 4 if fused_product(dtype, out_dtype, tokens, index) is None else 0
+
     def runner(self, lift: Lift, out_features: int) -> Runner:
         """See :class:`slidesparse.gemm.backend.Backend`; fused where a kernel applies scales and bias itself."""
         by_parts = LiftThenMultiply(self, lift, out_features)

@@ -148,9 +148,14 @@ def _check_fallback(fallback: object) -> None:
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
-    """Return why each accelerated backend cannot run a problem; None for one that can."""
-    known = map(get_backend, BACKENDS)
-    return {backend.name: backend.why_not(problem) for backend in known if backend.accelerated}
+    """Return why each accelerated backend is not to run a problem; None for one that may."""
+    known = [backend for backend in map(get_backend, BACKENDS) if backend.accelerated]
+    answers = {backend.name: backend.why_not(problem) for backend in known}
+    for backend in known:
+        faster = backend.yields_to(problem)
+        if answers[backend.name] is None and faster is not None and answers.get(faster[0], "unknown") is None:
+            answers[backend.name] = faster[1]
+    return answers
 
 
 def _only(backend: str, reason: str) -> Choice:

@@ -29,14 +29,23 @@ def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor 
     [[1, 1, 0, 0, 1, 1, 1, 1]]
     """
     check_weight(weight)
+    return prune_masks([cost_of(weight, cost)], pattern)[0]
+
+
+def cost_of(weight: torch.Tensor, cost: torch.Tensor | None) -> torch.Tensor:
+    """Return a cost after checking that it fits a weight, or what magnitude pruning says when it is None.
+
+    Raises:
+        InputError: It has another shape, no values, or is no number.
+    """
     if cost is None:
-        cost = magnitude_cost(weight)
+        return magnitude_cost(weight)
     require_dense(cost, "pruning cost")
     if cost.is_complex() or cost.dtype == torch.bool or cost.is_meta:
         raise InputError("pruning cost", got=f"{cost.dtype} on {cost.device}", needed="float32 with values")
     if cost.shape != weight.shape:
         raise InputError("pruning cost", got=list(cost.shape), needed=f"{list(weight.shape)}, as the weight")
-    return prune_masks([cost], pattern)[0]
+    return cost
 
 
 def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
@@ -72,8 +81,7 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
     if len(columns) != 1:
         raise InputError("linears that read one input differ in columns", got=sorted(columns), needed="one number")
     for cost in costs:
-        if not bool((cost >= 0).all()) or not bool(torch.isfinite(cost).all()):
-            raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
+        check_cost(cost)
     # Padding costs less than anything, so it is left out first and never displaces a weight.
     by_group = [grouped(cost.to(torch.float32), pattern, fill=-1.0) for cost in costs]
     drops = [two_cheapest(groups) for groups in by_group]
@@ -81,6 +89,12 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
         follows = cheapest_groups(by_group, drops, pattern)
         drops = [drop & follows.unsqueeze(-1) for drop in drops]
     return [~drop.flatten(1)[:, : cost.shape[1]] for drop, cost in zip(drops, costs, strict=True)]
+
+
+def check_cost(cost: torch.Tensor) -> None:
+    """Refuse costs that are negative, NaN or Inf."""
+    if not bool((cost >= 0).all()) or not bool(torch.isfinite(cost).all()):
+        raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
 
 
 def two_cheapest(groups: torch.Tensor) -> torch.Tensor:

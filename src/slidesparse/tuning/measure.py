@@ -37,9 +37,10 @@ SHORT_S, LONG_S = 0.02, 0.3
 LONG_FROM = 4096
 """The fewest tokens that are timed for :data:`LONG_S`."""
 
-TRANSIENT_BYTES = 1 << 30
+TRANSIENT_BYTES = 2 << 30
 """Most memory that measuring takes: forms of the weight, copies of them, activations, products. It ends where they
-would need more, or more than half of what is free."""
+would need more, or more than half of what is free. It is what gate and up of a 7B model need at 16384 tokens; vLLM
+itself takes as much when it profiles such a batch, later and not at the same time."""
 
 RIVAL = 1.25
 """A packed form that takes this much longer than the fastest one is not timed where that takes long."""
@@ -102,9 +103,11 @@ class _Form:
         return y
 
     def bytes_for(self, tokens: int, source: torch.dtype) -> int:
-        """Return the bytes that a call allocates: lifted activations, their scales, the product."""
-        lifted = len(self.module.column_map) * self.packed.dtype.itemsize + 4
-        return tokens * (lifted + self.packed.shape[0] * source.itemsize)
+        """Return the bytes that a call allocates: lifted activations, their scales, sums, the product."""
+        dtype, device = self.packed.dtype, self.packed.device
+        accumulators = get_backend(self.backend).accumulator_bytes(dtype, source, tokens, device)
+        lifted = len(self.module.column_map) * dtype.itemsize + 4
+        return tokens * (lifted + self.packed.shape[0] * (source.itemsize + accumulators))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slidesparse.gemm.autotune import cold_copies, l2_bytes
+from slidesparse.gemm.autotune import capture_stream, cold_copies, l2_bytes
 from slidesparse.records import Timing
 
 MAX_COPIES = 512
@@ -296,13 +296,14 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any, calls: Sequence[Callable[[]
     ``torch.cuda.graph`` would also collect garbage and empty the allocator's cache, which takes longer than most times
     that are measured here; and it would fail where another thread of a server calls CUDA meanwhile.
     """
-    stream = torch.cuda.Stream()
+    stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     result = None
     with torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for call in calls:
+                result = None  # or its memory would be held while the next call allocates
                 result = call()
         finally:
             graph.capture_end()

@@ -114,6 +114,17 @@ class CuSparseLt(Backend):
             return "FP16 kernels of cuSPARSELt 0.8 fail on Hopper from 128 tokens on; use bf16, or 0.9"
         return self._why_not_pattern(problem)
 
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """See :class:`slidesparse.gemm.backend.Backend`: 139 8-bit products of an H200, 16 to 16384 tokens."""
+        if problem.dtype not in QUANTISED:
+            return None
+        return "hopper", "hopper took at most 0.83 of its time wherever both were measured"
+
+    def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        accumulator = self._accumulators.get(dtype)
+        return 0 if accumulator is None else accumulator.itemsize
+
     def _why_not_pattern(self, problem: Problem) -> str | None:
         pattern = problem.pattern
         if pattern.is_uniform:

@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from slidesparse.errors import InputError
 from slidesparse.gemm.select import BACKENDS, Fallback
 from slidesparse.integrations.vllm.host_bound import HOST_US
 from slidesparse.tuning.at_load import Tune, check_tune
+
+Graphs = Literal["auto", "vllm"]
 
 OPTIONS = "slidesparse"
 """The key of ``--additional-config`` that holds our options."""
@@ -27,6 +30,8 @@ class Options:
         host_us: Microseconds that the host takes to launch one linear of a chain: see
             :mod:`slidesparse.integrations.vllm.host_bound`. 0 leaves every linear on the backend chosen for it.
         tune: ``auto`` measures layers of which this machine has no times when they are loaded, ``off`` goes by a prior.
+        graphs: ``auto`` captures larger CUDA graphs where the host would be the slower one
+            (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` those that vLLM captures.
     """
 
     backend: str = "auto"
@@ -34,6 +39,7 @@ class Options:
     fuse: bool = True
     host_us: float = HOST_US
     tune: Tune = "auto"
+    graphs: Graphs = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
@@ -54,6 +60,8 @@ class Options:
         if not isinstance(options.fuse, bool):
             _refuse("fuse", options.fuse, "true or false")
         check_tune(options.tune, "tune in --additional-config")
+        if options.graphs not in ("auto", "vllm"):
+            _refuse("graphs", options.graphs, "auto or vllm")
         if type(options.host_us) not in (int, float) or not 0 <= options.host_us < math.inf:
             _refuse("host_us", options.host_us, "microseconds, 0 or more")
         return replace(options, host_us=float(options.host_us))
@@ -62,7 +70,7 @@ class Options:
         """Return the options as a user would write them, defaults included.
 
         >>> Options(fuse=False).to_json()
-        '{"backend": "auto", "fallback": "dense", "fuse": false, "host_us": 75.0, "tune": "auto"}'
+        '{"backend": "auto", "fallback": "dense", "fuse": false, "host_us": 75.0, "tune": "auto", "graphs": "auto"}'
         """
         return json.dumps(asdict(self))
 

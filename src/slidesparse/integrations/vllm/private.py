@@ -36,6 +36,7 @@ PRIVATE = {
     "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is joined with a linear",
     "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
     "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
+    "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones",
     **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
 }
 """Name in vLLM outside its interface for plugins -> the consequence in a vLLM that lacks it."""
@@ -68,6 +69,13 @@ def norm_operator(name: str) -> Any:
     """Return one of vLLM's operators for norms; None, and a line in the log, in a vLLM that has none."""
     operator = _find(f"torch.ops.vllm_ir.{name}")
     return None if operator is None else operator.default
+
+
+def vllm_config_class() -> Any:
+    """Return the class of vLLM's configuration, whose method sets the sizes of CUDA graphs; None, and a line in the log,
+    in a vLLM that has no such method."""
+    name = "vllm.config.vllm.VllmConfig._set_cudagraph_sizes"
+    return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
 
 
 def _find(name: str) -> Any:

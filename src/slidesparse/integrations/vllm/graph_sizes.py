@@ -1,0 +1,109 @@
+"""Capture CUDA graphs of batches beyond vLLM's own largest one, as far as the host would hold the GPU up there.
+
+vLLM captures batches of up to 512 tokens and launches larger ones kernel by kernel. A loaded server mostly runs 300 to
+2000 tokens a step. On an H200 the host takes some 0.7 ms a decoder layer for that, and the GPU less than the host up to
+about 1024 tokens of a layer of Qwen2.5-7B: there steps took 14 to 17 ms in graphs and 20 without; beyond, graphs won
+nothing (docs/log/served-models.md). The slower the host, the more they win.
+
+A user's own setting (``--compilation-config`` with ``max_cudagraph_capture_size`` or ``cudagraph_capture_sizes``)
+holds, and ``{"slidesparse": {"graphs": "vllm"}}`` leaves all to vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.private import vllm_config_class
+
+HOST_BOUND = 240_000_000_000
+"""Tokens times weights of a decoder layer up to which the host is the slower one: 1024 of Qwen2.5-7B, on an H200."""
+
+MOST = 4096
+"""Tokens of the largest graph, whatever the model: all graphs of a start-up share 15 seconds with measuring."""
+
+PER_OCTAVE = 16
+"""Graphs an octave: a batch is padded to the next one, by 3 % at most on average."""
+
+log = logging.getLogger(LOGGER)
+
+
+def layer_weights(text_config: Any) -> int | None:
+    """Return the weights of a dense decoder layer's linears by its configuration; None where that does not tell them.
+
+    >>> from types import SimpleNamespace
+    >>> layer_weights(SimpleNamespace(hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
+    ...     num_key_value_heads=4)) // 10**6
+    233
+    """
+    names = ("hidden_size", "intermediate_size", "num_attention_heads")
+    sizes = [getattr(text_config, name, None) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    hidden, intermediate, heads = sizes
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head = getattr(text_config, "head_dim", None) or hidden // heads
+    return int(3 * hidden * intermediate + 2 * hidden * head * (heads + kv_heads))
+
+
+def sizes_beyond(last: int, tokens: int) -> list[int]:
+    """Return the sizes of graphs from vLLM's last one on, up to a number of tokens.
+
+    >>> sizes_beyond(512, 640), len(sizes_beyond(512, 2048))
+    ([544, 576, 608, 640], 32)
+    """
+    sizes, size = [], max(last, PER_OCTAVE)
+    while True:
+        size += max(8, (1 << (size.bit_length() - 1)) // PER_OCTAVE)
+        if size > tokens:
+            return sizes
+        sizes.append(size)
+
+
+def wanted_sizes(vllm_config: Any) -> list[int]:
+    """Return the sizes that a configuration of vLLM lacks, whose own sizes are set; none where it is to stay as it is."""
+    own = vllm_config.compilation_config.cudagraph_capture_sizes
+    if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
+        return []
+    weights = layer_weights(vllm_config.model_config.hf_text_config)
+    if weights is None:
+        return []
+    weights //= vllm_config.parallel_config.tensor_parallel_size
+    most = min(HOST_BOUND // max(1, weights), MOST, vllm_config.scheduler_config.max_num_batched_tokens)
+    return sizes_beyond(own[-1], most)
+
+
+def capture_more() -> None:
+    """Let vLLM's configuration of one of our models hold larger graphs; called once a process."""
+    owner = vllm_config_class()
+    if owner is not None:
+        owner._set_cudagraph_sizes = _with_more(owner._set_cudagraph_sizes)
+
+
+def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(set_sizes)
+    def set_more(self: Any) -> None:
+        compilation = self.compilation_config
+        asked = compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes
+        set_sizes(self)
+        if asked != (None, None) or not _is_ours(self):
+            return
+        more = wanted_sizes(self)
+        if more:
+            compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
+            compilation.max_cudagraph_capture_size = None
+            set_sizes(self)  # as if a user had asked for them
+            log.info("slidesparse: CUDA graphs for batches of up to %d tokens, %d more than vLLM's", more[-1], len(more))
+
+    return set_more
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    quantisation = vllm_config.quant_config
+    if quantisation is None or quantisation.get_name() != NAME:
+        return False
+    return Options.parse(vllm_config.additional_config).graphs == "auto"

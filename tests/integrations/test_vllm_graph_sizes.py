@@ -1,0 +1,85 @@
+"""The sizes of CUDA graphs: beyond vLLM's own where the host would be the slower one, and only for our models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_models import configured
+
+from slidesparse.integrations.vllm.graph_sizes import MOST, layer_weights, sizes_beyond, wanted_sizes
+from slidesparse.models.config_keys import MARKER_KEY
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+SIZES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+Sizes = Callable[..., list[int]]
+
+
+def config_of(own: list[int], gpus: int = 1, most: int = 16384, draft: Any = None, **text: Any) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=own),
+        speculative_config=draft,
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**SIZES | text)),
+        parallel_config=SimpleNamespace(tensor_parallel_size=gpus),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most),
+    )
+
+
+def test_graphs_reach_as_far_as_the_host_is_the_slower_one() -> None:
+    own = [1, 256, 512]
+    assert wanted_sizes(config_of(own))[-1] == 1024
+    assert wanted_sizes(config_of(own, gpus=2))[-1] == 2048  # each GPU has half of the work, the host all of its own
+    assert wanted_sizes(config_of(own, most=800))[-1] == 800
+    llama_1b = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    assert wanted_sizes(config_of(own, **llama_1b))[-1] == 3840
+    assert wanted_sizes(config_of(own, hidden_size=512, intermediate_size=1024))[-1] == MOST
+    assert wanted_sizes(config_of(own, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)) == []
+    assert wanted_sizes(config_of([])) == []  # no graphs at all
+    assert wanted_sizes(config_of(own, draft=object())) == []
+    assert wanted_sizes(config_of(own, intermediate_size=None)) == []  # a mixture, say
+    assert layer_weights(SimpleNamespace(**SIZES, head_dim=256)) == 3 * 3584 * 18944 + 2 * 3584 * 256 * 32
+
+
+def test_a_batch_is_padded_by_little() -> None:
+    sizes = [512, *sizes_beyond(512, 4096)]
+    assert sizes[-1] == 4096
+    assert max(later / former for former, later in zip(sizes, sizes[1:], strict=False)) <= 1 + 1 / 16
+    assert len(sizes) < 3 * 16 + 2
+
+
+@pytest.fixture
+def sizes(checkpoints: Any) -> Sizes:
+    """The sizes that vLLM ends with, for a checkpoint, what a user asked of vLLM, and what of us."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+
+    def end(path: Path, sizes: list[int] | None = None, largest: int | None = None, **ours: Any) -> list[int]:
+        config = VllmConfig(model_config=configured(path), additional_config={"slidesparse": ours})
+        config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens = 256, 2048
+        compilation = config.compilation_config  # on a CPU vLLM captures nothing, and asks for no sizes
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, largest
+        config.model_config.enforce_eager = False
+        config._set_cudagraph_sizes()
+        assert compilation.max_cudagraph_capture_size == compilation.cudagraph_capture_sizes[-1]
+        return list(compilation.cudagraph_capture_sizes)
+
+    return end
+
+
+def test_our_models_get_more_graphs_and_a_users_word_holds(sizes: Sizes, checkpoints: Any, tmp_path: Path) -> None:
+    from test_vllm_plugin import edited
+
+    ours = checkpoints("6:8")
+    plain = edited(ours, tmp_path / "plain", **{MARKER_KEY: None})
+    stock = sizes(plain)
+    assert stock[-1] == 512
+    more = sizes(ours)
+    assert more[: len(stock)] == stock
+    assert more[-1] == 2048  # a layer of this model is tiny, so the largest batch is the limit
+    assert sizes(ours, graphs="vllm") == stock
+    assert sizes(ours, largest=256)[-1] == 256
+    assert sizes(ours, [1, 8, 64]) == [1, 8, 64]
