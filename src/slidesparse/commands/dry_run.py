@@ -148,7 +148,7 @@ def _existing(path: Path) -> Path:
 
 def _line(what: Tensors, kind: str) -> str:
     sizes = dict.fromkeys((readable_size(what.source_bytes), readable_size(what.destination_bytes)))
-    return f"{what.count} {kind}, {' -> '.join(sizes)}"
+    return f"{what.count} {kind if what.count != 1 else kind.removesuffix('s')}, {' -> '.join(sizes)}"
 
 
 def _duration(seconds: float) -> str:

@@ -32,6 +32,9 @@ MAX_FRONT_MATTER = 1 << 16
 MAX_LINES = 40
 """Most lines on what stays dense."""
 
+LEFT = "left dense: "
+"""How a line on what stays dense begins in a log; here a heading says so."""
+
 HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->", "<!-- end -->"
 """Around the rows that ``eval --card`` writes."""
 
@@ -108,7 +111,7 @@ model = ss.load("THIS_FOLDER", device="cuda")
 
 ## Left dense
 
-{chr(10).join(f"- {_plain(line)}" for line in dense) or "- nothing"}
+{chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in dense) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
 
