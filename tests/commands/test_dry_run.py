@@ -48,7 +48,7 @@ def test_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dry run: nothing was written"
     assert lines[1].startswith("would treat 7 linears, ")
-    assert lines[2] == "would leave 1 layers, 12.3 kB: output embedding"
+    assert lines[2] == "would leave 1 layer, 12.3 kB: output embedding"
     assert " free" in lines[4]
     assert "measured here on " in lines[5]
     assert "reading and writing are not counted" in lines[5]
