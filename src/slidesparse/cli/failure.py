@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from slidesparse.base.silence import is_silent
 from slidesparse.cli import interruption
 from slidesparse.errors import SlideSparseError, first_line
 
@@ -20,6 +21,8 @@ def report(error: BaseException, as_json: bool) -> None:
         error: What was raised.
         as_json: Print ``{"error": {...}}`` to standard output too, which stays one JSON value.
     """
+    if is_silent():
+        return
     line = describe(error)
     if sys.stderr is not None:
         with contextlib.suppress(OSError):  # of a terminal that is closed

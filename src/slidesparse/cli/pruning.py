@@ -10,9 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
+from slidesparse.cli.together import one_voice, own_device
 from slidesparse.errors import InputError
+
+if TYPE_CHECKING:
+    from slidesparse.base.ranks import Ranks
+    from slidesparse.commands.dry_run import DryRun
+    from slidesparse.commands.prune import PruneSummary
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
 """Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
@@ -69,6 +76,13 @@ def add_prune(commands: Commands) -> None:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    from slidesparse.base.ranks import joined
+
+    with joined() as ranks, one_voice(ranks, options):
+        return _prune_together(options, ranks)
+
+
+def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.commands.dry_run import dry_run
     from slidesparse.commands.plan import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
@@ -100,9 +114,19 @@ def _prune(options: argparse.Namespace) -> int:
         lm_head=options.lm_head,
         part=options.part,
     )
-    run = dry_run if options.dry_run else prune_checkpoint
-    summary = run(source_of(options), options.destination, wanted, device=device_of(options), links=options.links)
-    print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
+    if ranks.local:
+        ranks.wait()  # one process of each machine fetches a model of the hub for all
+    source = source_of(options)
+    if not ranks.local:
+        ranks.wait()
+    device = own_device(ranks, device_of(options))
+    summary: DryRun | PruneSummary
+    if not options.dry_run:
+        summary = prune_checkpoint(source, options.destination, wanted, device=device, links=options.links, ranks=ranks)
+    elif ranks.is_first:
+        summary = dry_run(source, options.destination, wanted, device=device, links=options.links)
+    if ranks.is_first:
+        print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
     return 0
 
 

@@ -25,9 +25,10 @@ SETTINGS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_VERBOSITY": "error",
     "LOGURU_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-"""Settings that transformers, huggingface_hub and compressed-tensors' logger read when they are imported, which no
-command has done yet."""
+"""Settings that transformers, huggingface_hub, compressed-tensors' logger and torch's sockets read when they are
+imported, which no command has done yet."""
 
 
 @contextmanager

@@ -7,6 +7,7 @@ written, and taken over by a resumed run, on its own.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
+from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
@@ -26,8 +29,9 @@ from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Stored, write_json
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
-from slidesparse.files.staging import new_folder, staged
+from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
@@ -141,8 +145,12 @@ def prune_checkpoint(
     device: str | torch.device = "cpu",
     links: Links = "refuse",
     progress: bool | None = None,
+    ranks: Ranks = ALONE,
 ) -> PruneSummary:
     """Prune and quantise a checkpoint into a new folder. The source is never touched.
+
+    Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the
+    windows. All of them call this with equal arguments, but for the device.
 
     Args:
         source: A local Hugging Face checkpoint.
@@ -151,6 +159,7 @@ def prune_checkpoint(
         device: Where weights are pruned and quantised, and where calibration runs the model's layers, one at a time.
         links: What to do with links that lead out of the source.
         progress: Show a progress bar; None: on a terminal only.
+        ranks: The processes that do it together, from :func:`slidesparse.base.ranks.joined`.
 
     Raises:
         CheckpointError: The source cannot be used, or the destination cannot be written.
@@ -159,38 +168,16 @@ def prune_checkpoint(
     """
     prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
-    outputs, size = prepared.outputs, prepared.n_bytes
+    size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")
     plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
     if job.windows is not None:
         plan["windows"] = digest(job.windows)
-    resumed = []
-    with staged(destination, checkpoint.path, plan, size + files.n_bytes) as work:
-        job.calibrate(work.kept, progress)
-        with progress_bar("prune", size, show=progress) as advance:
-            for shard, tensors in outputs.items():
-                if work.is_finished(shard, tensors):
-                    resumed.append(shard)
-                    advance(sum(stored.n_bytes for stored in tensors.values()))
-                else:
-                    written = job.write_shard(work.output / shard, checkpoint.shards[shard], tensors, advance)
-                    work.finish(shard, written)
-        if list(outputs) != [SINGLE_FILE]:
-            weight_map = {tensor: shard for shard, tensors in outputs.items() for tensor in tensors}
-            write_json(work.output / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        files.copy_to(work.output)
-        write_json(work.output / "config.json", job.config())
-        write_card(
-            work.output,
-            checkpoint.path,
-            patterns={name: str(pattern) for name, pattern in job.patterns.items()},
-            dtype=dtype_name(job.dtype),
-            quantised=job.dtype in QUANTISED,
-            method=_method_words(options, job.windows),
-            left=describe_dense({**job.targets.dense, **job.targets.other}),
-            sizes=(checkpoint.n_bytes, size),
-            source_card=None if kept_card is None else work.output / kept_card,
-        )
+    with staged_together(ranks, destination, checkpoint.path, plan, size + files.n_bytes) as work:
+        job.calibrate(work.kept, progress, ranks)
+        resumed = _write_shards(prepared, work, ranks, progress)
+        if ranks.is_first:
+            _write_the_rest(prepared, work, options, files, kept_card)
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
@@ -205,6 +192,54 @@ def prune_checkpoint(
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
+    )
+
+
+def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: bool | None) -> list[str]:
+    """Write this process's shards, and return those of all processes that an interrupted run had finished."""
+    sizes = {name: sum(one.n_bytes for one in tensors.values()) for name, tensors in prepared.outputs.items()}
+    own = deal(sizes, ranks.world)[ranks.rank]
+    resumed = []
+    with progress_bar("prune", sum(sizes[shard] for shard in own), show=progress) as advance:
+
+        def advance_unless_failed(n_bytes: int) -> None:
+            ranks.check()
+            advance(n_bytes)
+
+        for shard in own:
+            tensors = prepared.outputs[shard]
+            if work.is_finished(shard, tensors):
+                resumed.append(shard)
+                advance_unless_failed(sizes[shard])
+            else:
+                source = prepared.checkpoint.shards[shard]
+                work.finish(
+                    shard, prepared.job.write_shard(work.output / shard, source, tensors, advance_unless_failed)
+                )
+    known = {shard for found in ranks.gather(json.dumps(resumed)) for shard in json.loads(found)}
+    return [shard for shard in prepared.outputs if shard in known]
+
+
+def _write_the_rest(
+    prepared: Prepared, work: Workplace, options: PruneOptions, files: SourceFiles, kept_card: str | None
+) -> None:
+    """Write everything but the tensors: the index, the config, the model card and the source's other files."""
+    checkpoint, job = prepared.checkpoint, prepared.job
+    if list(prepared.outputs) != [SINGLE_FILE]:
+        weight_map = {tensor: shard for shard, tensors in prepared.outputs.items() for tensor in tensors}
+        write_json(work.output / INDEX_FILE, {"metadata": {"total_size": prepared.n_bytes}, "weight_map": weight_map})
+    files.copy_to(work.output)
+    write_json(work.output / "config.json", job.config())
+    write_card(
+        work.output,
+        checkpoint.path,
+        patterns={name: str(pattern) for name, pattern in job.patterns.items()},
+        dtype=dtype_name(job.dtype),
+        quantised=job.dtype in QUANTISED,
+        method=_method_words(options, job.windows),
+        left=describe_dense({**job.targets.dense, **job.targets.other}),
+        sizes=(checkpoint.n_bytes, prepared.n_bytes),
+        source_card=None if kept_card is None else work.output / kept_card,
     )
 
 

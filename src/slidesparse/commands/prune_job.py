@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -83,7 +84,7 @@ class PruneJob:
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})
 
-    def calibrate(self, folder: Path, progress: bool | None) -> None:
+    def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks = ALONE) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is not None:
             self.calibrated = prune_layers_from_disk(
@@ -95,6 +96,7 @@ class PruneJob:
                 folder,
                 self.device,
                 progress=progress,
+                ranks=ranks,
             )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:

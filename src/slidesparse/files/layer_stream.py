@@ -18,10 +18,13 @@ from torch import nn
 
 from slidesparse.base.log import LOG
 from slidesparse.base.progress import progress_bar
+from slidesparse.base.rank_tensors import rank_tensors
+from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.models.gram_tree import SHARES
 from slidesparse.models.layerwise import (
     LayerList,
     LayerStore,
@@ -31,12 +34,16 @@ from slidesparse.models.layerwise import (
     record_inputs,
     stack_around,
 )
+from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
 from slidesparse.quant import dequantize
 
 BATCH_TOKENS = 8192
 """Tokens that go through a layer at a time."""
+
+LEAST_TOKENS = 1024
+"""Fewest tokens that are worth a batch of their own, so that another process can take it."""
 
 LOSSES = "losses"
 
@@ -50,11 +57,19 @@ class CheckpointLayerStore(LayerStore):
         folder: Holds the finished layers, one file each.
         device: Where layers run.
         compute: The float type in which layers run.
+        ranks: The processes that prune together; the first one writes.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, meta: MetaModel, folder: Path, device: torch.device, compute: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        meta: MetaModel,
+        folder: Path,
+        device: torch.device,
+        compute: torch.dtype,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
 
     def fill(self, names: Sequence[str]) -> None:
@@ -79,27 +94,32 @@ class CheckpointLayerStore(LayerStore):
 
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
-        path = self._file(name)
-        if not path.exists():
+        path = self.file(name)
+        # Others look only where the first one found a file: a shared file system may remember that there was none.
+        if not json.loads(self.ranks.gather(json.dumps(self.ranks.is_first and path.exists()))[0]):
             return None
+        found = None
         try:  # a damaged layer is pruned again
             reader = TensorReader(path)
-            return {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
+            found = {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
         except CheckpointError as error:
             LOG.warning("%s; the layer is pruned again", error)
-            return None
+        everywhere = all(json.loads(one) for one in self.ranks.gather(json.dumps(found is not None)))
+        return found if everywhere else None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
+        if not self.ranks.is_first:
+            return
         stored = {n: Stored(STORED_NAMES[w.dtype], (w.shape[0], w.shape[1])) for n, w in weights.items()}
         about = {LOSSES: json.dumps([asdict(loss) for loss in losses])}
-        with TensorWriter(self._file(name), stored, about, with_digests=True) as writer:
+        with TensorWriter(self.file(name), stored, about, with_digests=True) as writer:
             for tensor, weight in weights.items():
                 writer.write(tensor, weight.cpu())
 
     def losses(self, name: str) -> list[SetLoss]:
         """Return the losses of a finished layer, one for each set of linears."""
-        path = self._file(name)
+        path = self.file(name)
         try:
             text = TensorReader(path).metadata.get(LOSSES, "")
             losses: tuple[SetLoss, ...] = decode(tuple[SetLoss, ...], parse_json(text, LOSSES, non_finite=True), LOSSES)
@@ -107,7 +127,8 @@ class CheckpointLayerStore(LayerStore):
             raise CheckpointError(f"{path} is damaged", got=error, remedy="remove it and run again") from error
         return list(losses)
 
-    def _file(self, name: str) -> Path:
+    def file(self, name: str) -> Path:
+        """Return the file of a finished layer."""
         return self.folder / f"{name}.safetensors"
 
     def _read(self, tensor: str) -> torch.Tensor:
@@ -125,9 +146,9 @@ class PrunedLayers:
         losses: The loss of every set of linears.
     """
 
-    def __init__(self, folder: Path, losses: list[SetLoss]) -> None:
+    def __init__(self, files: Sequence[Path], losses: list[SetLoss]) -> None:
         self.losses = losses
-        readers = [TensorReader(path) for path in sorted(folder.glob("*.safetensors"))]
+        readers = [TensorReader(path) for path in files]
         self.reader_of = {name: reader for reader in readers for name in reader.stored}
 
     def weight(self, name: str) -> torch.Tensor:
@@ -145,6 +166,7 @@ def prune_layers_from_disk(
     device: torch.device,
     *,
     progress: bool | None = None,
+    ranks: Ranks = ALONE,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
@@ -157,6 +179,7 @@ def prune_layers_from_disk(
         folder: Gets a file for each pruned layer; those of an interrupted run with the same options are used again.
         device: Where layers run, one at a time.
         progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
+        ranks: The processes that prune together; each runs some of the windows.
 
     Raises:
         InputError: The model or its activations cannot be used.
@@ -167,19 +190,32 @@ def prune_layers_from_disk(
     model: Any = meta.model
     layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)
-    store = CheckpointLayerStore(checkpoint, meta, folder, device, _compute_dtype(model.config.dtype, device))
+    compute = _compute_dtype(model.config.dtype, device)
+    store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks)
     _prepare(model, layer_list, store, device)
-    per_batch = max(BATCH_TOKENS // windows.shape[1], 1)
-    batches = [{"input_ids": ids.to(device), "use_cache": False} for ids in windows.split(per_batch)]
+    batches = windows.split(_windows_of_a_batch(windows))
     losses = []
-    with _explained(model), progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance:
-        samples = record_inputs(model, layer_list, batches)
-        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store)
+    with (
+        _explained(model),
+        progress_bar(pruner.name, len(layer_list.layers), unit="layers", show=progress) as advance,
+        rank_tensors(ranks, device) as tensors,
+    ):
+        shared = SharedLayers(tensors, len(batches))
+        own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
+        samples = record_inputs(model, layer_list, own)
+        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store, shared.prune_layer)
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
+            ranks.wait()  # for the file of the layer, which the first process writes
             here = store.losses(name)
             losses += here
             advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
-    return PrunedLayers(folder, losses)
+    return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)
+
+
+def _windows_of_a_batch(windows: torch.Tensor) -> int:
+    """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
+    samples, length = windows.shape
+    return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
 
 
 def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:

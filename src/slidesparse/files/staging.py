@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.base.log import LOG
+from slidesparse.base.ranks import LostRank
 from slidesparse.base.typed_json import decode
 from slidesparse.base.whole_file import readable_size, replace_file
 from slidesparse.errors import CheckpointError, SlideSparseError
@@ -97,7 +98,7 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
         CheckpointError: The destination exists, another run is writing it, the plan differs or the disk is full.
     """
     destination = new_folder(destination, source)
-    work = Workplace(_partial(destination))
+    work = Workplace(partial_folder(destination))
     made = _make(work.path)
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
@@ -132,9 +133,9 @@ def new_folder(destination: Path, source: Path) -> Path:
         raise CheckpointError(f"destination {destination} is the source or lies inside it", needed="another folder")
     if os.path.lexists(real):
         raise CheckpointError(f"destination {destination} exists", remedy="remove it or choose another name")
-    if Path(os.path.realpath(_partial(real))) == source:
+    if Path(os.path.realpath(partial_folder(real))) == source:
         raise CheckpointError(
-            f"{_partial(destination)} is the source and the place to work in", remedy="choose another destination"
+            f"{partial_folder(destination)} is the source and the place to work in", remedy="choose another destination"
         )
     return real
 
@@ -202,7 +203,8 @@ def require_space(path: Path, needed: int) -> None:
         )
 
 
-def _partial(destination: Path) -> Path:
+def partial_folder(destination: Path) -> Path:
+    """Return the place of work of a folder to make."""
     return destination.with_name(f"{destination.name}.partial")
 
 
@@ -267,22 +269,33 @@ def _refuse_what_others_may_write(partial: Path) -> None:
 def _left_in_order(work: Workplace, destination: Path) -> Iterator[None]:
     """Leave nothing after an exception if nothing is finished; else say in its message that there is something."""
     try:
-        yield
+        with with_what_is_kept(work, destination):
+            yield
     except BaseException as error:
         if destination.exists():  # complete
             raise
-        count = work.files()
-        if not count:
+        if not work.files():
             with contextlib.suppress(OSError):
                 _clear(work.path)
                 work.path.rmdir()
-            raise
-        kept = f"{work.path} keeps {count} finished files"
-        if isinstance(error, KeyboardInterrupt):
-            error.args = (f"{kept}, and the same command goes on from there",)
-        elif isinstance(error, Exception) and not isinstance(error, OSError):
+        elif isinstance(error, Exception) and not isinstance(error, OSError | LostRank):
             replace_file(work.path / FAILED, f"{error}\n".encode("utf-8", "backslashreplace"))
-        if isinstance(error, SlideSparseError):
+        raise
+
+
+@contextmanager
+def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
+    """Say in an exception's message how many finished files are kept, if there are any."""
+    try:
+        yield
+    except BaseException as error:
+        count = 0 if destination.exists() else work.files()
+        kept = f"{work.path} keeps {count} finished files"
+        if count and isinstance(error, KeyboardInterrupt):
+            error.args = (f"{kept}, and the same command goes on from there",)
+        elif count and isinstance(error, LostRank):
+            error.args = (f"{error}; {kept}: the same command goes on from there",)
+        elif count and isinstance(error, SlideSparseError):
             error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
         raise
 

@@ -198,6 +198,11 @@ def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
     return hidden
 
 
+PruneLayer = Callable[..., tuple[dict[str, torch.Tensor], list[SetLoss]]]
+"""Takes the layer, its index, the sets, its linears by name, patterns, method, samples and store; returns the pruned
+weights by name, and the loss of each set."""
+
+
 def prune_layers(
     model: nn.Module,
     layer_list: LayerList,
@@ -206,6 +211,7 @@ def prune_layers(
     pruner: Pruner,
     samples: Sequence[Sample],
     store: LayerStore | None = None,
+    prune_layer: PruneLayer | None = None,
 ) -> Iterator[list[SetLoss]]:
     """Prune the linears of all layers in place, layer by layer; yield the losses of each layer after it.
 
@@ -217,8 +223,9 @@ def prune_layers(
         pruner: The method.
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
         store: Loads the layers' weights, and keeps the pruned ones.
+        prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
     """
-    store = store or LayerStore()
+    store, prune_layer = store or LayerStore(), prune_layer or _prune_layer
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
@@ -227,7 +234,7 @@ def prune_layers(
             pruned = store.finished(name)
             losses: list[SetLoss] = []
             if pruned is None:
-                pruned, losses = _prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
+                pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
                 store.keep(name, pruned, losses)
             for linear, weight in pruned.items():
                 linears[linear].weight.data.copy_(weight)

@@ -1,0 +1,244 @@
+"""Several processes prune one checkpoint: the same bytes, one line for an error, and kills that lose nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+from rank_processes import Ended, run_ranks
+
+from slidesparse.cli import main
+
+MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
+
+
+def calibrated(folder: Path, method: str = "sparsegpt", pattern: str = "6:8") -> list[str]:
+    """Eight batches of 1024 tokens."""
+    text = ["--calibration", str(folder / "text.txt"), "--samples", "256", "--length", "32"]
+    return ["--pattern", pattern, "--dtype", "int8", "--device", "cpu", "--method", method, *text]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of nine shards, with a text."""
+    folder = tmp_path_factory.mktemp("source")
+    make_checkpoint(folder / "m", dtype=torch.float32, shard_size="60KB")
+    add_tokenizer(folder / "m")
+    write_text(folder / "text.txt", 2000)
+    return folder / "m"
+
+
+@pytest.fixture(scope="module")
+def alone(source: Path) -> Callable[[list[str]], dict[str, bytes]]:
+    """What one process makes with some options."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    def make(options: list[str]) -> dict[str, bytes]:
+        name = str(len(made)) if " ".join(options) not in made else ""
+        if name:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # as the processes have: sums depend on the number
+            assert main(["prune", str(source), str(source.parent / name), "--quiet", *options]) == 0
+            torch.set_num_threads(threads)
+            made[" ".join(options)] = contents(source.parent / name)
+        return made[" ".join(options)]
+
+    return make
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def prune(folder: Path, source: Path, world: int, options: list[str], before: Any = None) -> list[Ended]:
+    return run_ranks(folder, world, ["prune", source, folder / "s", *options], before)
+
+
+def values(text: str) -> Iterator[Any]:
+    """The JSON values in a text, one after another."""
+    while text.strip():
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        text = text.lstrip()[end:]
+        yield value
+
+
+def lines(ended: list[Ended]) -> list[str]:
+    return [line for one in ended for line in one.err.splitlines()]
+
+
+# -- what comes out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_magnitude_gives_the_bytes_of_one_process(
+    tmp_path: Path, source: Path, world: int, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    ended = prune(tmp_path, source, world, [*MAGNITUDE, "--json"])
+    assert [(one.status, one.err) for one in ended] == [(0, "")] * world
+    assert json.loads(ended[0].out)["destination"] == str(tmp_path / "s")
+    assert [one.out for one in ended[1:]] == [""] * (world - 1)
+    assert contents(tmp_path / "s") == alone(MAGNITUDE)
+    assert not (tmp_path / "s.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("world", "method", "pattern"),
+    [(2, "sparsegpt", "6:8"), (3, "sparsegpt", "6:8"), (4, "sparsegpt", "6:8"), (2, "wanda", "4:6@50%")],
+)
+def test_calibration_gives_the_bytes_of_one_process(
+    tmp_path: Path, source: Path, world: int, method: str, pattern: str, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    options = calibrated(source.parent, method, pattern)
+    ended = prune(tmp_path, source, world, options)
+    assert [(one.status, one.err) for one in ended] == [(0, "")] * world
+    assert "calibration loss" in ended[0].out
+    assert contents(tmp_path / "s") == alone(options)
+
+
+def test_more_processes_than_batches(
+    tmp_path: Path, source: Path, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    """Some run no batch at all, and prune linears all the same."""
+    options = calibrated(source.parent)
+    options[options.index("256")] = "40"  # two batches
+    ended = prune(tmp_path, source, 4, options)
+    assert [(one.status, one.err) for one in ended] == [(0, "")] * 4
+    assert contents(tmp_path / "s") == alone(options)
+
+
+# -- kills and restarts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [1, 4])
+def test_a_killed_process_loses_nothing(
+    tmp_path: Path, source: Path, again: int, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    """What each process has finished is taken over, by another number of processes too."""
+    ended = prune(tmp_path, source, 2, MAGNITUDE, rank_processes.rank_1_is_killed_at_its_second_shard)
+    assert [one.status for one in ended] == [1, -9]
+    (line,) = lines(ended)
+    assert line.startswith("slidesparse: rank 1 of 2 is gone; got no sign of life for")
+    assert "s.partial keeps" in line
+    assert not (tmp_path / "s").exists()
+    finished = {path.stem for path in (tmp_path / "s.partial/finished").iterdir()}
+    assert len(finished) == 5  # four of the one, and one of the other
+    ended = prune(tmp_path, source, again, [*MAGNITUDE, "--json"])
+    assert {one.status for one in ended} == {0}
+    assert set(json.loads(ended[0].out)["resumed"]) == finished
+    assert contents(tmp_path / "s") == alone(MAGNITUDE)
+    assert not list(tmp_path.glob("s.partial"))
+
+
+def test_a_process_killed_in_calibration_loses_nothing(
+    tmp_path: Path, source: Path, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    options = calibrated(source.parent)
+    ended = prune(tmp_path, source, 2, options, rank_processes.rank_1_is_killed_in_its_second_layer)
+    assert [one.status for one in ended] == [1, -9]
+    (line,) = lines(ended)
+    assert "rank 1 of 2 is gone" in line
+    assert "keeps 1 finished files: the same command goes on from there" in line
+    assert not (tmp_path / "s.partial/failed").exists()  # another command does not replace the layer
+    ended = prune(tmp_path, source, 4, options)
+    assert {one.status for one in ended} == {0}
+    assert contents(tmp_path / "s") == alone(options)
+
+
+def test_a_signal_to_all_is_one_line(tmp_path: Path, source: Path) -> None:
+    ended = prune(tmp_path, source, 2, MAGNITUDE, rank_processes.all_are_terminated_at_their_second_shard)
+    assert [one.status for one in ended] == [143, 143]
+    (line,) = lines(ended)
+    assert line.startswith(f"slidesparse: terminated; {tmp_path}/s.partial keeps")
+
+
+def test_torchrun_starts_killed_processes_again(
+    tmp_path: Path, source: Path, alone: Callable[[list[str]], dict[str, bytes]]
+) -> None:
+    (tmp_path / "run.py").write_text(
+        "import os, rank_processes, sys\n"
+        "from slidesparse.cli import main\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    rank_processes.rank_1_is_killed_at_its_second_shard(int(os.environ['RANK']))\n"
+        "sys.exit(main())\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
+    command = [sys.executable, *torchrun, str(tmp_path / "run.py"), "prune", str(source), str(tmp_path / "s"), "--json"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *MAGNITUDE], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    _, last = values(done.stdout)  # the first is the error of the attempt that was ended
+    assert last["resumed"]
+    assert contents(tmp_path / "s") == alone(MAGNITUDE)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_all_have_is_one_line(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "s").mkdir()
+    ended = prune(tmp_path, source, 4, [*MAGNITUDE, "--json"])
+    assert [one.status for one in ended] == [1] * 4
+    (line,) = lines(ended)
+    assert line == f"slidesparse: destination {tmp_path / 's'} exists; remove it or choose another name"
+    (told,) = [one.out for one in ended if one.out]
+    assert json.loads(told)["error"]["kind"] == "CheckpointError"
+
+
+def test_an_error_of_one_process_ends_all_and_is_one_line(tmp_path: Path) -> None:
+    model: Any = make_checkpoint(tmp_path / "m", shard_size="60KB")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
+    ended = prune(tmp_path, tmp_path / "m", 4, MAGNITUDE)
+    assert [one.status for one in ended] == [1] * 4
+    (line,) = lines(ended)
+    assert line.startswith("slidesparse: model.layers.1.mlp.up_proj.weight holds NaN or Inf")
+    assert not (tmp_path / "s").exists()
+    assert not list((tmp_path).rglob("*.tmp"))
+
+
+def test_processes_with_other_options_are_refused(tmp_path: Path, source: Path) -> None:
+    words = ["prune", source, tmp_path / "s", "--dtype", "int8", "--device", "cpu", "--pattern"]
+    ended = run_ranks(tmp_path, 2, [[*words, "6:8"], [*words, "4:6"]])
+    assert [one.status for one in ended] == [1, 1]
+    (line,) = lines(ended)
+    assert line.startswith("slidesparse: rank 1 would prune otherwise than rank 0; needed the same options")
+    assert list(tmp_path.glob("s*")) == []
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, source: Path) -> None:
+    ended = prune(tmp_path, source, 2, MAGNITUDE, rank_processes.rank_1_sees_another_folder)
+    assert [one.status for one in ended] == [1, 1]
+    (line,) = lines(ended)
+    assert "rank 1 does not see what rank 0 writes in" in line
+    assert "needed a folder that all machines share" in line
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE in the environment; got 'two'; needed a number"),
+    ],
+)
+def test_half_an_environment_is_refused(
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    says: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["prune", str(source), str(tmp_path / "s"), *MAGNITUDE]) == 1
+    assert says in capsys.readouterr().err
