@@ -158,6 +158,8 @@ def json_file(folder: Path, rng: random.Random) -> None:
     path = rng.choice([path for path in files_of(folder) if path.suffix == ".json"])
     if path.name != "config.json" and rng.random() < 0.5:
         path = folder / "config.json"
+    if not path.is_file():
+        return  # it may be a pipe by now, on which reading waits
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -201,6 +203,8 @@ def stray(folder: Path, rng: random.Random) -> None:
         ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
     )
     (folder / name).parent.mkdir(exist_ok=True)
+    if os.path.lexists(folder / name):
+        return  # a pipe, say, from a damage before
     (folder / name).write_text("text")
     if rng.random() < 0.5:
         FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)
