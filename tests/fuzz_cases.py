@@ -162,7 +162,7 @@ def json_file(folder: Path, rng: random.Random) -> None:
         return  # it may be a pipe by now, on which reading waits
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return  # damaged already
     path.write_text(json.dumps(change_json(value, rng)))
 
@@ -185,7 +185,7 @@ def header(folder: Path, rng: random.Random) -> None:
     length = int.from_bytes(data[:8], "little")
     try:
         value = json.loads(data[8 : 8 + length])
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if rng.random() < 0.3 and len(value) > 2:
         one, two = rng.sample(sorted(value), 2)
