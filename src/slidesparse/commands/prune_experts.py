@@ -11,12 +11,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from slidesparse.base.traced_tensor import sources
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import find_experts, ignore_entries
+from slidesparse.models.experts import describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
@@ -50,7 +51,7 @@ class ExpertJob:
         source_dtype: torch.dtype | None,
         dtype: torch.dtype,
     ) -> None:
-        self.checkpoint, self.source_dtype, self.dtype = checkpoint, source_dtype, dtype
+        self.checkpoint, self.meta, self.source_dtype, self.dtype = checkpoint, meta, source_dtype, dtype
         self.found = find_experts(meta.model)
         names = [one.layer(leaf) for one in self.found for leaf in one.weights]
         self.dense = {
@@ -194,9 +195,7 @@ class ExpertJob:
         scale = self.checkpoint.tensor(f"{name}_scale", weight.device)
         return {name: requantize(pruned(dequantize(weight, scale)), scale, self.dtype)}
 
-    def without_own_entries(
-        self, entries: Iterable[str], model: nn.Module, inside: Container[str]
-    ) -> list[str]:
+    def without_own_entries(self, entries: Iterable[str], model: nn.Module, inside: Container[str]) -> list[str]:
         """Return an ignore list without the entries that match nothing but experts."""
         names = [one.layer(leaf) for one in self.found for leaf in one.weights]
         linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
@@ -205,6 +204,16 @@ class ExpertJob:
             return any(matches_entry(name, entry) for name in found)
 
         return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
+
+    def stored(self, layer: str) -> list[str]:
+        """Return the tensors of the source that hold experts' weights of one kind, treated or not."""
+        states = (s for one in self.found for leaf in one.weights if one.layer(leaf) == layer for s in one.states(leaf))
+        origins = (origin for state in states if (origin := self.meta.names.origins.get(state)) is not None)
+        return list(dict.fromkeys(name for origin in origins for name in sources(origin)))
+
+    def describe(self) -> list[str]:
+        """Return a line for each kind of experts' weights that is treated; layers that differ by number share it."""
+        return describe_treated(self.found, {name: str(pattern) for name, pattern in self.patterns.items()})
 
     def marker(self) -> dict[str, Pattern]:
         """Return what the marker says of the experts."""

@@ -135,6 +135,11 @@ class PruneJob:
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
 
+    @property
+    def left(self) -> dict[str, str]:
+        """Layers that are left alone -> why."""
+        return {**self.targets.dense, **self.targets.other, **self.experts.dense}
+
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
         out: dict[str, Stored] = {}
@@ -258,4 +263,7 @@ class PruneJob:
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
-        return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config()}
+        return {
+            **config,
+            MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
+        }

@@ -108,7 +108,6 @@ class _Allowed:
             return frozenset(), "the quantization_config ignores the layer, slidesparse_config does not"
         return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
 
-
     def of_experts(self, tensor: str, dimensions: int) -> tuple[frozenset[str], str]:
         """Return the types that a tensor of experts may have, and why."""
         if self.quantised is None:
@@ -120,9 +119,7 @@ class _Allowed:
         return FLOAT_NAMES, "slidesparse_config does not name the experts"
 
 
-def _type_faults(
-    tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str
-) -> Iterator[CheckpointError]:
+def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
     found = checkpoint.stored(tensor).dtype
     if found not in types:
         needed = f"{' or '.join(sorted(types))}: {why}" if types else why

@@ -13,7 +13,7 @@ A checkpoint of ours is an ordinary compressed-tensors one with our key added at
 that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them would
 compute something else than the writer meant.
 
-A mixture of experts whose experts were treated has version 2 and one key more, ``experts``, with all that were treated::
+A mixture of experts has version 2 and one key more, ``experts``, which names all experts that were treated::
 
     "experts": {"model.layers.0.mlp.experts.*.gate_proj": "6:8", ...}
 

@@ -7,7 +7,7 @@ of modules. transformers has both, and from its version 5 on mostly the first, w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -116,7 +116,7 @@ def linears_inside(model: nn.Module, experts: Iterable[Experts]) -> dict[str, st
 
 
 def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
-    """Return entries of an ignore list of compressed-tensors that match everything inside of modules of experts.
+    r"""Return entries of an ignore list of compressed-tensors that match everything inside of modules of experts.
 
     Each program has its own name for the linears of experts and for what is around the language model. So an entry
     begins at a layer's number, or where it is for every layer, at the name that they have there.
@@ -127,8 +127,8 @@ def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
 
     >>> for every in (True, False):
     ...     print(*ignore_entries(["model.layers.3.mlp.experts"], every=every))
-    re:.*\\.experts\\..*
-    re:.*\\.3\\.mlp\\.experts\\..*
+    re:.*\.experts\..*
+    re:.*\.3\.mlp\.experts\..*
     """
     tail = r"[^.]*$" if every else r"(?:(?<=\.)|^)\d+\.\D*$|[^.]*$"
     found = [one[0] for name in names if (one := re.search(tail, name)) is not None]
@@ -148,6 +148,25 @@ def _describe(group: list[Experts]) -> str:
     name = one.name if len(group) == 1 else f"{len(group)} x {re.sub(r'[0-9]+', '*', one.name)}"
     shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in one.weights.items())
     return f"{name}: {one.count} experts, {shapes}"
+
+
+def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it.
+
+    Args:
+        found: Experts of a model.
+        patterns: Name of :meth:`Experts.layer` -> pattern.
+    """
+    kinds: dict[tuple[str, int, tuple[int, ...], str], list[str]] = {}
+    for one in found:
+        for leaf, shape in one.weights.items():
+            if (name := one.layer(leaf)) in patterns:
+                kind = re.sub(r"\d+", "*", name), one.count, shape[-2:], patterns[name]
+                kinds.setdefault(kind, []).append(name)
+    return [
+        f"{names[0] if len(names) == 1 else f'{len(names)} x {kind}'}, {count} experts of {list(shape)}, at {pattern}"
+        for (kind, count, shape, pattern), names in kinds.items()
+    ]
 
 
 def refuse_experts(model: nn.Module, what: str, remedy: str) -> None:
