@@ -47,6 +47,7 @@ def write_card(
     dtype: str,
     quantised: bool,
     method: str,
+    experts: Sequence[str],
     left: Sequence[str],
     sizes: tuple[int, int],
     source_card: Path | None,
@@ -60,6 +61,7 @@ def write_card(
         dtype: Type of the treated weights.
         quantised: Whether the weights are quantised.
         method: How weights were chosen, with the text that the method saw.
+        experts: Lines that say which experts' weights were treated.
         left: Lines that say what stays dense.
         sizes: Bytes of the source's tensors and of the pruned ones.
         source_card: The source's own card, or None.
@@ -70,6 +72,7 @@ def write_card(
     common = counts[0][0] if counts else "dense"
     rows = {
         "patterns": ", ".join(f"{pattern} in {count} linears" for pattern, count in counts) or "none",
+        **({"experts, which run dense": _plain("; ".join(experts))} if experts else {}),
         "method": _plain(method),
         "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
@@ -93,8 +96,8 @@ pip install "slidesparse[vllm]"
 vllm serve THIS_FOLDER
 ```
 
-vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it. transformers loads the
-folder dense, with compressed-tensors.
+vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it.
+{_transformers(dtype, experts)}
 
 ```python
 import slidesparse as ss
@@ -114,6 +117,13 @@ model = ss.load("THIS_FOLDER", device="cuda")
 {chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in dense) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
+
+
+def _transformers(dtype: str, experts: Sequence[str]) -> str:
+    """Return what transformers does with the folder."""
+    if experts and dtype == "int8":
+        return "transformers 5.23 cannot load INT8 experts."
+    return "transformers loads the folder dense, with compressed-tensors."
 
 
 def card_to_measure(folder: Path) -> Path:

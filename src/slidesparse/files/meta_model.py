@@ -16,6 +16,7 @@ from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
+from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -36,7 +37,7 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears that are not on a marker's ignore list, by module name.
+        """Return the linears that are not on a marker's ignore list and no parts of experts, by module name.
 
         Raises:
             CheckpointError: When the marker names a layer that the model does not have.
@@ -45,7 +46,8 @@ class MetaModel:
         unknown = [name for name in (*marker.ignore, *marker.layers) if name not in known]
         if unknown:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        return {name: module for name, module in known.items() if name not in marker.ignore}
+        inside = linears_inside(self.model, find_experts(self.model))
+        return {name: module for name, module in known.items() if name not in marker.ignore and name not in inside}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
@@ -132,6 +134,8 @@ def build_meta_model(
         _default_dtype(dtype or config.dtype),
     ):
         model: nn.Module = known(config)
+        if not real_buffers and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     return MetaModel(model.eval(), names)
