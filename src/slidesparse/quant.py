@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from slidesparse.base.arguments import shown
+from slidesparse.base.row_blocks import row_blocks
 from slidesparse.errors import InputError
 from slidesparse.support import check_weight
 
@@ -117,7 +118,10 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "we
     check_weight(weight, name)
     if weight.dtype in QUANTISED:
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
-    return quantize_rows(weight, dtype)
+    values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
+    for rows in row_blocks(weight):
+        values[rows], scale[rows] = quantize_rows(weight[rows], dtype)
+    return Quantised(values, scale)
 
 
 def requantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
@@ -169,17 +170,28 @@ class PruneJob:
                         self.experts.write(writer, tensor, self.pruner, self.device, advance)
                 elif tensor not in self.layer_of:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
-            while here:
-                # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
-                names = self.set_of[next(iter(here))]
-                with self._enough_memory(names):
-                    for name, weight in self._prune_set(names).items():
-                        if (own := here.pop(name, None)) is not None:
-                            self._write(writer, self._stored_form(name, own, weight), advance)
+            # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
+            sets = dict.fromkeys(tuple(self.set_of[name]) for name in here)
+            with closing(ahead(lambda names: self._treated(names, here), sets, self._threads())) as treated:
+                for tensors in treated:
+                    self._write(writer, tensors, advance)
         return writer.digests
 
+    def _threads(self) -> int:
+        """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
+        return torch.get_num_threads() if torch.device(self.device).type == "cpu" else 1
+
+    def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
+        stored: dict[str, torch.Tensor] = {}
+        with self._enough_memory(names):
+            for name, weight in self._prune_set(names).items():
+                if name in here:
+                    stored |= self._stored_form(name, here[name], weight)
+        return stored
+
     @contextmanager
-    def _enough_memory(self, names: list[str]) -> Iterator[None]:
+    def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:
         """Say what to do when the device's memory does not hold what pruning linears takes."""
         try:
             yield
@@ -213,7 +225,7 @@ class PruneJob:
         values, scale = self._quantise(name, tensor, weight)
         return {tensor: values, f"{tensor}_scale": scale}
 
-    def _prune_set(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def _prune_set(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         pattern = self.patterns[names[0]]
         if self.calibrated is not None and pattern != DENSE:
             return {name: self.calibrated.weight(name).to(self.device) for name in names}

@@ -26,6 +26,7 @@ from slidesparse.base.typed_json import decode, load_json, parse_json
 from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_no_holes, require_regular
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.data_digest import DIGITS, RunningDigest, data_digest, text_digest
+from slidesparse.files.early_flush import EarlyFlush
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -323,6 +324,7 @@ class TensorWriter:
         self.file.seek(self.start + self.offsets[name][0])
         if n_bytes:
             self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        self.early.wrote(n_bytes)
         self.digests[name] = data_digest(tensor)
         self.missing.discard(name)
 
@@ -335,6 +337,7 @@ class TensorWriter:
                 raise ValueError(f"{name} was announced as {stored}, and has a part {part.dtype} {tuple(part.shape)}")
             part = part.contiguous()
             self.file.write(part.view(-1).view(torch.uint8).numpy().data)
+            self.early.wrote(part.nbytes)
             digest.add(part)
             count += 1
         if count != stored.shape[0]:
@@ -358,12 +361,14 @@ class TensorWriter:
 
     def __enter__(self) -> TensorWriter:
         self.file = os.fdopen(os.open(self.temporary, NEW_FILE, 0o666), "wb")
+        self.early = EarlyFlush(self.file.fileno())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self.early.close()
             if kind is None:
                 self._finish()
         finally:

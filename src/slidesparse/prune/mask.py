@@ -14,7 +14,11 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
-from slidesparse.support import check_weight, grouped, is_nonzero, require_dense
+from slidesparse.prune.cheapest import two_cheapest
+from slidesparse.support import as_bits, check_weight, grouped, is_nonzero, require_dense
+
+LEAST_SQUARED, LEAST_TOO_LARGE = (127 - 63) << 7, (127 + 64) << 7
+"""The bits of 2^-63 and 2^64 in bfloat16."""
 
 
 def prune_mask(weight: torch.Tensor, pattern: Pattern | str, cost: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,13 +57,27 @@ def magnitude_cost(weight: torch.Tensor) -> torch.Tensor:
     return positive_where(is_nonzero(weight), weight.to(torch.float32).square())
 
 
+def magnitude_order(weight: torch.Tensor) -> torch.Tensor:
+    """Return numbers in the order of :func:`magnitude_cost`, with its ties, that are faster to have: [out, in].
+
+    Squares of 16-bit floats are exact in float32, so they are in the order of the bits without the sign: int16. Those
+    of bfloat16 below 2^-63 and from 2^64 on tie, as their costs do, which are limited to float32's normal numbers.
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return magnitude_cost(weight)
+    bits = as_bits(weight) & 0x7FFF
+    if weight.dtype == torch.float16:
+        return bits
+    return bits.clamp(LEAST_SQUARED, LEAST_TOO_LARGE).mul_(bits != 0)
+
+
 def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
     """Return a cost that is positive and finite for every weight that is not zero: float32 like ``cost``.
 
     Squares of tiny weights vanish in float32: they would tie with zeros and be removed. Those of huge ones overflow.
     """
     limits = torch.finfo(torch.float32)
-    return torch.where(nonzero, cost.clamp(limits.tiny, limits.max), 0.0)
+    return cost.clamp(limits.tiny, limits.max).mul_(nonzero)  # where() takes ten times as long on a CPU
 
 
 def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[torch.Tensor]:
@@ -93,17 +111,8 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
 
 def check_cost(cost: torch.Tensor) -> None:
     """Refuse costs that are negative, NaN or Inf."""
-    if not bool((cost >= 0).all()) or not bool(torch.isfinite(cost).all()):
+    if cost.numel() and not bool((cost.amin() >= 0) & (cost.amax() <= torch.finfo(torch.float32).max)):  # no NaN either
         raise InputError("a pruning cost is negative, NaN or Inf", needed="finite costs >= 0")
-
-
-def two_cheapest(groups: torch.Tensor) -> torch.Tensor:
-    """Return the two entries of least cost in every group, the later of equals: bool like ``groups`` [out, n, 2N]."""
-    flipped = groups.flip(-1)  # argmin returns the first of equals
-    first = flipped.argmin(-1, keepdim=True)
-    second = flipped.scatter(-1, first, torch.inf).argmin(-1, keepdim=True)
-    drop = torch.zeros_like(flipped, dtype=torch.bool)
-    return drop.scatter_(-1, first, True).scatter_(-1, second, True).flip(-1)
 
 
 def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], pattern: Pattern) -> torch.Tensor:

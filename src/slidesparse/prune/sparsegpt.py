@@ -16,8 +16,9 @@ import torch
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
+from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import cheapest_groups, positive_where, two_cheapest
+from slidesparse.prune.mask import cheapest_groups, positive_where
 from slidesparse.support import grouped, is_nonzero
 
 DAMPING = 0.01
@@ -50,16 +51,19 @@ def inverse_factor(gram: torch.Tensor, name: str = "weight") -> torch.Tensor:
     Raises:
         InputError: When the damped matrix is not positive definite, so that ``gram`` is no gram matrix.
     """
-    damped = gram.to(torch.float64)
-    damped = damped + DAMPING * damped.diagonal().mean() * torch.eye(len(gram), dtype=damped.dtype, device=gram.device)
+    damped = gram.to(torch.float64, copy=True)
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
     lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped  # at 405B each of these takes 23 GB
     if int(failed):
         raise InputError(
             f"the Hessian of {name} is not positive definite",
             got=f"it fails at column {int(failed)}",
             remedy="use more calibration text, or --method wanda",
         )
-    upper: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    inverse = torch.cholesky_inverse(lower)
+    del lower
+    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
     return upper.to(torch.float32)
 
 
