@@ -41,6 +41,10 @@ from slidesparse.quant import (
 )
 from slidesparse.support import check_weight
 
+MOST_AT_ONCE = 8
+"""Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
+
+
 
 class PruneJob:
     """A checkpoint and the options, from which follows how every tensor is treated.
@@ -179,7 +183,7 @@ class PruneJob:
 
     def _threads(self) -> int:
         """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
-        return torch.get_num_threads() if torch.device(self.device).type == "cpu" else 1
+        return min(torch.get_num_threads(), MOST_AT_ONCE) if torch.device(self.device).type == "cpu" else 1
 
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
