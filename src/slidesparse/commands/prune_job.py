@@ -45,7 +45,6 @@ MOST_AT_ONCE = 8
 """Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
 
 
-
 class PruneJob:
     """A checkpoint and the options, from which follows how every tensor is treated.
 
