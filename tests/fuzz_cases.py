@@ -158,8 +158,8 @@ def json_file(folder: Path, rng: random.Random) -> None:
     path = rng.choice([path for path in files_of(folder) if path.suffix == ".json"])
     if path.name != "config.json" and rng.random() < 0.5:
         path = folder / "config.json"
-    if not path.is_file():
-        return  # it may be a pipe by now, on which reading waits
+    if path not in files_of(folder):
+        return  # it may be a pipe by now, on which reading waits, or terabytes of nothing
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
