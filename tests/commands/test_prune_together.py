@@ -174,7 +174,7 @@ def test_torchrun_starts_killed_processes_again(
     command = [sys.executable, *torchrun, str(tmp_path / "run.py"), "prune", str(source), str(tmp_path / "s"), "--json"]
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *MAGNITUDE], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([*command, *MAGNITUDE], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     _, last = values(done.stdout)  # the first is the error of the attempt that was ended
     assert last["resumed"]

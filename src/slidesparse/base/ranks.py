@@ -7,6 +7,7 @@ fails says why, for all: the others end without a word.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ JOIN_S = 300.0
 LEAVE_S = 10.0
 """Seconds that processes which fail wait for each other, so that no launcher ends those that are still clearing up."""
 
-INTERRUPTED_S = 2.0
+INTERRUPTED_S = 5.0
 """The same where a process was killed or interrupted: it does not come, and the launcher is ending all of them."""
 
 LONGEST_PAUSE_S = 0.1
@@ -42,7 +43,13 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class LostRank(SlideSparseError, RuntimeError):
-    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it."""
+    """Another process of the run was killed or interrupted: what it was doing is left as a kill leaves it.
+
+    Attributes:
+        count: How many processes are known to be gone.
+    """
+
+    count = 0
 
 
 class FailedRank(SlideSparseError, RuntimeError):
@@ -91,6 +98,7 @@ class Ranks:
         self.rank, self.world, self.local, self.store, self.hosts = rank, world, local, store, hosts
         self.is_first = rank == 0
         self._step, self._told = 0, ""
+        self._end: float | None = None
         self._ending, self._failed = threading.Event(), threading.Event()
 
     def __enter__(self) -> Ranks:
@@ -112,16 +120,14 @@ class Ranks:
             return
         if error is not None and not self.fail(error):
             silence()
-        seconds = LEAVE_S if error is None else _seconds_to_leave(error)
         try:
             if error is not None:
-                self.store.add("left", 1)
-                self._count(self.store, "left", seconds)
+                self._count(self.store, "left", error)
             self._ending.set()
             self._beating.join()
             self.store.add("gone", 1)  # the last that this process asks of the store
             if self.hosts:
-                self._count(self.store, "gone", seconds)
+                self._count(self.store, "gone", error, 0)
         except RuntimeError:
             pass  # the process that held the store has ended
         finally:
@@ -142,10 +148,13 @@ class Ranks:
 
     def wait(self) -> None:
         """Wait until every process has come to the same call: see :meth:`gather`."""
-        self.gather("")
+        self.gather(None)
 
-    def gather(self, value: str) -> list[str]:
-        """Return the short texts of all processes, in their order, when all have come to the same call.
+    def gather(self, value: Any) -> list[Any]:
+        """Return small values of all processes, in their order, when all have come to the same call.
+
+        Args:
+            value: Anything that JSON can hold.
 
         Raises:
             FailedRank: Another process ended with an error.
@@ -158,14 +167,14 @@ class Ranks:
         lives = _Lives(self.store, self.world)
         pause = 0.001
         with self._explained():
-            self.store.set(keys[self.rank], f"={value}")
+            self.store.set(keys[self.rank], json.dumps(value))
             while not self.store.check(keys):
                 self.check()
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 lives.require(missing)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
-            return [found.decode()[1:] for found in self.store.multi_get(keys)]
+            return [json.loads(found) for found in self.store.multi_get(keys)]
 
     def require_all_alive(self) -> None:
         """After an error of a transfer, wait until it is known which process is its reason, if one is.
@@ -199,15 +208,17 @@ class Ranks:
         if self.store is None:
             return
         try:
-            self.store.add("stopped", 1)
-            self._count(self.store, "stopped", _seconds_to_leave(error))
+            self._count(self.store, "stopped", error)
         except RuntimeError:
             return
 
-    def _count(self, store: Store, key: str, seconds: float) -> None:
-        """Wait until every process has added itself to a number, for at most some seconds."""
-        end = time.monotonic() + seconds
-        while store.add(key, 0) < self.world and time.monotonic() < end:
+    def _count(self, store: Store, key: str, error: BaseException | None, amount: int = 1) -> None:
+        """Add to a number, and wait until all processes that are left have done so, within the time of one end."""
+        if self._end is None:
+            self._end = time.monotonic() + _seconds_to_leave(error)
+        store.add(key, amount)
+        lost = error.count if isinstance(error, LostRank) else 0
+        while store.add(key, 0) < self.world - lost and time.monotonic() < self._end:
             time.sleep(0.02)
 
     def _beat(self, store: Store) -> None:
@@ -235,8 +246,9 @@ class Ranks:
             raise LostRank(f"rank 0 of {self.world} has ended", got=first_line(error)) from error
 
 
-def _seconds_to_leave(error: BaseException) -> float:
-    return LEAVE_S if isinstance(error, Exception) and not isinstance(error, LostRank) else INTERRUPTED_S
+def _seconds_to_leave(error: BaseException | None) -> float:
+    short = isinstance(error, LostRank | KeyboardInterrupt)
+    return INTERRUPTED_S if short else LEAVE_S
 
 
 ALONE = Ranks()
@@ -256,11 +268,13 @@ class _Lives:
         gone = [rank for rank in missing if self._quiet_for(rank, now) > 0]
         if gone:
             names = ", ".join(map(str, gone))
-            raise LostRank(
+            error = LostRank(
                 f"rank {names} of {len(self.seen)} {'is' if len(gone) == 1 else 'are'} gone",
                 got=f"no sign of life for {now - self.begun:.0f} s",
                 needed="every process that torchrun was told to start",
             )
+            error.count = len(gone)
+            raise error
 
     def _quiet_for(self, rank: int, now: float) -> float:
         """Return by how many seconds a process has been quiet for too long."""

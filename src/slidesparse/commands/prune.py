@@ -7,7 +7,6 @@ written, and taken over by a resumed run, on its own.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -226,7 +225,7 @@ def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: b
                 work.finish(
                     shard, prepared.job.write_shard(work.output / shard, source, tensors, advance_unless_failed)
                 )
-    known = {shard for found in ranks.gather(json.dumps(resumed)) for shard in json.loads(found)}
+    known = {shard for found in ranks.gather(resumed) for shard in found}
     return [shard for shard in prepared.outputs if shard in known]
 
 

@@ -96,7 +96,7 @@ class CheckpointLayerStore(LayerStore):
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
         path = self.file(name)
         # Others look only where the first one found a file: a shared file system may remember that there was none.
-        if not json.loads(self.ranks.gather(json.dumps(self.ranks.is_first and path.exists()))[0]):
+        if not self.ranks.gather(self.ranks.is_first and path.exists())[0]:
             return None
         found = None
         try:  # a damaged layer is pruned again
@@ -104,8 +104,7 @@ class CheckpointLayerStore(LayerStore):
             found = {tensor: reader.verified(tensor, self.device) for tensor in reader.stored}
         except CheckpointError as error:
             LOG.warning("%s; the layer is pruned again", error)
-        everywhere = all(json.loads(one) for one in self.ranks.gather(json.dumps(found is not None)))
-        return found if everywhere else None
+        return found if all(self.ranks.gather(found is not None)) else None
 
     def keep(self, name: str, weights: dict[str, torch.Tensor], losses: Sequence[SetLoss]) -> None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""

@@ -36,16 +36,16 @@ def staged_together(
     """
     if ranks.is_first:
         with staged(destination, source, plan, n_bytes) as work:
-            ranks.gather(_as_text(plan))
+            ranks.gather(_stored(plan))
             with _stopped_together(ranks):
                 ranks.wait()  # for the checks of the others
                 yield work
                 ranks.wait()
     else:
-        theirs = ranks.gather(_as_text(plan))[0]
+        theirs = ranks.gather(_stored(plan))[0]
         work = Workplace(partial_folder(new_folder(destination, source)))
-        with with_what_is_kept(work, destination), _stopped_together(ranks):
-            if theirs != _as_text(plan):
+        with _stopped_together(ranks), with_what_is_kept(work, destination):  # counts before others clear up
+            if theirs != _stored(plan):
                 raise InputError(
                     f"rank {ranks.rank} would prune otherwise than rank 0",
                     needed="the same options, text and source for every process",
@@ -57,8 +57,9 @@ def staged_together(
     ranks.wait()  # the folder has its name
 
 
-def _as_text(plan: Mapping[str, Any]) -> str:
-    return json.dumps({"layout": LAYOUT, **plan}, sort_keys=True)
+def _stored(plan: Mapping[str, Any]) -> Any:
+    """Return a plan as the place of work has it."""
+    return json.loads(json.dumps({"layout": LAYOUT, **plan}))
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def _stopped_together(ranks: Ranks) -> Iterator[None]:
 
 def _require_visible(ranks: Ranks, work: Workplace, plan: Mapping[str, Any]) -> None:
     path = work.path / PLAN
-    if not os.path.exists(path) or read_json(path) != json.loads(_as_text(plan)):
+    if not os.path.exists(path) or read_json(path) != _stored(plan):
         raise CheckpointError(
             f"rank {ranks.rank} does not see what rank 0 writes in {work.path}",
             needed="a folder that all machines share",

@@ -7,9 +7,9 @@ for any number of processes whose devices compute the same bits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class SharedLayers:
         tree = self._grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
         solver = self._dealt(sets, linears)
         own: dict[str, torch.Tensor] = {}
-        told: list[str] = []
+        told: list[Any] = []
         grams = {}
         self.ranks.wait()
         for names in sets:
@@ -67,7 +67,7 @@ class SharedLayers:
                 originals = {name: store.weight(name, linears[name]) for name in names}
                 new = pruner.prune(Linears(originals, patterns[names[0]], gram))
                 loss = SetLoss(tuple(names), str(patterns[names[0]]), output_error(originals, new, gram))
-                told.append(json.dumps([asdict(loss), _type_name(new[names[0]].dtype)]))
+                told.append([asdict(loss), _type_name(new[names[0]].dtype)])
                 own |= new
         return self._exchanged(sets, linears, solver, own, told)
 
@@ -98,12 +98,11 @@ class SharedLayers:
         linears: Mapping[str, nn.Linear],
         solver: Mapping[str, int],
         own: Mapping[str, torch.Tensor],
-        told: Sequence[str],
+        told: Sequence[Any],
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
         """Return all processes' pruned weights and losses, in the order of the sets."""
         known = {}
-        for line in (line for lines in self.ranks.gather(json.dumps(told)) for line in json.loads(lines)):
-            loss, kind = json.loads(line)
+        for loss, kind in (one for several in self.ranks.gather(told) for one in several):
             known[loss["names"][0]] = SetLoss(tuple(loss["names"]), loss["pattern"], loss["loss"]), kind
         pruned = {}
         for names in sets:
