@@ -28,10 +28,11 @@ MODELS = {
     "GraniteMoeForCausalLM": {"num_local_experts": 4},
 }
 ROUTERS = {
-    "MixtralForCausalLM": "block_sparse_moe.gate",
-    "Qwen3MoeForCausalLM": "mlp.gate",
-    "GraniteMoeForCausalLM": "block_sparse_moe.router.layer",
+    "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.gate"),
+    "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.gate"),
+    "GraniteMoeForCausalLM": ("block_sparse_moe.router.layer", "block_sparse_moe.gate"),
 }
+"""Where the checkpoint and vLLM have what chooses among the experts."""
 
 
 def pruned(path: Path, name: str, dtype: str, ignore: tuple[str, ...] = ()) -> Path:
@@ -48,7 +49,8 @@ def pruned(path: Path, name: str, dtype: str, ignore: tuple[str, ...] = ()) -> P
 
 
 CASES = [
-    *((name, dtype, ()) for name in ("MixtralForCausalLM", "Qwen3MoeForCausalLM") for dtype in ("int8", "fp8", "bf16")),
+    ("MixtralForCausalLM", "int8", ()),
+    *(("Qwen3MoeForCausalLM", dtype, ()) for dtype in ("int8", "fp8", "bf16")),
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
     ("GraniteMoeForCausalLM", "bf16", ()),
     ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
@@ -107,8 +109,9 @@ def test_attention_is_packed_and_experts_are_loaded(
     assert packed == [f"model.layers.{i}.self_attn.{leaf}" for i in range(2) for leaf in ("o_proj", "qkv_proj")]
     state = model.state_dict()
     for layer in range(2):
-        router = Checkpoint(path).tensor(f"model.layers.{layer}.{ROUTERS[name]}.weight")
-        assert torch.equal(state[f"model.layers.{layer}.{ROUTERS[name]}.weight"], router)
+        stored, held = ROUTERS[name]
+        router = Checkpoint(path).tensor(f"model.layers.{layer}.{stored}.weight")
+        assert torch.equal(state[f"model.layers.{layer}.{held}.weight"], router)
         wanted = expected(path, layer)
         quantised = dtype != "bf16" and not ignore
         kinds = ("weight", "weight_scale") if quantised else ("weight",)

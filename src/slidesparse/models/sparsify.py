@@ -195,9 +195,8 @@ def sparsify_(
     storage = parse_dtype(dtype)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
-    targets = find_targets(
-        model, ignore, lm_head, part=part, keep={**_read_by(model), **find_routers(model, experts)}, without=inside
-    )
+    keep = {**_read_by(model), **find_routers(model, experts)}
+    targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
