@@ -112,7 +112,7 @@ def dry_run(
     treated = {job.layer_of[tensor]: tensor for tensor in job.layer_of}
     left, experts = job.left, _experts(job)
     weights = {name: job.experts.stored(name) for name in job.experts.dense}
-    for name in {**job.targets.dense, **job.targets.other}:
+    for name in left.keys() - weights.keys():
         if isinstance(tensor := job.meta.names.origins.get(f"{name}.weight"), str):
             weights[name] = [tensor]
     known = {name for names in ([*treated.values()], *weights.values(), *experts.values()) for name in names}

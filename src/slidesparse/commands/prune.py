@@ -191,7 +191,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
         treated_experts=job.experts.describe(),
-        dense={**job.targets.dense, **job.experts.dense},
+        dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
         not_copied=list(files.not_copied),
         links=list(files.links),

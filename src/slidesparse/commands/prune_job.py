@@ -21,7 +21,7 @@ from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import linears_inside
+from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
@@ -62,6 +62,7 @@ class PruneJob:
         self.meta = build_meta_model(checkpoint)
         refuse_faults(self.meta, checkpoint)
         self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
+        self.routers = find_routers(self.meta.model, self.experts.found)
         run = run_once(self.meta.model)
         self.targets = self._find_targets(options, run)
         patterns = layer_patterns([*self.targets.linears, *self.experts.layers], self.pattern, options.layers)
@@ -89,7 +90,7 @@ class PruneJob:
 
         inside = linears_inside(model, self.experts.found)
         ignore = self.experts.without_own_entries(options.ignore, model, inside)
-        stored_otherwise = self.meta.why_stored_otherwise()
+        stored_otherwise = self.meta.why_stored_otherwise() | self.routers
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})
 
@@ -144,7 +145,7 @@ class PruneJob:
     @property
     def left(self) -> dict[str, str]:
         """Layers that are left alone -> why."""
-        return {**self.targets.dense, **self.targets.other, **self.experts.dense}
+        return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
@@ -268,14 +269,15 @@ class PruneJob:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
-        ignore = [name for name in self.targets.dense if name not in quantised]
+        ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
+        ignore += self._hub_names(self.routers)
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries()]
+            entries = dict.fromkeys([*ignore, *self._hub_names(ignore), *self.experts.ignore_entries()])
             config["quantization_config"] = quantization_config(self.dtype, entries)
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()

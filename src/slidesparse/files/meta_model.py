@@ -42,8 +42,11 @@ class MetaModel:
         Raises:
             CheckpointError: When the marker names a layer that the model does not have.
         """
-        known = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
-        unknown = [name for name in (*marker.ignore, *marker.layers) if name not in known]
+        modules = dict(self.model.named_modules())
+        known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+        stored = {name.removesuffix(".weight") for origin in self.names.origins.values() for name in sources(origin)}
+        ignored = [name for name in marker.ignore if name not in modules and name not in stored]
+        unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
         inside = linears_inside(self.model, find_experts(self.model))

@@ -115,6 +115,24 @@ def linears_inside(model: nn.Module, experts: Iterable[Experts]) -> dict[str, st
     return {name: "a part of an expert" for name in linears if inside and name.startswith(inside)}
 
 
+def find_routers(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
+    """Return the modules next to experts that choose among them, each with that as the reason to leave it alone.
+
+    Some are linears and some are not; servers have linears for all of them. What is next to experts, has a matrix and
+    is no linear counts as one too, since it is not treated either.
+    """
+    found: dict[str, str] = {}
+    for one in experts:
+        around = one.name.rpartition(".")[0]
+        for name, module in model.get_submodule(around).named_modules(prefix=around):
+            weight = getattr(module, "weight", None)
+            if name.startswith(f"{one.name}.") or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+                continue
+            if not isinstance(module, nn.Linear) or module.out_features == one.count:
+                found[name] = "a router, which chooses among the experts"
+    return found
+
+
 def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
     r"""Return entries of an ignore list of compressed-tensors that match everything inside of modules of experts.
 

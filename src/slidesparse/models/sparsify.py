@@ -15,7 +15,7 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
-from slidesparse.models.experts import describe_experts, find_experts, linears_inside
+from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling, without_weights
@@ -195,7 +195,8 @@ def sparsify_(
     storage = parse_dtype(dtype)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
-    targets = find_targets(model, ignore, lm_head, part=part, keep=_read_by(model), without=inside)
+    keep = {**_read_by(model), **find_routers(model, experts)}
+    targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
