@@ -98,6 +98,8 @@ BOMB = "a: &a {x: y}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1 or ''}, *a{i -
         ("license: 'mit\n", {}),
         ("- a list", {}),
         ('license: "a\\nbase_model: b"', {"license": "a\nbase_model: b"}),
+        ('license: "\\ud800"\nlicense_name: mit', {"license_name": "mit"}),
+        ("license: <!-- measured -->\nlicense_name: <!-- end -->\nlanguage: [en]", {"language": ["en"]}),
     ],
 )
 def test_cards_of_strangers(tmp_path: Path, said: str, carried: dict[str, object]) -> None:

@@ -193,3 +193,48 @@ def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = calibration_windows(tmp_path / "m", config, Calibration("default", samples=4))
     assert not torch.equal(own, windows[:4, :32])
     assert own.shape == (4, 32)
+
+
+def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file with holes, nor many files that are small, nor a few rows that repeat."""
+    with open(tmp_path / "holes.txt", "wb") as file:
+        file.truncate(1 << 40)
+    for name in ("holes.txt", "holes.jsonl", "holes.txt.gz"):
+        (tmp_path / "holes.txt").rename(tmp_path / name)
+        with pytest.raises(InputError, match=rf"{name} is too large; got 1.1 TB; needed at most 1.1 GB"):
+            read_documents(tmp_path / name)
+        (tmp_path / name).rename(tmp_path / "holes.txt")
+    monkeypatch.setattr(texts, "MAX_BYTES", 1000)
+    (tmp_path / "many").mkdir()
+    for number in range(5):
+        (tmp_path / f"many/{number}.txt.gz").write_bytes(gzip.compress(b"a" * 300))
+    with pytest.raises(InputError, match=r"many holds too much text; needed at most 1.0 kB"):
+        read_documents(tmp_path / "many")
+
+
+def test_a_parquet_file_that_repeats_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    repeated = arrow.DictionaryArray.from_arrays(arrow.array([0] * 100_000, arrow.int32()), arrow.array(["a" * 1000]))
+    parquet.write_table(arrow.table({"text": repeated}), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 20_000
+    monkeypatch.setattr(texts, "MAX_BYTES", 10**6)
+    made = []
+    monkeypatch.setattr(texts, "_document", lambda where, row: made.append(where) or row["text"])
+    with pytest.raises(InputError, match=r"t.parquet holds too much text; needed at most 1.0 MB"):
+        read_documents(tmp_path / "t.parquet")
+    assert len(made) < 1100
+
+
+def test_parquet_inside_of_gzip_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    with pytest.raises(InputError, match=r"t.parquet.gz is compressed twice; needed a .parquet file; unpack it"):
+        read_documents(tmp_path / "t.parquet.gz")
+
+
+def test_many_empty_documents_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "MAX_BYTES", 2000)
+    (tmp_path / "t.jsonl").write_text('{"text": ""}\n' * 30)
+    with pytest.raises(InputError, match=r"t.jsonl holds too much text"):
+        read_documents(tmp_path / "t.jsonl")

@@ -205,9 +205,15 @@ def _carried(card: Path) -> dict[str, Any]:
 def _is_short(value: Any) -> bool:
     """Return whether a value is a word, or a list of a few."""
     words = value if isinstance(value, list) else [value]
-    return 0 < len(words) < 100 and all(isinstance(word, str) and 0 < len(word) < 300 for word in words)
+    return 0 < len(words) < 100 and all(isinstance(word, str) and _is_word(word) for word in words)
+
+
+def _is_word(word: str) -> bool:
+    """Return whether a text is short, can be written, and does not look like the place of the measurements."""
+    half = any("\ud800" <= sign <= "\udfff" for sign in word)  # of a surrogate pair
+    return 0 < len(word) < 300 and not half and BEGIN not in word and END not in word
 
 
 def _plain(text: str) -> str:
-    """Return a text that stays in its line, and in its cell of a table."""
-    return " ".join(text.replace("|", "/").split())
+    """Return a text that stays in its line, in its cell of a table, and apart from the place of the measurements."""
+    return " ".join(text.replace("|", "/").replace("<!--", "<").split())

@@ -16,11 +16,9 @@ from typing import Any, TypeAlias
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import parse_json
-from slidesparse.base.whole_file import readable_size, require_regular
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
-
-Chat: TypeAlias = "list[dict[str, str]]"
-"""Messages, each with a ``role`` and a ``content``."""
+from slidesparse.base.whole_file import read_regular, readable_size, require_regular
+from slidesparse.errors import InputError, UnsupportedError, first_line
+from slidesparse.files.chats import Chat, templated
 
 Document: TypeAlias = "str | Chat"
 
@@ -39,7 +37,13 @@ NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCI
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
 
 MAX_BYTES = 1 << 30
-"""Most bytes that a compressed file may become."""
+"""Most bytes of a file, unpacked, and most characters of all documents: a tokenizer takes many times as much memory."""
+
+OBJECT = 100
+"""Bytes that a document takes besides its characters."""
+
+PARQUET_ROWS = 64
+"""Rows of a parquet file that are read at once."""
 
 MAX_FETCHED = 1 << 25
 """Characters after which no more documents of a data set of the hub are fetched."""
@@ -67,17 +71,38 @@ def read_documents(source: str | Path) -> list[Document]:
         UnsupportedError: The library that reads it is not installed.
     """
     path = usable_path(source, "text")
-    named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
-    if named is not None and _kind(path) not in KINDS:
-        documents = list(_fetched(named["name"], named["config"]))
-    elif not path.is_dir():
-        documents = _of_file(path)
-    else:
-        files = _files(path)
-        documents = [one for file in files for one in _of_file(file)] if files else _data_set(path)
+    documents = list(_limited(path, _documents(path, source)))
     if not any(document if isinstance(document, list) else document.strip() for document in documents):
         raise InputError(f"{path} holds no text")
     return documents
+
+
+def _documents(path: Path, source: str | Path) -> Iterator[Document]:
+    named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
+    if named is not None and _kind(path) not in KINDS:
+        yield from _fetched(named["name"], named["config"])
+    elif not path.is_dir():
+        yield from _of_file(path)
+    else:
+        files = _files(path)
+        for file in files:
+            yield from _of_file(file)
+        if not files:
+            yield from _data_set(path)
+
+
+def _limited(path: Path, documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield documents for as long as they are not too many."""
+    length = 0
+    for document in documents:
+        length += _length(document) + OBJECT
+        if length > MAX_BYTES:
+            raise InputError(f"{path} holds too much text", needed=f"at most {readable_size(MAX_BYTES)}")
+        yield document
+
+
+def _length(document: Document) -> int:
+    return len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
 
 
 def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
@@ -87,21 +112,9 @@ def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
         InputError: There are chats, and no chat template.
         CheckpointError: The chat template fails.
     """
-    return "\n\n".join(one if isinstance(one, str) else _templated(one, tokenizer) for one in documents)
-
-
-def _templated(chat: Chat, tokenizer: Any) -> str:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise InputError(
-            "the text holds chats, and the tokenizer has no chat template",
-            needed="a model that was trained on chats",
-            remedy='use lines with a "text" instead of "messages"',
-        )
-    try:
-        with other_library():
-            return str(tokenizer.apply_chat_template(chat, tokenize=False))
-    except Exception as error:  # a template is a program of whoever made the checkpoint
-        raise CheckpointError("the tokenizer's chat template fails", got=first_line(error)) from error
+    documents = list(documents)
+    chats = iter(templated([one for one in documents if isinstance(one, list)], tokenizer))
+    return "\n\n".join(one if isinstance(one, str) else next(chats) for one in documents)
 
 
 def _kind(path: Path) -> str:
@@ -120,20 +133,19 @@ def _files(folder: Path) -> list[Path]:
     return [one for one in inside if _kind(one) in KINDS and not one.is_dir()]
 
 
-def _of_file(path: Path) -> list[Document]:
-    if path.suffix.lower() == ".parquet":
+def _of_file(path: Path) -> Iterable[Document]:
+    kind = _kind(path)
+    if kind == ".parquet":
         return _parquet(path)
     text = _file_text(path)
-    kind = _kind(path)
     if kind == ".jsonl":
-        return list(_lines(path, text))
+        return _lines(path, text)
     return _list(path, text) if kind == ".json" else [text]
 
 
 def _file_text(path: Path) -> str:
     try:
-        require_regular(path)
-        content = _unpacked(path) if path.suffix.lower() == ".gz" else path.read_bytes()
+        content = _unpacked(path) if path.suffix.lower() == ".gz" else read_regular(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not text", got=first_line(error), needed="UTF-8") from error
@@ -147,6 +159,7 @@ def _file_text(path: Path) -> str:
 
 
 def _unpacked(path: Path) -> bytes:
+    require_regular(path, MAX_BYTES)
     with gzip.open(path, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -169,7 +182,9 @@ def _list(path: Path, text: str) -> list[Document]:
     return [_document(f"{path}, entry {number}", document) for number, document in enumerate(documents, start=1)]
 
 
-def _parquet(path: Path) -> list[Document]:
+def _parquet(path: Path) -> Iterator[Document]:
+    if path.suffix.lower() == ".gz":
+        raise InputError(f"{path} is compressed twice", needed="a .parquet file", remedy="unpack it with gunzip")
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -178,22 +193,27 @@ def _parquet(path: Path) -> list[Document]:
         ) from error
     try:
         require_regular(path)
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in ("text", "messages") if name in file.schema_arrow.names][:1]
-        rows = file.read(columns).to_pylist() if columns else []
+        names = pyarrow.parquet.read_schema(path).names
+        columns = [name for name in ("text", "messages") if name in names][:1]
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=[name for name in columns if name == "text"])
+        if not columns:
+            raise InputError(
+                f"{path} has no texts",
+                got=f"the columns {', '.join(names[:5])}",
+                needed="a column text or messages",
+            )
+        number = 0
+        # Few at a time: a file of some kB can repeat one text a million times.
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield _document(f"{path}, row {number}", row)
     except InputError:
         raise
     except FileNotFoundError as error:
         raise InputError(f"cannot read {path}", got=error.strerror) from error
     except Exception as error:  # a damaged file can raise anything in a library
         raise InputError(f"{path} is damaged", got=first_line(error), needed="a parquet file") from error
-    if not columns:
-        raise InputError(
-            f"{path} has no texts",
-            got=f"the columns {', '.join(file.schema_arrow.names[:5])}",
-            needed="a column text or messages",
-        )
-    return [_document(f"{path}, row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _data_set(folder: Path) -> list[Document]:
@@ -234,7 +254,7 @@ def _fetched(name: str, config: str | None) -> Iterator[Document]:
             rows = iter(datasets.load_dataset(name, config, split="train", streaming=True))
             for number, row in enumerate(rows):
                 yield (document := _document(f"{name}, row {number}", row))
-                length += len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
+                length += _length(document)
                 if length >= MAX_FETCHED:
                     return
     except InputError:
