@@ -16,7 +16,7 @@ def run_apart(work: Callable[[], T], seconds: float | None = None) -> T:
     """Return what a function returns, or raise what it raises; leave it where it takes too long.
 
     A signal is answered while the function runs, whatever it waits for. What is left goes on by itself, so it must
-    leave nothing behind that a kill would not leave.
+    leave nothing that a kill would not leave.
 
     Args:
         work: The function.

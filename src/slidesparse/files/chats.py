@@ -22,10 +22,10 @@ Chat: TypeAlias = "list[dict[str, str]]"
 """Messages, each with a ``role`` and a ``content``."""
 
 SECONDS, SECONDS_OF_A_CHAT = 10.0, 0.01
-"""How long a template may take: so long, and so long again for each chat."""
+"""Seconds that a template may take: the first, and the second again for each chat."""
 
 GROWTH, FRAME = 16, 1 << 20
-"""How long the text of a chat may be: so many times its messages, and so many characters of the template's own."""
+"""Limits of a chat's text: this multiple of its messages, and this number of characters of the template's own."""
 
 FAILS = "the tokenizer's chat template fails"
 
