@@ -99,7 +99,7 @@ class Inspection:
     @property
     def ok(self) -> bool:
         """True when every layer satisfies its mark, and every tensor can be used."""
-        return not self.faults and all(one.problem is None for one in (*self.layers, *self.expert_layers))
+        return not self._problems()
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and whether the checkpoint can be used."""
@@ -138,7 +138,8 @@ class Inspection:
         return "\n".join(lines)
 
     def _problems(self) -> list[str]:
-        return [*(one.problem for one in (*self.layers, *self.expert_layers) if one.problem), *self.faults]
+        found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
+        return [*(problem for problem in found if problem is not None), *self.faults]
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
