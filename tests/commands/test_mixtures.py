@@ -24,7 +24,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.calibration import Calibration
-from slidesparse.files.checkpoint import Checkpoint, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.marker import Marker
 from slidesparse.linear import SlideLinear
 from slidesparse.models.choose_patterns import Target
@@ -70,6 +70,23 @@ def test_transformers_loads_the_masked_experts(tmp_path: Path, name: str) -> Non
     source = Checkpoint(tmp_path / "m")
     pruned = Checkpoint(tmp_path / "s")
     assert {tensor: source.stored(tensor) for tensor in source.files} == {t: pruned.stored(t) for t in pruned.files}
+
+
+def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path) -> None:
+    """Qwen3.5 has them so on the hub; transformers reads both forms and writes the other."""
+    model = make(tmp_path / "m", ARCHITECTURES["qwen3.5-moe"], torch.float32)
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    assert state["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
+    with TensorWriter(tmp_path / "m/model.safetensors", forms) as writer:
+        for name, value in state.items():
+            writer.write(name, value)
+    with pytest.raises(UnsupportedError, match=MIXTURES["gpt-oss"].not_quantised):
+        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
+    assert len(summary.experts) == 4
+    assert all(torch.equal(found[layer], masked(state[layer])) for layer in summary.experts)
 
 
 # -- quantised ---------------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ class Inspection:
         return "\n".join(lines)
 
     def _problems(self) -> list[str]:
-        layers: list[Layer | ExpertLayer] = [*self.layers, *self.expert_layers]
-        return [*(one.problem for one in layers if one.problem), *self.faults]
+        found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
+        return [*(problem for problem in found if problem is not None), *self.faults]
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:

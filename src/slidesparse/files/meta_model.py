@@ -137,9 +137,9 @@ def build_meta_model(
         _default_dtype(dtype or config.dtype),
     ):
         model: nn.Module = known(config)
-        choose: Any = getattr(model, "set_experts_implementation", None)  # of transformers 5
-        if not real_buffers and choose is not None:
-            choose("batched_mm")  # the others look at values, or run in BF16 alone
+        set_experts: Any = getattr(model, "set_experts_implementation", None)
+        if not real_buffers and set_experts is not None:
+            set_experts("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     return MetaModel(model.eval(), names)
