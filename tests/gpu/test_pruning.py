@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, make_source
+from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 from slidesparse.commands.evaluate import evaluate
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint
@@ -99,3 +101,24 @@ def test_plan_and_eval(source: Path) -> None:
     assert measured[0] is not None
     assert measured[1] is not None
     assert measured[1].perplexity == pytest.approx(measured[0].perplexity, rel=0.02)  # BF16 sums of other order
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+def test_two_gpus_give_the_bits_of_one(tmp_path: Path, method: str) -> None:
+    make_checkpoint(tmp_path / "m", "qwen3", torch.bfloat16, shard_size="60KB")
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt", 2000)
+    calibration = None if method == "magnitude" else Calibration(str(text), 256, 32)  # eight batches
+    prune_checkpoint(tmp_path / "m", tmp_path / "one", PruneOptions("6:8", "int8", method, calibration), device="cuda")
+    words = ["prune", str(tmp_path / "m"), str(tmp_path / "two"), "--pattern", "6:8", "--dtype", "int8"]
+    words += ["--method", method, "--device", "cuda"]
+    if calibration is not None:
+        words += ["--calibration", str(text), "--samples", "256", "--length", "32"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "slidesparse"]
+    done = subprocess.run([sys.executable, *torchrun, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, two = Checkpoint(tmp_path / "one"), Checkpoint(tmp_path / "two")
+    assert set(one.files) == set(two.files)
+    for name in one.files:
+        assert torch.equal(one.tensor(name), two.tensor(name)), name
