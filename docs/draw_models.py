@@ -33,15 +33,20 @@ def groups() -> dict[str, dict[str, Any]]:
     }
 
 
+def outcome_of(one: Any) -> str:
+    """What the package does with an architecture."""
+    return "refused" if one.refused else "treated in a float type" if one.not_quantised else "treated"
+
+
 def table() -> str:
     """Architectures by kind and outcome."""
     rows = []
     for kind, members in groups().items():
-        for refused in (False, True):
-            found = {one.model: None for one in members.values() if bool(one.refused) == refused}
+        for outcome in ("treated", "treated in a float type", "refused"):
+            found = {one.model: None for one in members.values() if outcome_of(one) == outcome}
             if found:
                 names = ", ".join(f"`{name}`" for name in sorted(found))
-                rows.append(f"| {kind} | {'refused' if refused else 'treated'} | {names} |")
+                rows.append(f"| {kind} | {outcome} | {names} |")
     return "\n".join(["| kind | outcome | classes of transformers |", "|---|---|---|", *rows]) + "\n"
 
 

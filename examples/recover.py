@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slidesparse.files.calibration import encode, read_text
+from slidesparse.files.calibration import encode
+from slidesparse.files.texts import read_text
 from slidesparse.recovery import HeldZeros
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -34,7 +35,7 @@ local = {"local_files_only": True, "trust_remote_code": False}
 tokenizer = AutoTokenizer.from_pretrained(options.pruned, **local)
 # Float32 weights take the optimiser's small steps; autocast multiplies them in BF16.
 model = AutoModelForCausalLM.from_pretrained(options.pruned, **local, dtype=torch.float32).to(device)
-tokens = encode(tokenizer, read_text(options.text)).to(device)
+tokens = encode(tokenizer, read_text(options.text, tokenizer)).to(device)
 if len(tokens) <= options.length:
     parser.error(f"{options.text} has {len(tokens)} tokens, fewer than --length")
 zeros = HeldZeros(model)

@@ -158,9 +158,11 @@ def json_file(folder: Path, rng: random.Random) -> None:
     path = rng.choice([path for path in files_of(folder) if path.suffix == ".json"])
     if path.name != "config.json" and rng.random() < 0.5:
         path = folder / "config.json"
+    if path not in files_of(folder):
+        return  # it may be a pipe by now, on which reading waits, or terabytes of nothing
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return  # damaged already
     path.write_text(json.dumps(change_json(value, rng)))
 
@@ -183,7 +185,7 @@ def header(folder: Path, rng: random.Random) -> None:
     length = int.from_bytes(data[:8], "little")
     try:
         value = json.loads(data[8 : 8 + length])
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if rng.random() < 0.3 and len(value) > 2:
         one, two = rng.sample(sorted(value), 2)
@@ -201,6 +203,8 @@ def stray(folder: Path, rng: random.Random) -> None:
         ("notes.txt", "original/old.pth", "calibrated/x", "plan.json", ".hidden", "a" * 255, "b\udcff.txt")
     )
     (folder / name).parent.mkdir(exist_ok=True)
+    if os.path.lexists(folder / name):
+        return  # a pipe, say, from a damage before
     (folder / name).write_text("text")
     if rng.random() < 0.5:
         FILE_DAMAGES[rng.choice(sorted(FILE_DAMAGES))](folder / name, rng)

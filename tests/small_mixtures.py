@@ -5,14 +5,17 @@ from __future__ import annotations
 from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 
-MIXTURE = "mixtures of experts cannot be treated yet"
-"""Why these are refused."""
+FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
+"""Why these are refused in 8 bits: scales have no place in one tensor of all experts."""
+
+INT8 = "transformers 5.23 cannot load INT8 experts"
+"""Why transformers alone does not load the others."""
 
 MIXTURES: dict[str, A] = {
     # -- mixtures of experts -------------------------------------------------------------------------------------------
-    "mixtral": A("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, refused=MIXTURE),
-    "qwen2-moe": A("Qwen2MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4}, refused=MIXTURE),
-    "qwen3-moe": A("Qwen3MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16}, refused=MIXTURE),
+    "mixtral": A("MixtralForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
+    "qwen2-moe": A("Qwen2MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4}, alone=INT8),
+    "qwen3-moe": A("Qwen3MoeForCausalLM", {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16}, alone=INT8),
     "qwen3-next": A(
         "Qwen3NextForCausalLM",
         {
@@ -20,7 +23,7 @@ MIXTURES: dict[str, A] = {
             **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2},
             **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
         },
-        refused=MIXTURE,
+        alone=INT8,
     ),
     "qwen3.5-moe": A(
         "Qwen3_5MoeForCausalLM",
@@ -30,20 +33,20 @@ MIXTURES: dict[str, A] = {
             **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
             **{"rope_parameters": {**ROPE_3D, "partial_rotary_factor": 1.0}},
         },
-        refused=MIXTURE,
+        alone=INT8,
     ),
-    "deepseek-v2": A("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}, refused=MIXTURE),
-    "deepseek-v3": A("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}, refused=MIXTURE),
+    "deepseek-v2": A("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
+    "deepseek-v3": A("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
     "glm4-moe": A(
         "Glm4MoeForCausalLM",
         {
             **{**TEXT, **EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1},
             **{"topk_group": 1, "first_k_dense_replace": 1},
         },
-        refused=MIXTURE,
+        alone=INT8,
     ),
     "granitemoe": A(
-        "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, refused=MIXTURE
+        "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, not_quantised=FUSED
     ),
     "granitemoehybrid": A(
         "GraniteMoeHybridForCausalLM",
@@ -52,14 +55,14 @@ MIXTURES: dict[str, A] = {
             **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
             **{"mamba_chunk_size": 8},
         },
-        refused=MIXTURE,
+        not_quantised=FUSED,
     ),
-    "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, refused=MIXTURE),
-    "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, refused=MIXTURE),
+    "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
+    "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
     "minimax-m2": A(
         "MiniMaxM2ForCausalLM",
         {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
-        refused=MIXTURE,
+        alone=INT8,
     ),
     "jamba": A(
         "JambaForCausalLM",
@@ -68,17 +71,17 @@ MIXTURES: dict[str, A] = {
             **{"expert_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 32},
             **{"use_mamba_kernels": False},
         },
-        refused=MIXTURE,
+        alone=INT8,
     ),
     "gpt-oss": A(
         "GptOssForCausalLM",
         {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
-        refused=MIXTURE,
+        not_quantised=FUSED,
     ),
     "llama4-text": A(
         "Llama4ForCausalLM",
         {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [1]},
-        refused=MIXTURE,
+        not_quantised=FUSED,
     ),
     "llama4": A(
         "Llama4ForConditionalGeneration",
@@ -89,6 +92,6 @@ MIXTURES: dict[str, A] = {
                 "projector_output_dim": 64,
             },
         },
-        refused=MIXTURE,
+        not_quantised=FUSED,
     ),
 }

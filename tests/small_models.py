@@ -122,7 +122,8 @@ class Architecture:
         refused: What the one-line refusal of ``prune`` says, for those that cannot be treated.
         std: Standard deviation of its weights. The default of 0.02 makes logits too small to compare.
         dtype: The type in which transformers runs it.
-        alone: Why plain transformers cannot load the result.
+        alone: Why plain transformers cannot load the result in INT8.
+        not_quantised: What the one-line refusal of ``prune`` to 8 bits says, for those that are pruned in a float type.
     """
 
     model: str
@@ -132,6 +133,7 @@ class Architecture:
     std: float = 0.15
     dtype: torch.dtype = torch.bfloat16
     alone: str | None = None
+    not_quantised: str | None = None
 
 
 def make(path: Path, found: Architecture, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
+from small_mixtures import MIXTURES
 from small_models import Architecture, make
 
 import slidesparse
@@ -62,17 +63,21 @@ def test_every_architecture_is_treated_or_refused(tmp_path: Path, name: str) -> 
     found = ARCHITECTURES[name]
     skip_if_unknown(found)
     make(tmp_path / "m", found, found.dtype)
-    if found.refused:
-        with pytest.raises(SlideSparseError, match=found.refused) as error:
+    if (why := found.refused or found.not_quantised) is not None:
+        with pytest.raises(SlideSparseError, match=why) as error:
             prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
         assert "\n" not in str(error.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
-        return
-    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+        if found.refused:
+            return
+    dtype = "int8" if found.not_quantised is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[found.dtype]
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
     assert summary.patterns
     inspection = inspect_checkpoint(tmp_path / "s")
     assert inspection.ok
     assert sorted(layer.name for layer in inspection.layers) == sorted(summary.patterns)
+    assert sorted(layer.name for layer in inspection.expert_layers) == sorted(summary.experts)
+    assert bool(summary.experts) == (name in MIXTURES)
     # INT8 differs a little: compressed-tensors divides activations by 127.5, slidesparse and vLLM by 127.
     if found.alone:
         assert bool(torch.isfinite(answer(slidesparse.load(tmp_path / "s"), found)).all())

@@ -19,7 +19,8 @@ LAYERS = [
     {"errors"},
     {"base"},
     {"pattern", "records"},
-    {"served_records", "support"},
+    {"served_figures", "support"},
+    {"served_records"},
     {"prologue", "quant", "slide"},
     {"packed", "prune"},
     {"fp4", "layout"},
@@ -52,6 +53,7 @@ FORBIDDEN = {
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
     "records": {"torch", "numpy"},
+    "served_figures": {"torch", "numpy"},
     "served_records": {"torch", "numpy"},
     "report": {"torch", "slidesparse.bench", "matplotlib.pyplot"},  # it draws records, anywhere
     "bench": {"matplotlib"},

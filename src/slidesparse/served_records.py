@@ -19,6 +19,7 @@ from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
 from slidesparse.records import Machine, open_records, parse_lines
+from slidesparse.served_figures import Latency, Power, Soak, Steady, check_figures, check_soak
 
 FORMAT = 1
 """Version of the schema; raised when a field changes its meaning."""
@@ -28,8 +29,11 @@ SERVE, TIMELINE = "serve", "serve timeline"
 STOCK, AGAIN, CONTROL = "stock", "stock again", "control"
 """Engines: stock vLLM on unpruned weights, first and last, and the plugin with every layer dense and joined."""
 
-AT_ONCE, ARRIVALS, DECODE = "at once", "arrivals", "decode"
-"""Kinds of workloads; names of workloads that arrive at random begin with theirs."""
+LATER = {"steady": None, "error": None, "http": False, "soak": None}
+"""Fields that records of this version may lack: they were added to it, and mean nothing where they are missing."""
+
+AT_ONCE, ARRIVALS, DECODE, SOAK = "at once", "arrivals", "decode", "soak"
+"""Kinds of workloads; names of workloads that arrive at random, and of soaks, begin with ``arrivals``."""
 
 BURST_LOAD, MIXED_LOAD = "burst", "mixed"
 """Names of the workloads that tables and plots ask for."""
@@ -67,13 +71,13 @@ class Workload:
     Attributes:
         name: As tables call it.
         kind: ``at once``; ``arrivals``: at random, a Poisson process; ``decode``: at once, and only steps in which all
-            requests decode count.
-        requests: How many.
+            requests decode count; ``soak``: at random, for as long as ``seconds`` says.
+        requests: How many; of a soak, how many have lengths of their own, which then come again.
         prompt: Fewest and most tokens of a prompt.
         output: Fewest and most tokens of an answer.
         repeats: How often, at least.
         seconds: It is repeated for at least so long.
-        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` only.
+        load: Requests a second, as a share of what stock took of ``mixed``; of ``arrivals`` and ``soak`` only.
     """
 
     name: str
@@ -87,35 +91,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """Milliseconds: half of what users waited was shorter, and all but one in a hundred."""
-
-    p50_ms: float
-    p99_ms: float
-
-
-@dataclass(frozen=True)
-class Power:
-    """Of all GPUs together, over one workload.
-
-    Attributes:
-        energy_j: Energy, by the GPU's counter.
-        mean_w: Energy over time.
-        sm_mhz: SM clock, the mean of samples.
-        temperature_c: The highest.
-        busy: Share of time in which any kernel ran, as the driver reports it.
-        memory_gb: Memory in use at the end, in 1e9 bytes.
-    """
-
-    energy_j: float
-    mean_w: float
-    sm_mhz: float
-    temperature_c: float
-    busy: float
-    memory_gb: float
-
-
-@dataclass(frozen=True)
 class ServeRecord:
     """One workload on one engine.
 
@@ -126,16 +101,21 @@ class ServeRecord:
         started: When the engine was started: UTC, ISO 8601.
         start_s: Seconds until it could be asked.
         rate: Requests a second, of arrivals at random.
-        seconds: Of each repeat; of decoding, the median step of each.
+        seconds: Of each repeat; of decoding, the median step of each, or over HTTP the median time between tokens.
         prompt_tokens: Taken in by each repeat.
         output_tokens: Given by each repeat.
         wall_s: All repeats together.
         first: Time to the first token.
         between: Time between tokens.
         lost: Requests that did not get all their tokens.
-        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once.
+        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once; None over HTTP, where
+            nobody sees them.
         step_us: What it took.
         power: Of all its GPUs together, over all repeats.
+        steady: The GPU while requests waited for a place; None of workloads in which none do, and in older records.
+        error: What the first request that failed was told.
+        http: Whether it was asked over HTTP, of a ``vllm serve`` by vLLM's client, or in process.
+        soak: The verdict on a load that lasts; None of the others.
         why_not: Why there are no times; None where there are.
     """
 
@@ -152,9 +132,13 @@ class ServeRecord:
     first: Latency | None = None
     between: Latency | None = None
     lost: int = 0
-    step_tokens: tuple[int, ...] = ()
-    step_us: tuple[int, ...] = ()
+    step_tokens: tuple[int, ...] | None = ()
+    step_us: tuple[int, ...] | None = ()
     power: Power | None = None
+    steady: Steady | None = None
+    error: str | None = None
+    http: bool = False
+    soak: Soak | None = None
     why_not: str | None = None
     benchmark: str = SERVE
     format: int = FORMAT
@@ -252,7 +236,7 @@ def _from_line(kind: type[R], line: str) -> R:
     found = (data.get("benchmark"), data.get("format")) if isinstance(data, dict) else type(data).__name__
     if found != (due, FORMAT):
         raise InputError("a record", got=repr(found), needed=repr((due, FORMAT)))
-    record: R = decode(kind, data, "record")
+    record: R = decode(kind, LATER | data if kind is ServeRecord else data, "record")
     require_numbers(record.key, "record.key", "layers", "gpus", "graphs", positive=True)
     require_numbers(record.machine, "record.machine", "memory_gb", "l2_mb")
     if isinstance(record, ServeRecord):
@@ -270,11 +254,9 @@ def _check_served(record: ServeRecord) -> None:
     require_numbers(record, "record", "seconds", positive=True)
     counts = ("start_s", "rate", "prompt_tokens", "output_tokens", "wall_s", "lost", "step_tokens", "step_us")
     require_numbers(record, "record", *counts)
-    for latency in (record.first, record.between):
-        require_numbers(latency or Latency(0, 0), "record.latency", "p50_ms", "p99_ms")
-    if record.power is not None:
-        require_numbers(record.power, "record.power", "energy_j", positive=True)
-        require_numbers(record.power, "record.power", "mean_w", "sm_mhz", "temperature_c", "busy", "memory_gb")
+    check_figures(record.first, record.between, record.power, record.steady)
+    if record.soak is not None:
+        check_soak(record.soak)
     if record.workload is not None:
         if len(record.workload.prompt) != 2 or len(record.workload.output) != 2:
             raise InputError("record.workload", got="other than two numbers of tokens", needed="fewest and most")

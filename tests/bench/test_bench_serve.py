@@ -6,31 +6,32 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from slidesparse.bench import environment, serve
+from slidesparse.bench import environment, serve, serve_checkpoints
 from slidesparse.bench.serve import run
-from slidesparse.bench.serve_engine import ServeOptions
 from slidesparse.bench.serve_load import FULL, MIXED, QUICK
 from slidesparse.bench.serve_measured import Measured
-from slidesparse.bench.serve_plan import adapt
+from slidesparse.bench.serve_options import ServeOptions
+from slidesparse.bench.serve_plan import ServeProfile, adapt
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine
+from slidesparse.served_figures import Latency, Power
 from slidesparse.served_records import (
     ARRIVALS,
     DECODE,
     EngineKey,
-    Latency,
-    Power,
     ServeRecord,
     Step,
     TimelineRecord,
     Workload,
     read,
+    to_line,
 )
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
@@ -85,7 +86,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     Pretender.started, Pretender.asked, Pretender.stopped = [], [], 0
     monkeypatch.setattr(serve, "ServedEngine", Pretender)
     monkeypatch.setattr(serve, "find_spec", lambda name: True)
-    monkeypatch.setattr(serve, "write_checkpoint", write_nothing)
+    monkeypatch.setattr(serve, "why_no_http", lambda: "nobody serves in a test")
+    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write_nothing)
+    monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     monkeypatch.setattr(environment, "require_cuda", lambda: None)
     monkeypatch.setattr(environment, "machine", lambda: MACHINE)
     monkeypatch.setattr(environment, "uuids", lambda count: [f"GPU-{index}" for index in range(count)])
@@ -184,10 +187,82 @@ def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Pat
     assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 4  # the median of 4 and 8 s
 
 
-def test_without_stock_arrivals_are_refused(pretend: None, tmp_path: Path) -> None:
-    profile = replace(PROFILE, workloads=FULL, engines=("6:8",))
-    summary = run(profile, tmp_path / "r.jsonl", tmp_path)
-    assert "no stock engine" in next(iter(summary.failed.values()))
+@pytest.mark.parametrize(
+    "profile",
+    [
+        replace(PROFILE, workloads=FULL, engines=("6:8",)),
+        adapt(dtypes=["int8"], workloads=["arrivals at 80%"]),
+        adapt(dtypes=["int8"], workloads=["burst"], soak_s=60.0),
+    ],
+)
+def test_without_stock_arrivals_are_refused_before_anything_starts(
+    pretend: None, tmp_path: Path, profile: ServeProfile
+) -> None:
+    with pytest.raises(InputError, match="of what stock takes; got no stock engine"):
+        run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert not Pretender.started
+
+
+def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    summary = run(replace(PROFILE, workloads=FULL, engines=("stock", "6:8")), path, tmp_path)
+    assert summary.added == 3  # burst, mixed, and why there are no arrivals
+    assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
+
+
+def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
+    assert [(workload.name, workload.seconds) for workload in profile.workloads] == [
+        ("mixed", 0.0),
+        ("arrivals, soak", 360.0),
+    ]
+    run(profile, tmp_path / "r.jsonl", tmp_path)
+    assert Pretender.asked[1::2] == [("arrivals, soak", pytest.approx(0.8 * 1000 / 6))] * 2
+
+
+def test_over_http_and_in_process_are_not_mixed(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert run(PROFILE, path, tmp_path).added == 0
+    records = read(ServeRecord, [path])
+    assert [record.http for record in records] == [False] * 15 + [True] * 15
+    assert [options.http for options in Pretender.started] == [False] * 5 + [True] * 5
+    assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
+
+
+def test_http_that_is_asked_for_must_work(pretend: None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--http on; got nobody serves in a test"):
+        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_checkpoints.shutil, "disk_usage", lambda path: SimpleNamespace(free=int(27e9)))
+    with pytest.raises(
+        UnsupportedError, match=r"no disk space .* got 27\.0 GB in .* needed 27\.\d GB; name a larger disk"
+    ):
+        run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert not list((tmp_path / "scratch").iterdir())
+    run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")  # two need less
+
+
+def test_missing_vllm_is_one_line(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert main(["bench", "serve", "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert (
+        capsys.readouterr().err == 'slidesparse: slidesparse bench serve needs vLLM; pip install "slidesparse[vllm]"\n'
+    )
 
 
 def test_larger_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
@@ -236,12 +311,23 @@ def test_the_command_line_reaches_the_engines(
         ["--tokens", "5"],
         ["--rounds", "5"],
         ["--alone"],
+        ["--workloads", "bursts"],
+        ["--soak", "0"],
+        ["--soak", "nan"],
+        ["--budget-s", "nan"],
+        ["--layers", "0"],
+        ["--backends", "cutlass"],
+        ["--timeline", "9", "--http", "on"],
+        ["--timeline", "9", "--soak", "60"],
+        ["--scratch", "/dev/null/here"],
+        ["--out", "/dev/null/here.jsonl"],
+        ["--out", "/"],
     ],
 )
 def test_wrong_arguments_get_one_line(
     pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str]
 ) -> None:
-    assert main(["bench", "serve", *wrong, "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert main(["bench", "serve", "--out", str(tmp_path / "r.jsonl"), *wrong]) == 1
     error = capsys.readouterr().err
     assert error.startswith("slidesparse: ")
     assert error.count("\n") == 1

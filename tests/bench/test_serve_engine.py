@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 
 from slidesparse.bench import serve_engine
-from slidesparse.bench.serve_engine import ServedEngine, ServeDriver, ServeOptions
+from slidesparse.bench.serve_engine import ServedEngine, ServeDriver
 from slidesparse.bench.serve_load import decode
 from slidesparse.bench.serve_measured import Measured, StepLog, decode_step
+from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.errors import UnsupportedError
 from slidesparse.served_records import ARRIVALS, AT_ONCE, Workload
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import pytest
+
+from slidesparse.bench import serve_power
+from slidesparse.bench.serve_load import Served
+from slidesparse.bench.serve_measured import Round
 from slidesparse.bench.serve_power import PowerMeter
+from slidesparse.bench.serve_steady import steady, steady_spans
 
 
 class Nvml:
@@ -44,3 +50,39 @@ def test_power_is_energy_over_time_of_all_gpus() -> None:
         assert meter.power.temperature_c == 40
         assert meter.power.busy == 0.9
         assert meter.power.memory_gb == 700
+
+
+class Bursts(Nvml):
+    """A GPU that is busy for a while, and then is not."""
+
+    def __init__(self) -> None:
+        self.busy = 100
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=self.busy)
+
+
+def test_the_load_of_a_part_leaves_out_what_samples_say_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_power, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(serve_power, "LOOKBACK_S", 0.1)
+    nvml = Bursts()
+    meter = PowerMeter(["GPU-a"], nvml)
+    with meter:
+        began = time.perf_counter()
+        time.sleep(0.1)
+        nvml.busy = 20
+        time.sleep(0.2)
+        ended = time.perf_counter()
+    assert meter.busy_during([(began, ended)]) == pytest.approx(0.2, abs=0.1)
+    assert meter.busy_during([(began, began + 0.05)]) is None
+    assert meter.power is not None
+    assert 0.2 < meter.power.busy < 0.9
+
+
+def test_a_load_is_steady_while_requests_wait_for_a_place() -> None:
+    answers = [Served((0.5, float(end)), 2) for end in range(1, 11)]
+    rounds = [Round(10.0, answers, 0, started) for started in (100.0, 200.0)]
+    assert steady_spans(rounds, places=4) == [(101.0, 106.0), (201.0, 206.0)]  # then four are left
+    assert steady_spans(rounds, places=10) == []
+    found = steady(rounds[:1] * 30, None)
+    assert found is None  # ten requests run at once

@@ -13,6 +13,7 @@ from slidesparse.cli import main
 from slidesparse.commands import dry_run as dry_running
 from slidesparse.commands.dry_run import DryRun, dry_run
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 
@@ -48,7 +49,7 @@ def test_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dry run: nothing was written"
     assert lines[1].startswith("would treat 7 linears, ")
-    assert lines[2] == "would leave 1 layers, 12.3 kB: output embedding"
+    assert lines[2] == "would leave 1 layer, 12.3 kB: output embedding"
     assert " free" in lines[4]
     assert "measured here on " in lines[5]
     assert "reading and writing are not counted" in lines[5]
@@ -91,3 +92,15 @@ def test_nothing_to_treat(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)
     said = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("dense", "int8"))
     assert {pattern: what.count for pattern, what in said.treated.items()} == {"dense": 7}
+
+
+@pytest.mark.parametrize("name", ["file/q", "file/a/q", "n" * 300, "n" * 250])
+def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    (tmp_path / "file").write_text("no folder")
+    for run in (dry_run, prune_checkpoint):
+        with pytest.raises(
+            CheckpointError, match=r"destination .* cannot be made; got (Not a directory|File name too)"
+        ):
+            run(tmp_path / "m", tmp_path / name, PruneOptions("6:8", "int8"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]

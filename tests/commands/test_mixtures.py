@@ -1,66 +1,360 @@
-"""All commands say the same of a mixture of experts, however the checkpoint stores the experts."""
+"""Experts are pruned in every form in which checkpoints store them, and all commands say the same of them."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, write_text
+from small_mixtures import MIXTURES
 from small_models import make
 
 import slidesparse
 from slidesparse.cli import main
+from slidesparse.commands.dry_run import dry_run
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.errors import UnsupportedError
+from slidesparse.commands.prune_experts import ExpertJob
+from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.marker import Marker
+from slidesparse.linear import SlideLinear
 from slidesparse.models.choose_patterns import Target
+from slidesparse.models.config_keys import MARKER_KEY
 
-STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts"}
+STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
+TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
+ONE_TENSOR_AN_EXPERT = [name for name, one in MIXTURES.items() if one.not_quantised is None]
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_prune_plan_and_sparsify_refuse_it_alike(tmp_path: Path, name: str) -> None:
+def masked(weight: torch.Tensor, columns: int = -1) -> torch.Tensor:
+    """A weight at 6:8 along a dimension, by the words of the definition: the two smallest of every group are zero."""
+    rows = weight.movedim(columns, -1)
+    groups = rows.reshape(*rows.shape[:-1], -1, 8)
+    smallest = groups.abs().argsort(-1)[..., :2]
+    return groups.scatter(-1, smallest, 0).reshape(rows.shape).movedim(-1, columns)
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+# -- pruned as they are ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_transformers_loads_the_masked_experts(tmp_path: Path, name: str) -> None:
+    """Bit for bit the model whose linears and experts were masked in memory; all else is untouched, routers too."""
     model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    add_tokenizer(tmp_path / "m")
-    calibration = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    said = []
-    before = sorted(path.name for path in tmp_path.iterdir())
-    for method, text in (("magnitude", None), ("wanda", calibration)):
-        with pytest.raises(UnsupportedError) as error:
-            prune_checkpoint(
-                tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", method=method, calibration=text)
-            )
-        said.append(str(error.value))
-    with pytest.raises(UnsupportedError) as error:
-        plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", PlanOptions(Target(speedup=1.1), calibration))
-    said.append(str(error.value))
-    with pytest.raises(UnsupportedError) as error:
-        slidesparse.sparsify_(model, "6:8")
-    said.append(str(error.value))
-    assert len(set(said)) == 1
-    assert "2 x model.layers.*.mlp.experts: 4 experts" in said[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == before  # no plan, no measurements, nothing unfinished
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    expected = model.state_dict()
+    for layer in summary.patterns:
+        expected[f"{layer}.weight"] = masked(expected[f"{layer}.weight"])
+    for layer in summary.experts:
+        expected[layer] = masked(expected[layer], -2 if name in TRANSPOSED else -1)
+    found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
+    assert {layer.rpartition(".")[2] for layer in summary.experts} == {"gate_up_proj", "down_proj"}
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+    ours = slidesparse.load(tmp_path / "s").state_dict()
+    assert all(torch.equal(ours[layer], expected[layer]) for layer in summary.experts)
+    source = Checkpoint(tmp_path / "m")
+    pruned = Checkpoint(tmp_path / "s")
+    assert {tensor: source.stored(tensor) for tensor in source.files} == {t: pruned.stored(t) for t in pruned.files}
+
+
+def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path) -> None:
+    """Qwen3.5 has them so on the hub; transformers reads both forms and writes the other."""
+    model = make(tmp_path / "m", ARCHITECTURES["qwen3.5-moe"], torch.float32)
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    assert state["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
+    with TensorWriter(tmp_path / "m/model.safetensors", forms) as writer:
+        for name, value in state.items():
+            writer.write(name, value)
+    with pytest.raises(UnsupportedError, match=MIXTURES["gpt-oss"].not_quantised):
+        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
+    assert len(summary.experts) == 4
+    assert all(torch.equal(found[layer], masked(state[layer])) for layer in summary.experts)
+
+
+# -- quantised ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ONE_TENSOR_AN_EXPERT)
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, dtype: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)  # in BF16 weights of a group may be equal
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    source, found = tensors(tmp_path / "m"), tensors(tmp_path / "s")
+    marker = Marker.require(Checkpoint(tmp_path / "s").config, "s")
+    treated = [key for key in source if ".experts." in key]
+    assert len(treated) == 12 * len(summary.experts) // 2
+    assert {re.sub(r"experts\.\d", "experts.*", key.removesuffix(".weight")) for key in treated} == {*marker.experts}
+    for key in treated:
+        weight = masked(source[key])
+        largest = weight.abs().amax(1, keepdim=True)
+        limit = torch.full_like(largest, 127 if dtype == "int8" else 448)
+        assert torch.equal(found[f"{key}_scale"], largest / limit)
+        int8, fp8 = (weight * (limit / largest)).round(), (weight / (largest / limit)).to(torch.float8_e4m3fn)
+        assert torch.equal(found[key].float(), int8 if dtype == "int8" else fp8.float())
+    routers = [key for key in source if key.endswith((".gate.weight", "router.weight", "router.layer.weight"))]
+    assert routers
+    assert all(torch.equal(source[key], found[key]) for key in routers)
+
+
+def test_transformers_loads_fp8_experts(tmp_path: Path) -> None:
+    found = ARCHITECTURES["qwen3-moe"]
+    make(tmp_path / "m", found)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+    theirs = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "s", dtype="auto").state_dict()
+    ours = slidesparse.load(tmp_path / "s").state_dict()
+    for key in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.{key}"
+        assert torch.allclose(ours[name].float(), theirs[name].float(), rtol=1e-2, atol=1e-4)
+
+
+def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("14:16", "int8"))
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    del config[MARKER_KEY]
+    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    summary = prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("6:8"))
+    before, after = tensors(tmp_path / "q"), tensors(tmp_path / "s")
+    key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    assert summary.experts["model.layers.1.mlp.experts.gate_up_proj"] == "6:8"
+    assert torch.equal(before[f"{key}_scale"], after[f"{key}_scale"])
+    kept = after[key] != 0
+    assert torch.equal(before[key][kept], after[key][kept])
+    assert int(kept.reshape(-1, 8).sum(1).max()) == 6
+    assert inspect_checkpoint(tmp_path / "s").ok
+
+
+# -- one at a time, and again after a kill -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "granitemoe", "gpt-oss"])
+def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    one = 304 * 64  # gate and up of one expert
+    read: list[int] = []
+    tensor, part = TensorReader.tensor, TensorReader.part
+
+    def noted(reader: Any, key: str, *args: Any) -> torch.Tensor:
+        found = tensor(reader, key, *args)
+        if "bias" not in key and (found.dim() == 3 or ".experts." in key):
+            read.append(found.numel())
+        return found
+
+    def noted_part(reader: Any, key: str, *args: Any) -> torch.Tensor:
+        found = part(reader, key, *args)
+        read.append(found.numel())
+        return found
+
+    monkeypatch.setattr(TensorReader, "tensor", noted)
+    monkeypatch.setattr(TensorReader, "part", noted_part)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
+    assert len(read) == 2 * 4 * (3 if name == "mixtral" else 2)
+    assert max(read) <= one
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_inspect_lists_the_experts(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name])
-    capsys.readouterr()
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(tmp_path / "one", ARCHITECTURES[name])
+    model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
+    options = PruneOptions("6:8", "bf16")
+    prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
+    write, calls = ExpertJob.write, []
+
+    def interrupted(job: ExpertJob, writer: TensorWriter, *args: Any) -> None:
+        calls.append(writer.path.name)
+        if len(set(calls)) == 3:
+            raise KeyboardInterrupt
+        write(job, writer, *args)
+
+    monkeypatch.setattr(ExpertJob, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    monkeypatch.setattr(ExpertJob, "write", write)
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert len(summary.resumed) >= 2
+    assert calls[0] in summary.resumed
+    again, whole = tensors(tmp_path / "s"), tensors(tmp_path / "whole")
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    source = tensors(tmp_path / "m")
+    left = prune_checkpoint(tmp_path / "m", tmp_path / "l", PruneOptions("6:8", "int8", ignore=("re:.*experts",)))
+    assert not left.experts
+    assert "left dense: 2 x model.layers.*.mlp.experts.gate_up_proj (on the ignore list)" in left.describe()
+    found = tensors(tmp_path / "l")
+    assert all(torch.equal(found[key], source[key]) for key in source if ".experts." in key)
+    config = Checkpoint(tmp_path / "l").config
+    names = [f"model.layers.{i}.{place}.gate" for place in ("mlp", "block_sparse_moe") for i in range(2)]
+    assert sorted(config["quantization_config"]["ignore"]) == sorted(["lm_head", *names, r"re:.*\.experts\..*"])
+    assert config[MARKER_KEY]["version"] == 1
+    assert inspect_checkpoint(tmp_path / "l").ok
+    assert slidesparse.load(tmp_path / "l")
+    one = r"re:model\.layers\.1\..*experts"
+    half = prune_checkpoint(tmp_path / "m", tmp_path / "h", PruneOptions("6:8", "int8", ignore=(one,)))
+    assert [*half.experts] == [f"model.layers.0.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    ignore = Checkpoint(tmp_path / "h").config["quantization_config"]["ignore"]
+    assert ignore[-2:] == [rf"re:.*\.1\.{place}\.experts\..*" for place in ("mlp", "block_sparse_moe")]
+    assert inspect_checkpoint(tmp_path / "h").ok
+    other = PruneOptions("6:8", "fp8", layers={"re:.*experts": "2:4"})
+    assert set(prune_checkpoint(tmp_path / "m", tmp_path / "o", other).experts.values()) == {"2:4"}
+    assert {(layer.marked, layer.tightest) for layer in inspect_checkpoint(tmp_path / "o").expert_layers} == {
+        ("2:4", "2:4")
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (PruneOptions("6:8", "int8", method="wanda"), "wanda cannot prune experts.*--method magnitude"),
+        (PruneOptions("6:8@50%", "int8"), "partial pattern cannot be that of experts.*uniform"),
+        (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
+        (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
+        (PruneOptions("6:8", "fp16"), "pruning without quantising keeps the type"),
+        (PruneOptions("6:8", "int8", ignore=("re:.*exports",)), "matches no linear layer"),
+    ],
+)
+def test_what_experts_cannot_is_refused_in_one_line(tmp_path: Path, options: PruneOptions, told: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    with pytest.raises(InputError, match=told) as error:
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_method_that_calibrates_can_do_the_rest(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
+    options = PruneOptions("6:8", "fp32", method="wanda", calibration=text, ignore=("re:.*experts",))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert len(summary.patterns) == 8
+    assert len(summary.losses) == 4
+    assert inspect_checkpoint(tmp_path / "s").ok
+
+
+def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    monkeypatch.setattr("slidesparse.models.experts._is_transposed", lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"along which dimension the experts of .*experts multiply.*--ignore"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     inspection = inspect_checkpoint(tmp_path / "m")
-    assert [one.count for one in inspection.experts] == [4, 4]
-    assert {layer.name.split(".")[3] for layer in inspection.layers} == {"self_attn"}
-    assert main(["inspect", str(tmp_path / "m")]) == 0
-    assert "not treated: 2 x model.layers.*.mlp.experts: 4 experts, gate_up_proj [4, " in capsys.readouterr().out
-    assert main(["inspect", str(tmp_path / "m"), "--json"]) == 0
-    experts = json.loads(capsys.readouterr().out)["experts"]
-    assert [one["name"] for one in experts] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    assert experts[0]["weights"]["down_proj"][0] == 4
+    assert inspection.expert_layers == []
+    assert "experts that nobody can read: 2 x model.layers.*.mlp.experts: 4 experts" in inspection.table()
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", ignore=("re:.*experts",)))
+    assert slidesparse.load(tmp_path / "s")
+
+
+# -- what commands say -------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    line = "2 x model.layers.*.mlp.experts.gate_up_proj, 4 experts of [304, 64], at 6:8"
+    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert f"experts: {line}" in would.describe()
+    assert would.experts["6:8"].count == 24
+    before = inspect_checkpoint(tmp_path / "m")
+    assert {layer.tightest for layer in before.expert_layers} == {"dense"}
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert f"treated experts: {line}" in summary.describe()
+    assert "experts follow their pattern and run dense" in summary.describe()
+    assert would.destination_bytes >= summary.destination_bytes
+    assert line in (tmp_path / "s/README.md").read_text()
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "s")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "experts, which run dense: 2 x model.layers.*.mlp.experts.down_proj, 4 of 64x152, I8, marked 6:8, tightest 6:8,"
+        " zeros 0.250" in said
+    )
+    assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["expert_layers"]
+    assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_plan_refuses_and_names_the_remedy(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
+    with pytest.raises(UnsupportedError, match=r"plan does not measure .* experts; got 2 x model.*--pattern"):
+        plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", PlanOptions(Target(speedup=1.1), text))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make(tmp_path / "m", ARCHITECTURES[name])
+    before = model.get_parameter("model.layers.0.mlp.experts.down_proj").detach().clone()
+    slidesparse.sparsify_(model, "6:8", "int8")
+    assert torch.equal(model.get_parameter("model.layers.0.mlp.experts.down_proj"), before)
+    assert any(isinstance(module, SlideLinear) for module in model.modules())
+    assert "experts stay dense in memory" in caplog.text
+    model.save_pretrained(tmp_path / "s")
+    assert r"re:.*\.experts\..*" in Checkpoint(tmp_path / "s").config["quantization_config"]["ignore"]
+    loaded = slidesparse.load(tmp_path / "s")
+    assert torch.equal(loaded.get_parameter("model.layers.0.mlp.experts.down_proj"), before)
+    inspection = inspect_checkpoint(tmp_path / "s")
+    assert inspection.ok
+    assert {layer.marked for layer in inspection.expert_layers} == {None}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name])
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    dense, path = tensors(tmp_path / "m"), tmp_path / "s/model.safetensors"
+    found = tensors(tmp_path / "s")
+    key = next(key for key in reversed(found) if ".experts." in key and "bias" not in key)
+    stored = {name: Checkpoint(tmp_path / "s").stored(name) for name in found}
+    found = {name: (dense if name == key else found)[name].clone() for name in found}
+    with TensorWriter(path, stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    inspection = inspect_checkpoint(tmp_path / "s")
+    assert not inspection.ok
+    assert "PROBLEM: " in inspection.table()
+    assert key in inspection.table()
+    with pytest.raises(PatternViolation, match=key.replace(".", r"\.")):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    found, checkpoint = tensors(tmp_path / "s"), Checkpoint(tmp_path / "s")
+    lost = "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale"
+    stored = {name: checkpoint.stored(name) for name in found if name != lost}
+    found = {name: found[name].clone() for name in stored}
+    with TensorWriter(tmp_path / "s/model.safetensors", stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    with pytest.raises(slidesparse.errors.CheckpointError, match=f"the checkpoint holds no {lost}"):
+        slidesparse.load(tmp_path / "s")
 
 
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:

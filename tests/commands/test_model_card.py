@@ -61,7 +61,7 @@ def test_a_hub_reads_where_the_model_comes_from_and_under_which_licence(tmp_path
     assert "# Qwen2.5-0.5B, 6:8, INT8" in card.text
     assert "commit `0a1b2c`, pruned and quantised by slidesparse" in card.text
     assert "vllm serve THIS_FOLDER" in card.text
-    assert "- left dense: lm_head (output embedding)" in card.text
+    assert "- lm_head (output embedding)" in card.text
 
 
 def test_what_was_done_is_on_the_card(tmp_path: Path) -> None:
@@ -98,6 +98,8 @@ BOMB = "a: &a {x: y}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1 or ''}, *a{i -
         ("license: 'mit\n", {}),
         ("- a list", {}),
         ('license: "a\\nbase_model: b"', {"license": "a\nbase_model: b"}),
+        ('license: "\\ud800"\nlicense_name: mit', {"license_name": "mit"}),
+        ("license: <!-- measured -->\nlicense_name: <!-- end -->\nlanguage: [en]", {"language": ["en"]}),
     ],
 )
 def test_cards_of_strangers(tmp_path: Path, said: str, carried: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import Ended, run_ranks
 
+from slidesparse.base import apart, ranks
 from slidesparse.cli import main
 
 MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
@@ -228,6 +230,15 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, source: Path) ->
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE in the environment; got 'two'; needed a number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE in the environment; got '9999"),
+        (
+            {"WORLD_SIZE": "99999999999"},
+            "WORLD_SIZE in the environment; got '99999999999'; needed a number up to 65536",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"},
+            "MASTER_PORT in the environment; got '99999'; needed a number up to 65535",
+        ),
     ],
 )
 def test_half_an_environment_is_refused(
@@ -242,3 +253,16 @@ def test_half_an_environment_is_refused(
         monkeypatch.setenv(name, value)
     assert main(["prune", str(source), str(tmp_path / "s"), *MAGNITUDE]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_a_port_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and says nothing, for which torch's store waits without an end."""
+    monkeypatch.setattr(ranks, "JOIN_S", 0.2)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.2)
+    monkeypatch.setattr(apart, "_LEFT", [False])
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        says = f"cannot reach 127.0.0.1:{port}, where the processes meet; got"
+        with pytest.raises(ranks.LostRank, match=says), ranks.joined(environment):
+            pass

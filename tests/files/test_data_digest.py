@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.checkpoint import Stored, TensorReader, TensorWriter
-from slidesparse.files.data_digest import BLOCK, data_digest
+from slidesparse.files.data_digest import BLOCK, RunningDigest, data_digest
 
 
 def by_definition(data: bytes) -> str:
@@ -64,3 +64,12 @@ def test_a_file_without_digests_is_not_verified(tmp_path: Path) -> None:
     assert reader.digests == {}
     with pytest.raises(CheckpointError, match="other data of b than were written"):
         reader.verified("b")
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3, 5), (BLOCK, 1), (BLOCK - 1, 2, BLOCK), (2 * BLOCK + 7, BLOCK - 7, 9)])
+def test_a_digest_of_parts_is_that_of_the_whole(sizes: tuple[int, ...]) -> None:
+    parts = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    running = RunningDigest()
+    for part in parts:
+        running.add(part)
+    assert running.result() == data_digest(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import small_hub as small_hub_module
 from checkpoints import add_tokenizer, make_checkpoint, tokens
 from small_hub import COMMIT, TOKEN, SmallHub, settings, small_hub, use
 
 import slidesparse as ss
+from slidesparse.base import apart
 from slidesparse.cli import main
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import Checkpoint
@@ -209,3 +214,52 @@ def test_the_settings_of_huggingface_hub_are_those_of_a_command(hub: SmallHub, t
         assert done.returncode == status, done.stderr
         assert done.stderr.count("\n") == status
         assert (tmp_path / f"home{status}/hub/models--maker--small/snapshots" / COMMIT).is_dir() == (not status)
+
+
+@pytest.mark.parametrize("revision", ["", "..", "../../x", "a..b", "a b", "a\n", "-x", "a" * 300, "a?*"])
+def test_revisions_that_git_does_not_know(hub: SmallHub, revision: str) -> None:
+    """In an address, main/.. is the model itself."""
+    with pytest.raises(InputError, match=r"--revision; got .*; needed the name of a branch, a tag or a commit"):
+        source_folder("maker/small", revision)
+    assert hub.asked == []
+
+
+def test_a_hub_that_never_answers(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "DEFAULT_ETAG_TIMEOUT", 0.2)
+    folder = source_folder("maker/small")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match=r"maker/other, and a model .* got no answer from http://127.0.0.1"):
+            source_folder("maker/other")
+        assert source_folder("maker/small") == folder  # from the cache
+        assert time.monotonic() - began < 10
+
+
+def test_an_interruption_does_not_wait_for_the_hub(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub's pool would wait for the files that it has begun."""
+    answer = small_hub_module.respond
+    begun, end = threading.Event(), threading.Event()
+
+    def slowly(hub: SmallHub, path: str, known: bool) -> tuple[int, dict[str, str], bytes]:
+        if path.endswith(".safetensors") and not begun.is_set():
+            begun.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            end.wait(30)
+        return answer(hub, path, known)
+
+    monkeypatch.setattr(small_hub_module, "respond", slowly)
+    monkeypatch.setattr(apart, "_LEFT", [False])
+    began = time.monotonic()
+    assert main(["inspect", "maker/small"]) == 130
+    assert time.monotonic() - began < 10
+    end.set()
+
+
+def test_an_index_that_names_too_many_files(hub: SmallHub, tmp_path: Path) -> None:
+    hub.models["maker/odd"] = tmp_path / "odd"
+    (tmp_path / "odd").mkdir()
+    index = {"weight_map": {str(number): f"{number}.safetensors" for number in range(10_001)}}
+    (tmp_path / "odd/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json names too many files; needed at most 10000"):
+        source_folder("maker/odd")

@@ -22,8 +22,9 @@ import slidesparse
 from slidesparse.cli import main
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.calibration import Calibration, encode, load_tokenizer, read_text, sample_windows
+from slidesparse.files.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.texts import read_text
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets

@@ -22,6 +22,14 @@ def test_round_trip() -> None:
     assert marker.to_config() == GOOD
 
 
+def test_experts_have_a_version_of_their_own() -> None:
+    value = {**GOOD, "version": 2, "experts": {"a.experts.*.up_proj": "6:8"}}
+    marker = Marker.from_config({MARKER_KEY: value})
+    assert marker is not None
+    assert marker.experts == {"a.experts.*.up_proj": Pattern(6, 8)}
+    assert marker.to_config() == value
+
+
 def test_no_marker() -> None:
     assert Marker.from_config({"architectures": ["X"]}) is None
 
@@ -29,7 +37,11 @@ def test_no_marker() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "version"),
+        ({"version": 3}, "version"),
+        ({"version": True}, "version"),
+        ({"version": 2}, "lacks experts"),
+        ({"version": 2, "experts": {"a": "8:6"}}, "8:6"),
+        ({"experts": {}}, "unknown"),
         ({"version": "1"}, "version"),
         ({"extra": 1}, "unknown"),
         ({"pattern": None}, "pattern"),

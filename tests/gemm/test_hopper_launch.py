@@ -144,6 +144,8 @@ class Told:
         told = {name: getattr(arguments, name) for name, _ in Arguments._fields_}
         self.launches.append((told, grid, stream))
 
+    tile: Any = SimpleNamespace(count=lambda tokens, channels: tokens * channels)
+
     def grid(self, tiles: int) -> int:
         return 1000 + tiles
 
@@ -154,14 +156,14 @@ SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "g
 def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
     told: Any = Told()
-    launch = GemmLaunch(told, 3, 77, Arguments(**SIZES), 4096)
+    launch = GemmLaunch(told, (torch.int8, torch.bfloat16, 3), Arguments(**SIZES), 4096)
     launch.launch(1, 2, WeightAddresses(dense=3, sparse=4, scale=5, bias=6, bias_type=7), 8)
     launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
     first, second = told.launches
     addresses = {"x": 1, "dense": 3, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
-    assert first == (SIZES | addresses, 77, STREAM + 3)
+    assert first == (SIZES | addresses, 1132, STREAM + 3)
     addresses = {"x": 21, "dense": 23, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
-    assert second == (SIZES | addresses | {"bias_type": 0}, 77, STREAM + 3)  # nothing of the launch before
+    assert second == (SIZES | addresses | {"bias_type": 0}, 1132, STREAM + 3)  # nothing of the launch before
 
 
 ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)
@@ -174,7 +176,13 @@ OUT = 300
 def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: Tile | None) -> None:
     loaded: list[tuple[Any, ...]] = []
     told: Any = Told()
-    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *given: loaded.append(given) or told)
+
+    def load(*given: Any) -> Any:
+        loaded.append(given)
+        told.tile = given[0]
+        return told
+
+    monkeypatch.setattr(hopper_launch, "load_kernel", load)
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
     hopper_launch._launch.cache_clear()
     sizes = torch.Size((70, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5

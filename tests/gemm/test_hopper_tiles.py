@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, choose_tile, work
+from slidesparse.gemm.hopper.tiles import MOST_PLANNED, MULTIPROCESSORS, TILES, cheapest, choose_tile, work
 
 RESULTS = Path(__file__).parents[2] / "results" / "h200"
 
@@ -45,7 +45,7 @@ def test_the_choice_for_many_tokens_is_close_to_the_best_measured() -> None:
 @pytest.mark.parametrize("out", [2560, 3584, 4608, 5120, 7168, 28672, 37888])
 def test_many_tokens_get_wide_tiles(tokens: int, out: int) -> None:
     # 128 x 128 takes 8 to 59 % longer there (hopper-tiles.jsonl), and once tied at 237 slabs.
-    assert {choose_tile(tokens, out, slabs, 0).channels for slabs in range(20, 460)} == {256}
+    assert {cheapest(tokens, out, slabs).channels for slabs in range(20, 460)} == {256}
 
 
 def test_every_tile_is_chosen_somewhere() -> None:
@@ -55,7 +55,7 @@ def test_every_tile_is_chosen_somewhere() -> None:
         for out in (1024, 3584, 8192, 37888)
         for slabs in (28, 42, 222)
     ]
-    assert {choose_tile(m, out, slabs, 0) for m, out, slabs in sizes} == set(TILES)
+    assert {cheapest(m, out, slabs) for m, out, slabs in sizes} == set(TILES)
 
 
 @pytest.mark.parametrize(("tokens", "channels"), [(8, 3584), (64, 1024), (1000, 3584), (16384, 37888)])
@@ -78,3 +78,10 @@ def test_a_share_is_a_multiple_of_16_for_at_most_as_many_blocks() -> None:
 def test_a_dense_slab_counts_twice() -> None:
     once, twice = choose_tile(256, 4096, 30, 0), choose_tile(256, 4096, 60, 0)
     assert choose_tile(256, 4096, 0, 30) == twice != once
+
+
+@pytest.mark.parametrize(("channels", "slabs"), [(4608, 42), (37888, 42), (3584, 222), (300, 3)])
+def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int) -> None:
+    near = {at + by for at in range(0, MOST_PLANNED, 192) for by in (0, 1, 15, 16, 17)}
+    for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_PLANNED, MOST_PLANNED + 1, 10**6):
+        assert choose_tile(tokens, channels, slabs, 2) is cheapest(tokens, channels, slabs + 4)

@@ -19,7 +19,7 @@ from slidesparse.gemm.spec import parse_chain
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.kernels import lift
 from slidesparse.linear import SlideLinear
-from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
+from slidesparse.ops.resolve import _made_before, resolve_chain, resolve_lift, resolve_linear
 from slidesparse.support import as_bits
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,8 @@ def test_chains_of_other_activations(dtype: torch.dtype, answers: list[bool]) ->
 
 def test_after_a_warm_up_a_chain_finds_all_kernels(answers: list[bool]) -> None:
     given, (x, residual, gains) = weights("6:8", "int8"), inputs(600)
-    for cache in (lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, resolve_chain):
+    caches = lift._launcher, lift.find_kernel_lift, resolve_lift, resolve_linear, _made_before, resolve_chain
+    for cache in caches:
         cache.cache_clear()
     warmup, (tensors, text) = WarmUp(700, BF16), chained(given, gains)
     ops.linear(x, *given[0])  # what a layer alone runs when it is loaded

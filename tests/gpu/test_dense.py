@@ -17,7 +17,7 @@ from slidesparse.gemm import dense, get_backend
 from slidesparse.gemm.backend import LiftThenMultiply
 from slidesparse.gemm.dense import DenseLinear
 from slidesparse.linear import SlideLinear, pack_weight
-from slidesparse.ops.resolve import ResolvedLinear, resolve_chain, resolve_linear
+from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_chain, resolve_linear
 from slidesparse.packed import pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -34,7 +34,7 @@ SIZES = ((100, 333), (128, 1024))
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
     """No test has what was made with other kernels at hand."""
-    caches = resolve_linear, resolve_chain
+    caches = resolve_linear, _made_before, resolve_chain
     for cache in caches:
         cache.cache_clear()
     yield

@@ -27,7 +27,7 @@ from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.layout import slab_view
 from slidesparse.linear import SlideLinear
-from slidesparse.ops.resolve import ResolvedLinear, resolve_linear
+from slidesparse.ops.resolve import ResolvedLinear, _made_before, resolve_linear
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -434,7 +434,7 @@ def test_a_second_gpu(columns: int) -> None:
 
 
 def forget_kernels() -> None:
-    for cache in (hopper_launch.load_kernel, hopper_launch._launch, resolve_linear):
+    for cache in (hopper_launch.load_kernel, hopper_launch._launch, resolve_linear, _made_before):
         cache.cache_clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def test_graphs_reach_as_far_as_the_host_is_the_slower_one() -> None:
 def test_a_batch_is_padded_by_little() -> None:
     sizes = [512, *sizes_beyond(512, 4096)]
     assert sizes[-1] == 4096
-    assert max(later / former for former, later in zip(sizes, sizes[1:], strict=False)) <= 1 + 1 / 16
+    assert max(later / former for former, later in pairwise(sizes)) <= 1 + 1 / 16
     assert len(sizes) < 3 * 16 + 2
 
 

@@ -63,7 +63,7 @@ def test_a_marked_checkpoint_is_ours_by_itself_and_a_plain_one_on_request(checkp
 @pytest.mark.parametrize(
     ("marker", "told"),
     [
-        ({"version": 2, "pattern": "6:8", "ignore": [], "layers": {}}, "version of slidesparse_config.*upgrade"),
+        ({"version": 3, "pattern": "6:8", "ignore": [], "layers": {}}, "version of slidesparse_config.*upgrade"),
         ({"version": 1, "pattern": "6:9", "ignore": [], "layers": {}}, "not a sliding pattern"),
         ({"version": 1, "pattern": "6:8"}, "marker lacks ignore, layers"),
     ],

@@ -12,9 +12,8 @@ from small_mixtures import MIXTURES
 from torch import nn
 
 import slidesparse as ss
-from slidesparse.errors import UnsupportedError
 from slidesparse.linear import SlideLinear
-from slidesparse.models.experts import Experts, describe_experts, find_experts
+from slidesparse.models.experts import Experts, describe_experts, find_experts, find_routers
 
 
 def empty(name: str) -> Any:
@@ -51,14 +50,31 @@ class Listed(nn.Module):
 def test_experts_that_are_modules() -> None:
     found = find_experts(nn.ModuleList([Listed(), Listed()]))
     weights = {"up.weight": (96, 64), "down.weight": (64, 96)}
-    assert found == [Experts(f"{i}.experts", 3, weights) for i in range(2)]
+    assert found == [Experts(f"{i}.experts", 3, weights, False, ("0", "1", "2")) for i in range(2)]
     assert describe_experts(found) == ["2 x *.experts: 3 experts, up.weight [96, 64], down.weight [64, 96]"]
 
 
-def test_models_in_memory_are_refused_and_unchanged() -> None:
+def test_a_router_that_is_a_large_linear_is_left_alone() -> None:
+    layer = Listed()
+    layer.router = nn.Linear(64, 3)
+    layer.experts.extend(nn.ModuleDict({"up": nn.Linear(64, 96), "down": nn.Linear(96, 64)}) for _ in range(61))
+    model = nn.ModuleDict({"layer": layer, "after": nn.Linear(64, 64)})
+    assert [*find_routers(model, find_experts(model))] == ["layer.gate"]  # one output for each of 64 experts
+    ss.sparsify_(model, "6:8")
+    assert [name for name, m in model.named_modules() if isinstance(m, SlideLinear)] == ["after"]
+
+
+def test_models_in_memory_keep_their_experts_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"layer": Listed()})
-    with pytest.raises(
-        UnsupportedError, match=r"mixtures of experts cannot be treated yet; got layer\.experts: 3 experts"
-    ):
-        ss.sparsify_(model, "6:8")
-    assert not any(isinstance(module, SlideLinear) for module in model.modules())
+    ss.sparsify_(model, "6:8")
+    assert [name for name, m in model.named_modules() if isinstance(m, SlideLinear)] == ["layer.gate"]
+    assert "experts stay dense in memory" in caplog.text
+    assert "layer.experts: 3 experts, up.weight [96, 64]" in caplog.text
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_mixture_says_along_which_dimension_it_multiplies(name: str) -> None:
+    for one in find_experts(empty(name)):
+        assert one.transposed is (name in ("gpt-oss", "llama4", "llama4-text"))
+        assert one.columns("gate_up_proj") == 64
+        assert one.columns("down_proj") in (48, 152)

@@ -11,24 +11,16 @@ from typing import Any
 
 import pytest
 
-from slidesparse.bench.serve_load import BURST, LOADS, MIXED
+from slidesparse.bench.serve_load import BURST, LOADS, MIXED, soak
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.records import Machine
 from slidesparse.report.serve import group_tables, write_serve_report
+from slidesparse.report.serve_computing import computing
 from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
-from slidesparse.served_records import (
-    STOCK,
-    EngineKey,
-    Latency,
-    Power,
-    ServeRecord,
-    Step,
-    TimelineRecord,
-    Workload,
-    read,
-    to_line,
-)
+from slidesparse.report.serve_soak import soak_lines
+from slidesparse.served_figures import Growth, Latency, Power, Soak, Steady, Waits
+from slidesparse.served_records import STOCK, EngineKey, ServeRecord, Step, TimelineRecord, Workload, read, to_line
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"stock": 12.0, "control": 11.0, "6:8": 10.0, "2:4": 12.5, "stock again": 12.6}
@@ -69,6 +61,7 @@ def record(engine: str, workload: Workload, share: float = 1.0) -> ServeRecord:
         step_tokens=(492, 16384, 700, 900, 256),
         step_us=(0, 200000, 10000, 20000, 7000),
         power=Power(1000.0, 690.0, 1500.0, 60.0, 0.95, 120.0),
+        steady=Steady(8.0, 0.9) if workload is MIXED else None,
     )
 
 
@@ -112,7 +105,7 @@ def test_a_report_holds_all_of_it(tmp_path: Path) -> None:
     assert {file.suffix for file in files} == {".md", ".png", ".csv"}
     assert all(file.stat().st_size for file in files)
     page = files[0].read_text()
-    assert "| 6:8 | mixed | 100.00 | 100 | 18.00 | 690 | 1500 | 95% | 10.0 | 20.0 | 1.0 | 2.0 | 0 |" in page
+    assert "| 6:8 | mixed | 100.00 | 100 | 18.00 | 690 | 1500 | 95% | 90% | 10.0 | 20.0 | 1.0 | 2.0 | 0 |" in page
     times = "20.00 | 19.00 | 9.50 | 50% | 15.00 | 8.00 | 2.00 | 3.00 | 400 | 10.00 | 1.00"
     assert f"| 1024 | Qwen2.5-7B int8 stock | 3 | 700 | {times} |" in page
     assert "| Qwen2.5-7B int8 2:4 | start | no memory |" in page
@@ -151,6 +144,10 @@ def test_profiled_engines_come_in_the_order_of_the_other_tables(tmp_path: Path) 
         {"workload": replace(BURST, prompt=())},
         {"workload": replace(BURST, requests=0)},
         {"lost": -1},
+        {"steady": Steady(-1.0, None)},
+        {"soak": Soak(5, 5, 1, (None, None, None), None, None, ())},
+        {"soak": Soak(5, 5, 0, (None,), None, None, ())},
+        {"soak": Soak(5, 5, 0, (None, None, None), Growth(-1.0, 0.0, 0.0), None, ())},
     ],
     ids=str,
 )
@@ -166,3 +163,50 @@ def test_records_of_two_gpus_are_refused(tmp_path: Path) -> None:
     other = replace(RECORDS[0], machine=replace(MACHINE, gpu="Other"))
     with pytest.raises(InputError, match="one GPU"):
         write_serve_report([RECORDS[0], other], [], tmp_path)
+
+
+def test_the_gpu_computes_for_the_kernels_time_of_the_steps_as_served() -> None:
+    key = RECORDS[0].key
+    profiled = [
+        TimelineRecord(key, MACHINE, "2026", replace(STEP, tokens=tokens, busy_us=busy, gpu_us=20e3))
+        for tokens, busy in ((700, 9e3), (1000, 11e3), (256, 5e3))
+    ]
+    found = computing(profiled, RECORDS)[key]
+    assert found.profiled == pytest.approx(25 / 60)
+    assert found.served == pytest.approx((10 + 10 + 5) / (10 + 20 + 7))  # of 16384 tokens the profile has no step
+    assert found.covered == pytest.approx(37 / 237)
+    assert computing(profiled, [])[key].served is None
+    over_http = [replace(record, step_tokens=None, step_us=None) for record in RECORDS]
+    assert computing(profiled, over_http)[key].served is None
+
+
+WAITS = Waits(Latency(100.0, 200.0), Latency(10.0, 20.0))
+SOAKED = Soak(5000, 5000, 0, (WAITS, WAITS, WAITS), Growth(1000.0, 1000.0, 0.0), Growth(2000.0, 2010.5, 1.25), ())
+
+
+def test_a_soak_is_one_line(tmp_path: Path) -> None:
+    passed = replace(record("6:8", soak(360.0)), soak=SOAKED, wall_s=360.0, http=True)
+    failed = replace(record("2:4", soak(360.0)), soak=replace(SOAKED, whole=4999, gpu=None, faults=("a fault",)))
+    (line, other) = soak_lines([record("stock", MIXED), passed, failed])
+    assert line == (
+        "- Qwen2.5-7B int8 6:8, over HTTP, **passed**. 5000 of 5000 requests answered whole in 360 s, 0 errors; "
+        "first token p50/p99 100.0/200.0, 100.0/200.0, 100.0/200.0 ms; between tokens 10.0/20.0, 10.0/20.0, 10.0/20.0 "
+        "ms; GPU memory 1000 to 1000 MB (+0.0 MB a minute); host memory 2000 to 2010 MB (+1.2 MB a minute)."
+    )
+    assert "in process, **failed**: a fault. 4999 of 5000" in other
+    assert "GPU memory not known" in other
+    path = tmp_path / "r.jsonl"
+    path.write_text(to_line(passed) + "\n")
+    assert read(ServeRecord, [path]) == [passed]
+    page = write_serve_report([passed, record("6:8", MIXED)], [], tmp_path / "out")[0].read_text()
+    assert line in page
+    assert "## Qwen2.5-7B, INT8, 28 layers, over HTTP: loads" in page  # apart from what was asked in process
+    assert "## Qwen2.5-7B, INT8, 28 layers: loads" in page
+
+
+def test_records_without_later_fields_are_read(tmp_path: Path) -> None:
+    path, data = tmp_path / "r.jsonl", dataclasses.asdict(RECORDS[0])
+    for name in ("steady", "error", "http", "soak"):
+        del data[name]
+    path.write_text(json.dumps(data) + "\n")
+    assert read(ServeRecord, [path]) == [RECORDS[0]]

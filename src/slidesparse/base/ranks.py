@@ -17,6 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
 
+from slidesparse.base.apart import run_apart
 from slidesparse.base.silence import silence
 from slidesparse.errors import InputError, SlideSparseError, first_line
 
@@ -37,6 +38,11 @@ INTERRUPTED_S = 5.0
 
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
+
+MOST_RANKS = 1 << 16
+"""Most processes of a run; each wait asks for every one of them."""
+
+MOST_PORTS = (1 << 16) - 1
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun puts into the environment of every process."""
@@ -295,7 +301,7 @@ def joined(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
         InputError: The environment names other processes, and not where they meet.
         LostRank: They do not come.
     """
-    if _number(environment, "WORLD_SIZE", 1) < 2:
+    if _number(environment, "WORLD_SIZE", 1, MOST_RANKS) < 2:
         yield ALONE
         return
     missing = [name for name in NEEDED if name not in environment]
@@ -305,21 +311,21 @@ def joined(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
             got=f"WORLD_SIZE without {', '.join(missing)}",
             remedy="start them with torchrun, or unset WORLD_SIZE",
         )
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE", largest=MOST_RANKS)
     if not 0 <= rank < world:
         raise InputError("RANK", got=rank, needed=f"0 to {world - 1}")
     # torchrun's own process holds a store, which outlives the processes that it starts.
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", largest=MOST_PORTS)
     store = _store(address, port, environment.get("TORCHELASTIC_RESTART_COUNT", "0"), hosts)
     with Ranks(rank, world, _number(environment, "LOCAL_RANK", rank), store, hosts=hosts) as ranks:
         yield ranks
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(environment: Mapping[str, str], name: str, default: int | None = None, largest: int = 10**9) -> int:
     text = environment.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise InputError(f"{name} in the environment", got=repr(text), needed="a number")
+    if not text.isdecimal() or len(text) > 20 or int(text) > largest:
+        raise InputError(f"{name} in the environment", got=f"{text!r:.80}", needed=f"a number up to {largest}")
     return int(text)
 
 
@@ -328,8 +334,12 @@ def _store(address: str, port: int, attempt: str, hosts: bool) -> Store:
 
     dist: Any = distributed  # its stores have no types
     try:
-        store = dist.TCPStore(address, port, None, hosts, timedelta(seconds=JOIN_S), wait_for_workers=False)
-    except RuntimeError as error:
+        # It waits without an end, and deaf to signals, for the first word of another program that has the port.
+        store = run_apart(
+            lambda: dist.TCPStore(address, port, None, hosts, timedelta(seconds=JOIN_S), wait_for_workers=False),
+            JOIN_S + BEAT_S,
+        )
+    except (RuntimeError, TimeoutError) as error:
         raise LostRank(
             f"cannot {'open' if hosts else 'reach'} {address}:{port}, where the processes meet",
             got=first_line(error),

@@ -120,6 +120,11 @@ def _places(value: Any) -> Iterator[_Place]:
             yield from _places(one)
 
 
+def origins_of(step: Computation) -> list[Origin]:
+    """Return the origins of the tensors from which a computation computes, in their order."""
+    return [place.origin for place in _places((step.args, step.kwargs))]
+
+
 def replay(origin: Origin, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Compute what an origin says, with the values of the named tensors.
 

@@ -11,13 +11,9 @@ is a record, and the others go on; a run that continues does not start it again.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,17 +23,18 @@ import torch
 
 from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
-from slidesparse.bench.serve_engine import SHARE, ServedEngine, ServeOptions
+from slidesparse.bench.serve_checkpoints import ready_checkpoint, removable, require_space, scratch_folder
+from slidesparse.bench.serve_engine import ServedEngine
 from slidesparse.bench.serve_load import MIXED
 from slidesparse.bench.serve_measured import Measured
-from slidesparse.bench.serve_plan import DTYPES, ServeProfile
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.errors import UnsupportedError
-from slidesparse.pattern import Pattern
-from slidesparse.quant import parse_dtype
+from slidesparse.bench.serve_options import SHARE, ServeOptions
+from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
+from slidesparse.bench.serve_server import why_no_http
+from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import DENSE_VARIANT, Machine, open_records
 from slidesparse.served_records import (
-    ARRIVALS,
+    AT_ONCE,
+    DECODE,
     STOCK,
     EngineKey,
     ServeRecord,
@@ -87,6 +84,7 @@ class _Run:
     scratch: Path
     machine: Machine
     started: float
+    http: bool
     found: list[ServeRecord] = field(default_factory=list)
     profiled: list[TimelineRecord] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -104,7 +102,7 @@ class _Run:
 
     def missing(self, key: EngineKey) -> list[Workload]:
         """What an engine has still to serve: nothing once it died."""
-        mine = [record for record in self.found if record.key == key]
+        mine = [record for record in self.found if record.key == key and record.http == self.http]
         if any(record.why_not is not None for record in mine) or any(step.key == key for step in self.profiled):
             return []
         done = [record.workload for record in mine]
@@ -119,7 +117,8 @@ class _Run:
     def saturation(self, key: EngineKey) -> float | None:
         """Requests a second that stock took of the mixed load."""
         stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
-        taken = [r.seconds for r in self.found if r.key == stock and r.workload == MIXED and r.why_not is None]
+        served = [record for record in self.found if record.key == stock and record.http == self.http]
+        taken = [record.seconds for record in served if record.workload == MIXED and record.why_not is None]
         return MIXED.requests / statistics.median(taken[-1]) if taken else None
 
 
@@ -133,25 +132,26 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
             when None.
 
     Raises:
-        InputError: The file holds something else.
-        UnsupportedError: No GPU, too few, or no vLLM.
+        InputError: The file holds something else, or requests are to arrive at a share of what no stock engine took.
+        UnsupportedError: No GPU, too few, no vLLM, no HTTP though it is asked for, or a full disk.
     """
-    environment.require_cuda()
     if find_spec("vllm") is None:
         raise UnsupportedError("slidesparse bench serve needs vLLM", remedy='pip install "slidesparse[vllm]"')
+    environment.require_cuda()
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
     timeline = profile.timeline is not None
     before = [path] if path.exists() and path.stat().st_size else []
-    with _scratch(scratch) as folder:
-        run_ = _Run(profile, path, folder, environment.machine(), time.monotonic())
-        if timeline:
-            run_.profiled = read(TimelineRecord, before)
-        else:
-            run_.found = read(ServeRecord, before)
-        waiting = [
-            key for model in profile.models for dtype in profile.dtypes for key in _serve_all(run_, model, dtype)
-        ]
+    with scratch_folder(scratch) as folder:
+        profiled = read(TimelineRecord, before) if timeline else []
+        found = [] if timeline else read(ServeRecord, before)
+        _require_writable(path)
+        http = _over_http(profile)
+        run_ = _Run(profile, path, folder, environment.machine(), time.monotonic(), http, found, profiled)
+        kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
+        for kind in kinds:
+            _require(run_, [key for key in profile.keys(*kind) if run_.missing(key)])
+        waiting = [key for kind in kinds for key in _serve_all(run_, *kind)]
     return ServeSummary(
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
@@ -161,14 +161,52 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     )
 
 
-@contextmanager
-def _scratch(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
+def _require_writable(path: Path) -> None:
+    """Refuse a file that nobody can add to, before an engine has run for minutes."""
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise InputError("--out", got=error, needed="a file that can be written") from error
+
+
+def _over_http(profile: ServeProfile) -> bool:
+    """Whether engines are asked over HTTP: where that works, unless the user says otherwise."""
+    if profile.http == OFF or profile.timeline is not None:
+        return False
+    why_not = why_no_http()
+    if why_not is None:
+        return True
+    if profile.http == ON:
+        raise UnsupportedError(
+            "--http on", got=why_not, needed="vLLM's server and its client", remedy="install what is missing"
+        )
+    _tell(f"in process, not over HTTP: {why_not}")
+    return False
+
+
+def _require(run_: _Run, keys: list[EngineKey]) -> None:
+    """Refuse what cannot end well before any engine is started."""
+    if not keys:
         return
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
+    require_space(run_.scratch, keys, removable(run_.profile, keys[0]))
+    random = [workload.name for key in keys for workload in run_.missing(key) if workload.load]
+    if random and run_.profile.timeline is None and not _stock_counts(run_, keys[0]):
+        raise InputError(
+            f"{random[0]} of what stock takes",
+            got="no stock engine that serves the mixed load",
+            needed=f"{STOCK} among --engines, and {MIXED.name} among --workloads, or a file that holds both",
+        )
+
+
+def _stock_counts(run_: _Run, first: EngineKey) -> bool:
+    """Whether stock's saturation is known, or will be, or its death is a record already."""
+    if first.engine == STOCK and MIXED in run_.missing(first):
+        return True
+    died = any(record.key.engine == STOCK and record.why_not is not None for record in run_.found)
+    return died or run_.saturation(first) is not None
 
 
 def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
@@ -189,7 +227,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
     """Start an engine and let it serve what it has not served; a record says where it died."""
     workload: Workload | None = None
     options = _options(run_, key)
-    record = ServeRecord(key, None, run_.machine, now())
+    record = ServeRecord(key, None, run_.machine, now(), http=run_.http)
     began = time.monotonic()
     _tell(f"{_name(key)}: starting")
     engine = ServedEngine(options)
@@ -204,7 +242,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
             return
         for workload in run_.missing(key):
             rate = _rate(run_, key, workload)
-            measured: Measured = engine.call("measure", workload, rate)
+            measured: Measured = engine.measure(workload, rate)
             run_.write(_record(record, workload, rate, measured))
             _tell(f"{_name(key)}: {_told(workload, measured)}")
     except UnsupportedError as error:
@@ -217,7 +255,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
 
 
 def _rate(run_: _Run, key: EngineKey, workload: Workload) -> float | None:
-    if workload.kind != ARRIVALS:
+    if workload.kind in (AT_ONCE, DECODE):
         return None
     saturation = run_.saturation(key)
     if saturation is None:
@@ -232,10 +270,7 @@ def _record(record: ServeRecord, workload: Workload, rate: float | None, measure
 
 def _options(run_: _Run, key: EngineKey) -> ServeOptions:
     """Write an engine's checkpoint, unless it is there already, and say how to serve it."""
-    folder = _folder(run_, key)
-    if not folder.exists():
-        _make_room(run_, key)
-        _write(folder, key)
+    folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key))
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if key.dtype == "bf16" and key.backend else {}
     if key.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}
@@ -252,31 +287,9 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
         gpus=tuple(environment.uuids(key.gpus)),
         timeline=traces,
         timeline_steps=profile.timeline or 0,
+        http=run_.http,
+        log=run_.path.with_name(f"{run_.path.name}.server.log"),
     )
-
-
-def _folder(run_: _Run, key: EngineKey) -> Path:
-    return run_.scratch / f"{key.model}-{key.layers}-{key.dtype}-{key.pattern.replace(':', 'of')}"
-
-
-def _make_room(run_: _Run, key: EngineKey) -> None:
-    """Remove the checkpoints of other models and types: a disk may hold those of one."""
-    for model in ARCHITECTURES:
-        for dtype in DTYPES:
-            if (model, dtype) != (key.model, key.dtype):
-                for other in run_.profile.keys(model, dtype):
-                    shutil.rmtree(_folder(run_, other), ignore_errors=True)
-
-
-def _write(folder: Path, key: EngineKey) -> None:
-    """All of it or nothing: a run may be stopped meanwhile."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    device = torch.device("cuda", torch.cuda.current_device())
-    config = model_config(key.model, key.layers)
-    write_checkpoint(partial, config, parse_dtype(key.dtype), Pattern.parse(key.pattern), device)
-    torch.cuda.empty_cache()
-    partial.rename(folder)
 
 
 def _name(key: EngineKey) -> str:

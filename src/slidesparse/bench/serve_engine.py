@@ -1,12 +1,12 @@
-"""A vLLM engine as ``vllm serve`` runs it, in a process of its own, which serves workloads and says what users felt.
+"""A vLLM engine in a process of its own, which serves workloads and says what users felt.
 
-The engine core runs in another process yet, as a server's does: what it answers, asyncio takes in here and hands to
-each request's own task, as vLLM's HTTP front end does. HTTP itself is left out.
+It is asked over HTTP (bench/serve_http.py) or in process (bench/serve_inside.py); what is asked, and when, is the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
 import signal
@@ -14,48 +14,51 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from slidesparse.bench import serve_timeline
-from slidesparse.bench.serve_load import BURST, LONGEST, MIXED, Request, Served, requests
-from slidesparse.bench.serve_measured import Measured, Round, StepLog, decode_step, summarise
+from slidesparse.bench.serve_http import OverHttp
+from slidesparse.bench.serve_inside import Inside
+from slidesparse.bench.serve_load import BURST, MIXED, Request, Served, requests, soak_requests
+from slidesparse.bench.serve_measured import Measured, Round, StepLog, client_step, decode_step, summarise
+from slidesparse.bench.serve_memory import MemoryLog, resident_bytes
+from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.bench.serve_power import PowerMeter
-from slidesparse.bench.vllm_engine import BATCHED_TOKENS, ENVIRONMENT, Engine, EngineOptions, answer_calls
-from slidesparse.served_records import AT_ONCE, DECODE, Step, Workload
+from slidesparse.bench.serve_soak import verdict
+from slidesparse.bench.serve_steady import steady
+from slidesparse.bench.vllm_engine import ENVIRONMENT, Engine, answer_calls
+from slidesparse.errors import UnsupportedError
+from slidesparse.served_records import AT_ONCE, DECODE, SOAK, Step, Workload
 
 T = TypeVar("T")
 
-SEQUENCES = 256
-"""Requests that run at a time; more wait."""
-
-SHARE = 0.9
-"""Of the GPU's memory, as vLLM takes it."""
+ANSWER_S = 600.0
+"""A workload takes at most so long, and the seconds that it asks for."""
 
 WARM_REQUESTS = 100
 """Of the mixed load, after a few bursts, before anything is timed."""
 
-TIMELINE_DELAY = 60
-"""Engine steps of the mixed load before its timeline begins: those at its start take whole batches of prompts."""
 
+class Front(Protocol):
+    """A way to ask an engine."""
 
-@dataclass(frozen=True)
-class ServeOptions(EngineOptions):
-    """One engine that serves.
+    @property
+    def steps(self) -> StepLog | None:
+        """The engine's steps; None where nobody sees them."""
 
-    Attributes:
-        gpus: UUIDs of those that it runs on.
-        timeline: Where it writes profiles; None: it makes none.
-        timeline_steps: How many steps of a profile.
-    """
+    async def answer(self, request: Request, name: str, arrival: float) -> Served:
+        """Ask for one answer."""
 
-    gpus: tuple[str, ...] = ()
-    timeline: Path | None = None
-    timeline_steps: int = 0
+    def require_alive(self) -> None:
+        """Raise UnsupportedError if the engine has ended."""
+
+    def engine_process(self) -> tuple[int, bool]:
+        """The process above all of the engine's, and whether it is one of them."""
+
+    async def close(self) -> None:
+        """End the engine."""
 
 
 class ServedEngine(Engine):
@@ -63,6 +66,16 @@ class ServedEngine(Engine):
 
     def __init__(self, options: ServeOptions) -> None:
         super().__init__(options, _serve)
+
+    def measure(self, workload: Workload, rate: float | None) -> Measured:
+        """Let the engine serve a workload, and wait as long as that takes.
+
+        Raises:
+            UnsupportedError: It failed, or took too long.
+        """
+        self.ask("measure", workload, rate)
+        measured: Measured = self.answer(ANSWER_S + workload.seconds)
+        return measured
 
     def stop(self) -> None:
         """End it, gently first."""
@@ -97,10 +110,9 @@ class ServeDriver:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._steps = StepLog()
         self._served = 0
         self._loop = _event_loop()
-        self._llm = self._run(_start(options, self._steps))
+        self._front = self._run(_start(options))
         gc.collect()
         gc.freeze()  # as vLLM's server does once it is up
         self._meter = _meter(options.gpus)
@@ -117,7 +129,13 @@ class ServeDriver:
         Args:
             workload: What is asked.
             rate: Requests a second, of arrivals at random.
+
+        Raises:
+            UnsupportedError: The engine ended, or answered nothing.
         """
+        if workload.kind == SOAK:
+            assert rate is not None
+            return self._soak(workload, rate)
         prepared = [requests(workload, turn, rate) for turn in range(workload.repeats)]
         rounds: list[Round] = []
         started = time.perf_counter()
@@ -125,33 +143,60 @@ class ServeDriver:
             while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
                 rounds.append(self._round(workload, prepared[done % workload.repeats]))
         wall_s = time.perf_counter() - started
-        steps = self._steps if workload.kind == AT_ONCE else StepLog()
-        return summarise(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None)
+        steps = self._front.steps
+        if steps is not None and workload.kind != AT_ONCE:
+            steps = StepLog()
+        found = steady(rounds, self._meter) if workload.kind == AT_ONCE else None
+        return summarise(rounds, prepared[0], wall_s, steps, self._meter.power if self._meter else None, found)
+
+    def _soak(self, workload: Workload, rate: float) -> Measured:
+        asked = soak_requests(workload, rate)
+        root, counted = self._front.engine_process()
+        memory = MemoryLog(
+            {
+                "host": lambda: resident_bytes(root, counted),
+                "gpu": lambda: self._meter.memory_bytes() if self._meter else None,
+            }
+        )
+        with memory, self._meter or nullcontext():
+            one = self._round(workload, asked)
+        stood = verdict(asked, one.answers, memory.growth("gpu"), memory.growth("host"))
+        steps = None if self._front.steps is None else StepLog()
+        power = self._meter.power if self._meter else None
+        return dataclasses.replace(summarise([one], asked, one.seconds, steps, power), soak=stood)
 
     def timeline(self, steps: int) -> list[Step]:
-        """Profile this many steps of the mixed load; :data:`TIMELINE_DELAY` pass before."""
+        """Profile this many steps of the mixed load; :data:`TIMELINE_DELAY` pass before. Only in process."""
         assert self._options.timeline is not None
+        assert isinstance(self._front, Inside)
         asked = requests(MIXED, 0)
-        self._run(self._llm.start_profile())
+        self._run(self._front.start_timeline())
         self._serve(asked)
-        self._run(self._llm.stop_profile())
-        return serve_timeline.read_steps(_newest(self._options.timeline))[:steps]
+        return self._run(self._front.stop_timeline(self._options.timeline))[:steps]
 
     def close(self) -> None:
         """End the engine."""
-        self._llm.shutdown()
+        self._run(self._front.close())
 
     def _round(self, workload: Workload, asked: Sequence[Request]) -> Round:
-        self._steps.clear()
+        steps = self._front.steps
+        if steps is not None:
+            steps.clear()
         started = time.perf_counter()
         answers = self._serve(asked)
         seconds = time.perf_counter() - started
         if workload.kind == DECODE:
-            seconds = decode_step(self._steps, workload.requests)
-        return Round(seconds, answers)
+            seconds = client_step(answers) if steps is None else decode_step(steps, workload.requests)
+        lost = sum(answer.tokens != request.output for request, answer in zip(asked, answers, strict=True))
+        return Round(seconds, answers, lost, started)
 
     def _serve(self, asked: Sequence[Request]) -> list[Served]:
-        return self._run(self._serve_all(asked))
+        answers = self._run(self._serve_all(asked))
+        self._front.require_alive()
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if len(errors) == len(asked):
+            raise UnsupportedError("the engine answered no request", got=errors[0])
+        return answers
 
     async def _serve_all(self, asked: Sequence[Request]) -> list[Served]:
         self._served += len(asked)
@@ -164,14 +209,14 @@ class ServeDriver:
         arrival = start + request.arrival_s
         if (wait := arrival - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-        times, tokens = [], 0
-        async for part in self._llm.generate(_input(request.prompt), _sampling(request.output), name):
-            times.append(time.perf_counter() - arrival)
-            tokens += len(part.outputs[0].token_ids)
-        return Served(tuple(times), tokens)
+        return await self._front.answer(request, name, arrival)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
+
+
+async def _start(options: ServeOptions) -> Front:
+    return await OverHttp.start(options) if options.http else await Inside.start(options)
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
@@ -182,73 +227,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _start(options: ServeOptions, steps: StepLog) -> Any:
-    from vllm import AsyncLLMEngine
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    settings: dict[str, Any] = {
-        "model": str(options.folder),
-        "skip_tokenizer_init": True,  # random weights have none
-        "max_model_len": LONGEST,
-        "max_num_batched_tokens": BATCHED_TOKENS,
-        "max_num_seqs": SEQUENCES,
-        "gpu_memory_utilization": options.share,
-        "enable_prefix_caching": False,  # random prompts repeat nothing
-        "disable_log_stats": True,  # but for our own
-        "cudagraph_metrics": True,  # how many tokens a step has
-        "additional_config": options.additional,
-    }
-    if options.timeline is not None:
-        settings["profiler_config"] = _profiler(options.timeline, options.timeline_steps)
-    arguments = AsyncEngineArgs(**settings | options.arguments)
-    return AsyncLLMEngine.from_engine_args(arguments, stat_loggers=[lambda config, index: steps])
-
-
-def _profiler(folder: Path, steps: int) -> Any:
-    from vllm.config import ProfilerConfig
-
-    return ProfilerConfig(
-        profiler="torch",
-        torch_profiler_dir=str(folder),
-        torch_profiler_with_stack=False,
-        torch_profiler_use_gzip=False,
-        torch_profiler_dump_cuda_time_total=False,
-        ignore_frontend=True,
-        delay_iterations=TIMELINE_DELAY,
-        max_iterations=steps,
-    )
-
-
-def _newest(folder: Path) -> Path:
-    traces = sorted(folder.glob("*.pt.trace.json"), key=lambda path: path.stat().st_mtime)
-    if not traces:
-        raise FileNotFoundError(f"vLLM left no trace in {folder}: the load ended before its timeline did")
-    return traces[-1]
-
-
 def _meter(gpus: Sequence[str]) -> PowerMeter | None:
     try:
         return PowerMeter(gpus)
     except Exception as error:  # NVML's errors are its own; nothing else depends on them
         print(f"slidesparse: no power, clocks or energy: {error}", file=sys.stderr)
         return None
-
-
-def _input(prompt: Sequence[int]) -> Any:
-    """A prompt as vLLM's server hands it on, once it is tokens."""
-    from vllm.inputs import tokens_input
-
-    return tokens_input(list(prompt))
-
-
-def _sampling(tokens: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=tokens,
-        ignore_eos=True,
-        temperature=0.0,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )

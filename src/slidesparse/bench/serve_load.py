@@ -10,10 +10,11 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from slidesparse.bench.vllm_engine import FIRST_TOKEN, VOCABULARY
-from slidesparse.served_records import ARRIVALS, AT_ONCE, BURST_LOAD, DECODE, MIXED_LOAD, Latency, Workload
+from slidesparse.served_figures import Latency
+from slidesparse.served_records import ARRIVALS, AT_ONCE, BURST_LOAD, DECODE, MIXED_LOAD, SOAK, Workload
 
 SEED = 18
 
@@ -37,6 +38,11 @@ def decode(sequences: int, context: int) -> Workload:
         (steps, steps),
         repeats=5,
     )
+
+
+def soak(seconds: float) -> Workload:
+    """Return a workload of requests at random for so long, at the larger share of :data:`LOADS`."""
+    return replace(LOADS[-1], name=f"{ARRIVALS}, {SOAK}", kind=SOAK, seconds=seconds)
 
 
 QUICK = (BURST, MIXED, decode(64, 80))
@@ -80,12 +86,41 @@ def requests(workload: Workload, turn: int, rate: float | None = None) -> list[R
     return asked
 
 
+SOAK_TURNS = 4
+"""Repeats of a soak with tokens of their own; then they come again, at other times."""
+
+
+def soak_requests(workload: Workload, rate: float) -> list[Request]:
+    """The requests of a soak, in the order in which they come.
+
+    Args:
+        workload: Of the kind ``soak``.
+        rate: Requests a second.
+    """
+    drawn = [request for turn in range(SOAK_TURNS) for request in requests(workload, turn)]
+    dice = random.Random(f"{SEED} {workload.name}")
+    at, asked = dice.expovariate(rate), list[Request]()
+    for request in cycle(drawn):
+        if at > workload.seconds and asked:
+            break
+        asked.append(replace(request, arrival_s=at))
+        at += dice.expovariate(rate)
+    return asked
+
+
 @dataclass(frozen=True)
 class Served:
-    """One request as its user saw it: seconds from its arrival to each part of the answer, and the tokens of all."""
+    """One request as its user saw it.
+
+    Attributes:
+        times: Seconds from its arrival to each part of the answer.
+        tokens: Of the whole answer.
+        error: What its user was told in place of an answer; None where there was no error.
+    """
 
     times: tuple[float, ...]
     tokens: int
+    error: str | None = None
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:

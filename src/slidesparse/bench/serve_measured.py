@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from slidesparse.bench.serve_load import Request, Served, between, to_first
-from slidesparse.served_records import Latency, Power
+from slidesparse.served_figures import Latency, Power, Soak, Steady
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,20 @@ class Measured:
     """What became of a workload.
 
     Attributes:
-        seconds: Of each repeat; of decoding, the median step of each.
+        seconds: Of each repeat; of decoding, the median step of each, or over HTTP :func:`client_step`.
         prompt_tokens: Taken in by each repeat.
         output_tokens: Given by each repeat.
         wall_s: All repeats together, as the GPU's energy was counted.
         first: Time to the first token, of all requests.
         between: Time between tokens, of all requests.
         lost: Requests that did not get all their tokens.
-        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once.
+        error: What the first request that failed was told; None where none failed.
+        step_tokens: Tokens of each engine step of the last repeat, where all is asked at once; None where nobody sees
+            the engine's steps.
         step_us: What that step took.
         power: Of the GPU; None where it would not say.
+        steady: The GPU while requests waited for a place; None of workloads in which none do.
+        soak: The verdict on a load that lasts.
     """
 
     seconds: tuple[float, ...]
@@ -35,9 +40,12 @@ class Measured:
     first: Latency | None
     between: Latency | None
     lost: int
-    step_tokens: tuple[int, ...]
-    step_us: tuple[int, ...]
+    step_tokens: tuple[int, ...] | None
+    step_us: tuple[int, ...] | None
     power: Power | None
+    steady: Steady | None = None
+    error: str | None = None
+    soak: Soak | None = None
 
 
 @dataclass
@@ -72,36 +80,45 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Round:
-    """One repeat: what it took, and what became of each request."""
+    """One repeat.
+
+    Attributes:
+        seconds: What it took.
+        answers: What became of each request.
+        lost: How many requests did not get all their tokens.
+        started: On the clock of time.perf_counter.
+    """
 
     seconds: float
     answers: list[Served]
+    lost: int
+    started: float
 
 
 def summarise(
-    rounds: Sequence[Round], asked: Sequence[Request], wall_s: float, steps: StepLog, power: Power | None
+    rounds: Sequence[Round],
+    asked: Sequence[Request],
+    wall_s: float,
+    steps: StepLog | None,
+    power: Power | None,
+    steady: Steady | None = None,
 ) -> Measured:
     """Sum up the repeats of a workload."""
     answers = [answer for one in rounds for answer in one.answers]
-    outputs = [request.output for request in asked]
-    whole = sorted(outputs) * len(rounds)
     return Measured(
         seconds=tuple(one.seconds for one in rounds),
         prompt_tokens=sum(len(request.prompt) for request in asked),
-        output_tokens=sum(outputs),
+        output_tokens=sum(request.output for request in asked),
         wall_s=wall_s,
         first=to_first(answers),
         between=between(answers),
-        lost=sum(given != due for given, due in zip(_by_round(rounds), whole, strict=True)),
-        step_tokens=tuple(steps.tokens),
-        step_us=tuple(round(1e6 * seconds) for seconds in steps.seconds),
+        lost=sum(one.lost for one in rounds),
+        step_tokens=None if steps is None else tuple(steps.tokens),
+        step_us=None if steps is None else tuple(round(1e6 * seconds) for seconds in steps.seconds),
         power=power,
+        steady=steady,
+        error=next((answer.error for answer in answers if answer.error is not None), None),
     )
-
-
-def _by_round(rounds: Sequence[Round]) -> list[int]:
-    """Tokens of all answers, in order within each round: its requests are the same lengths in another order."""
-    return [tokens for one in rounds for tokens in sorted(answer.tokens for answer in one.answers)]
 
 
 def decode_step(steps: StepLog, sequences: int) -> float:
@@ -117,4 +134,23 @@ def decode_step(steps: StepLog, sequences: int) -> float:
     ]
     if not found:
         raise ValueError(f"no step in which {sequences} sequences decode: {sorted(set(steps.tokens))[:20]} tokens")
+    return statistics.median(found)
+
+
+def client_step(answers: Sequence[Served]) -> float:
+    """Return the median seconds between tokens, as clients see them, while every request decodes.
+
+    That is from the last request's first token on, until the first request has its last.
+
+    Raises:
+        ValueError: Nobody got two tokens in that time.
+    """
+    times = [answer.times for answer in answers if answer.times]
+    begin = max((of_one[0] for of_one in times), default=0.0)
+    end = min((of_one[-1] for of_one in times), default=0.0)
+    found = [
+        after - before for of_one in times for before, after in pairwise(of_one) if begin <= before and after <= end
+    ]
+    if not found:
+        raise ValueError(f"no time in which all {len(answers)} sequences decode")
     return statistics.median(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import select
-from slidesparse.bench.serve_load import FULL, QUICK
+from slidesparse.bench.serve_load import FULL, QUICK, soak
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.errors import InputError
@@ -18,6 +18,10 @@ from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
 
 DTYPES = ("int8", "fp8", "bf16")
+
+AUTO_HTTP, ON, OFF = "auto", "on", "off"
+HTTP = (AUTO_HTTP, ON, OFF)
+"""Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class ServeProfile:
         engines: Labels of those that run; None for all.
         timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
         budget_s: No engine is started that would end later; None: no limit.
+        http: One of :data:`HTTP`.
     """
 
     models: tuple[str, ...] = ("Qwen2.5-7B",)
@@ -49,6 +54,7 @@ class ServeProfile:
     engines: tuple[str, ...] | None = None
     timeline: int | None = None
     budget_s: float | None = None
+    http: str = AUTO_HTTP
 
     def keys(self, model: str, dtype: str) -> list[EngineKey]:
         """The engines of a model and type, in the order in which they run."""
@@ -84,6 +90,9 @@ def adapt(
     gpus: int | None = None,
     timeline: int | None = None,
     budget_s: float | None = None,
+    workloads: Sequence[str] | None = None,
+    soak_s: float | None = None,
+    http: str = AUTO_HTTP,
 ) -> ServeProfile:
     """A profile with a user's choices.
 
@@ -91,9 +100,14 @@ def adapt(
         InputError: An unknown name, or too small a number.
     """
     numbers = {"--graphs": graphs, "--layers": layers, "--gpus": gpus, "--timeline": timeline, "--budget-s": budget_s}
+    numbers |= {"--soak": soak_s}
     for what, number in numbers.items():
-        if number is not None and number < 1:
+        if number is not None and not 1 <= number < float("inf"):
             raise InputError(what, got=number, needed="at least 1")
+    others = {"--http on": http == ON, "--soak": soak_s is not None, "--workloads": workloads is not None}
+    if timeline is not None and any(others.values()):
+        got = ", ".join(name for name, given in others.items() if given)
+        raise InputError("--timeline", got=got, needed="neither: it profiles the mixed load, in process")
     if graphs is not None and graphs > BATCHED_TOKENS:
         raise InputError("--graphs", got=graphs, needed=f"at most {BATCHED_TOKENS} tokens, the largest batch")
     usual = ServeProfile()
@@ -101,14 +115,22 @@ def adapt(
         models=select(models, ARCHITECTURES, usual.models, "model"),
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
         patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or usual.patterns),
-        workloads=QUICK if quick else FULL,
+        workloads=_workloads(quick, workloads, soak_s),
         backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
         graphs=graphs,
         layers=layers,
         gpus=gpus or 1,
         timeline=timeline,
         budget_s=budget_s,
+        http=http,
     )
     known = {key.engine for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
     return dataclasses.replace(profile, engines=chosen)
+
+
+def _workloads(quick: bool, names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:
+    found = {workload.name: workload for workload in (QUICK if quick else FULL)}
+    chosen = select(names, tuple(found), tuple(found), "workload")
+    asked = tuple(found[name] for name in found if name in chosen)
+    return asked if soak_s is None else (*asked, soak(soak_s))

@@ -6,15 +6,30 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-from slidesparse.served_records import Power
+from slidesparse.served_figures import Power
 
 INTERVAL_S = 0.1
 
+LOOKBACK_S = 1.0
+"""A sample of the load tells the share of time in which any kernel ran, over up to so long before it: NVIDIA's
+documentation of nvmlUtilization_t says 1/6 s to 1 s, by the product."""
+
 SOURCES = ("pynvml", "vllm.third_party.pynvml")
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One look at one GPU: SM clock in MHz, load in percent, temperature in degrees Celsius."""
+
+    at: float
+    clock: float
+    busy: float
+    warm: float
 
 
 class PowerMeter:
@@ -28,7 +43,7 @@ class PowerMeter:
     def __init__(self, uuids: Sequence[str], nvml: Any = None) -> None:
         self._nvml = nvml if nvml is not None else _nvml()
         self._handles = [self._nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        self._samples: list[tuple[float, float, float]] = []
+        self._samples: list[GpuSample] = []
         self.power: Power | None = None
 
     def __enter__(self) -> PowerMeter:
@@ -43,11 +58,31 @@ class PowerMeter:
         energy, seconds = self._energy() - self._from_j, time.perf_counter() - self._started
         self._stop.set()
         self._thread.join()
-        clock, busy, warm = zip(*self._samples, strict=True)
-        used = sum(self._nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in self._handles)
         self.power = Power(
-            energy, energy / seconds, statistics.fmean(clock), max(warm), statistics.fmean(busy) / 100, used / 1e9
+            energy,
+            energy / seconds,
+            statistics.fmean(sample.clock for sample in self._samples),
+            max(sample.warm for sample in self._samples),
+            statistics.fmean(sample.busy for sample in self._samples) / 100,
+            self.memory_bytes() / 1e9,
         )
+
+    def memory_bytes(self) -> int:
+        """In use now, on all GPUs together."""
+        return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
+
+    def busy_during(self, spans: Sequence[tuple[float, float]]) -> float | None:
+        """Share of some time in which any kernel ran; None where no sample tells of that time alone.
+
+        Args:
+            spans: Begin and end of each part, on the clock of time.perf_counter.
+        """
+        found = [
+            sample.busy
+            for sample in self._samples
+            if any(begin + LOOKBACK_S <= sample.at <= end for begin, end in spans)
+        ]
+        return statistics.fmean(found) / 100 if found else None
 
     def _energy(self) -> float:
         return sum(float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) for handle in self._handles) / 1e3
@@ -59,7 +94,7 @@ class PowerMeter:
                 clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
                 busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
                 warm = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-                self._samples.append((float(clock), float(busy), float(warm)))
+                self._samples.append(GpuSample(time.perf_counter(), float(clock), float(busy), float(warm)))
             if self._stop.wait(INTERVAL_S):
                 return
 

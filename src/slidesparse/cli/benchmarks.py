@@ -104,6 +104,13 @@ def _add_bench(commands: Commands) -> None:
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
     served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
+    served.add_argument(
+        "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
+    )
+    served.add_argument("--soak", type=float, metavar="S", help="then requests at random for S seconds, and a verdict")
+    served.add_argument(
+        "--http", choices=("auto", "on", "off"), help="ask over HTTP (default: auto, where vLLM's server is installed)"
+    )
     served.add_argument("--timeline", type=int, metavar="N", help="profile N steps of the mixed load instead")
 
 
@@ -135,7 +142,7 @@ def _require_own_options(options: argparse.Namespace) -> None:
     owners = {
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
-        ("serve",): ("quick", "engines", "gpus", "timeline"),
+        ("serve",): ("quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
     }
     for benchmarks, names in owners.items():
         given = [name for name in names if getattr(options, name) not in (None, False)]
@@ -184,6 +191,9 @@ def _bench_serve(options: argparse.Namespace) -> int:
         layers=options.layers,
         gpus=options.gpus,
         timeline=options.timeline,
+        workloads=options.workloads,
+        soak_s=options.soak,
+        http=options.http or serve_plan.AUTO_HTTP,
         budget_s=options.budget_s,
     )
     summary = serve.run(profile, options.out, options.scratch)

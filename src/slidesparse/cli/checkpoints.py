@@ -51,9 +51,7 @@ def _add_eval(commands: Commands) -> None:
         commands, "eval", _eval, "Measure a checkpoint's perplexity on a text, or run tasks of lm-evaluation-harness."
     )
     add_source(evaluate, "PATH", "any checkpoint, pruned or not: a folder, or NAMESPACE/NAME on the hub")
-    evaluate.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8 text, .jsonl with text, or a data set on disk"
-    )
+    evaluate.add_argument("--text", metavar="FILE", help="text: .txt, .jsonl, .parquet, a folder, or a data set")
     evaluate.add_argument(
         "--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)"
     )

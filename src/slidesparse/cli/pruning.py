@@ -37,7 +37,7 @@ def add_prune(commands: Commands) -> None:
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
     prune.add_argument("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
-    _add_calibration(prune, "text for wanda and sparsegpt: UTF-8, .jsonl with text, or a data set on disk")
+    _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
     )
@@ -152,7 +152,7 @@ def add_plan(commands: Commands) -> None:
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
-    _add_calibration(plan, "text to measure on: UTF-8, .jsonl with text, or a data set on disk", required=True)
+    _add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, default", required=True)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import Prepared, prepare
+from slidesparse.commands.prune import EXPERTS_RUN_DENSE, Prepared, prepare
+from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
 from slidesparse.files.source_files import Links
@@ -43,6 +44,8 @@ class DryRun:
         destination: The folder that would be made.
         dtype: Type of the treated weights.
         treated: Pattern -> the linears that would get it.
+        experts: Pattern -> the tensors of experts that would get it.
+        treated_experts: Lines that describe them.
         left: Reason -> the layers that would be left alone for it.
         others: Everything else that would be copied: embeddings, norms, biases.
         files: Other files that would be copied, and their bytes.
@@ -55,6 +58,8 @@ class DryRun:
     destination: str
     dtype: str
     treated: dict[str, Tensors]
+    experts: dict[str, Tensors]
+    treated_experts: list[str]
     left: dict[str, Tensors]
     others: Tensors
     files: Tensors
@@ -76,6 +81,10 @@ class DryRun:
         """Return it as text."""
         lines = ["dry run: nothing was written"]
         lines += [f"would treat {_line(what, 'linears')} at {pattern}" for pattern, what in self.treated.items()]
+        for pattern, what in self.experts.items():
+            lines.append(f"would treat {_line(what, 'tensors of experts')} at {pattern}")
+        lines += [f"experts: {line}" for line in self.treated_experts]
+        lines += [EXPERTS_RUN_DENSE] if self.experts else []
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -101,9 +110,12 @@ def dry_run(
     prepared = prepare(source, destination, options, device, links)
     job, files = prepared.job, prepared.files
     treated = {job.layer_of[tensor]: tensor for tensor in job.layer_of}
-    left = {**job.targets.dense, **job.targets.other}
-    weights = {name: tensor for name in left if isinstance(tensor := job.meta.names.origins.get(f"{name}.weight"), str)}
-    known = {*treated.values(), *weights.values()}
+    left, experts = job.left, _experts(job)
+    weights = {name: job.experts.stored(name) for name in job.experts.dense}
+    for name in left.keys() - weights.keys():
+        if isinstance(tensor := job.meta.names.origins.get(f"{name}.weight"), str):
+            weights[name] = [tensor]
+    known = {name for names in ([*treated.values()], *weights.values(), *experts.values()) for name in names}
     counts = Counter(map(str, job.patterns.values()))
     size = prepared.n_bytes + files.n_bytes
     return DryRun(
@@ -113,8 +125,10 @@ def dry_run(
             pattern: _tensors(prepared, [treated[name] for name, p in job.patterns.items() if str(p) == pattern], count)
             for pattern, count in counts.most_common()
         },
+        experts={pattern: _tensors(prepared, names) for pattern, names in experts.items()},
+        treated_experts=job.experts.describe(),
         left={
-            reason: _tensors(prepared, [weights[name] for name in weights if left[name] == reason], count)
+            reason: _tensors(prepared, [t for name in weights if left[name] == reason for t in weights[name]], count)
             for reason, count in Counter(left.values()).most_common()
         },
         others=_tensors(prepared, [tensor for tensor in prepared.checkpoint.files if tensor not in known]),
@@ -124,6 +138,15 @@ def dry_run(
         free_bytes=shutil.disk_usage(_existing(prepared.destination)).free,
         time=estimate_time(job) if job.patterns else PruneTime(0.0, "nothing is treated"),
     )
+
+
+def _experts(job: PruneJob) -> dict[str, list[str]]:
+    """Return pattern -> tensors of the source with experts that get it."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in job.experts.tensors.items():
+        if tensor.layer in job.experts.patterns:
+            found.setdefault(str(job.experts.patterns[tensor.layer]), []).append(name)
+    return found
 
 
 def _tensors(prepared: Prepared, names: list[str], count: int | None = None) -> Tensors:
@@ -148,7 +171,7 @@ def _existing(path: Path) -> Path:
 
 def _line(what: Tensors, kind: str) -> str:
     sizes = dict.fromkeys((readable_size(what.source_bytes), readable_size(what.destination_bytes)))
-    return f"{what.count} {kind}, {' -> '.join(sizes)}"
+    return f"{what.count} {kind if what.count != 1 else kind.removesuffix('s')}, {' -> '.join(sizes)}"
 
 
 def _duration(seconds: float) -> str:

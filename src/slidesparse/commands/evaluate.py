@@ -17,12 +17,13 @@ from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.model_card import add_measurements, card_to_measure
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
-from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions, read_text
+from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
 from slidesparse.files.marker import is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model, model_class
+from slidesparse.files.texts import as_text, read_documents
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
@@ -86,7 +87,7 @@ def evaluate(
 
     Args:
         path: The folder.
-        text: UTF-8 text or ``.jsonl`` for perplexity.
+        text: What :func:`slidesparse.files.texts.read_documents` reads, for perplexity.
         window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
         stride: Tokens between windows; None: half a window.
         batch: Windows at a time.
@@ -108,14 +109,15 @@ def evaluate(
             raise InputError(f"--{name}", got=value, needed="1 or more")
     device = usable_device(device)
     noted = card_to_measure(Path(path)) if card else None
-    content = None if text is None else read_text(text)
+    documents = None if text is None else read_documents(text)
     harness = _harness() if tasks else None
     refuse_masked(model_class(Checkpoint(path))[0])
     tokenizer = load_tokenizer(Path(path))
     model = load_any(path, device)
     require_causal(model)
     measured = None
-    if content is not None:
+    if documents is not None:
+        content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content)
         check_tokens(tokens, model.config, path)
         tokens = tokens.to(device)

@@ -14,6 +14,7 @@ import torch
 
 from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import Experts, describe_experts, find_experts
+from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -83,7 +84,8 @@ class Inspection:
         dense: Linear left dense -> why.
         faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
-        experts: The mixtures of experts, which are not treated either.
+        experts: The mixtures of experts.
+        expert_layers: The weights of experts that could be read, all experts of a layer in one; they run dense.
     """
 
     path: str
@@ -92,11 +94,12 @@ class Inspection:
     faults: list[str]
     other: dict[str, str]
     experts: list[Experts]
+    expert_layers: list[ExpertLayer]
 
     @property
     def ok(self) -> bool:
         """True when every layer satisfies its mark, and every tensor can be used."""
-        return not self.faults and all(layer.problem is None for layer in self.layers)
+        return not self._problems()
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and whether the checkpoint can be used."""
@@ -125,14 +128,18 @@ class Inspection:
         columns = ("layer", "count", "shape", "type", "marked", "tightest", "zeros", "dense MB", "2:4 MB", "ideal")
         lines = [table(columns, rows)]
         lines += map(wrapped, [*_describe_choices(self.layers), *describe_dense({**self.dense, **self.other})])
-        lines += [wrapped(f"not treated: {line} (mixture of experts)") for line in describe_experts(self.experts)]
+        lines += [wrapped(line) for line in describe_expert_layers(self.expert_layers)]
+        read = {layer.experts for layer in self.expert_layers}
+        unread = [one for one in self.experts if one.name not in read]
+        lines += [wrapped(f"experts that nobody can read: {line}") for line in describe_experts(unread)]
         types = dict.fromkeys(getattr(torch, layer.dtype) for layer in self.layers)
         lines += [wrapped(warning) for dtype in types if (warning := warn_of_type(dtype)) is not None]
         lines += [f"PROBLEM: {problem}" for problem in self._problems()]
         return "\n".join(lines)
 
     def _problems(self) -> list[str]:
-        return [*(layer.problem for layer in self.layers if layer.problem), *self.faults]
+        found = [*(layer.problem for layer in self.layers), *(layer.problem for layer in self.expert_layers)]
+        return [*(problem for problem in found if problem is not None), *self.faults]
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
@@ -180,8 +187,10 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
     checkpoint = Checkpoint(path)
     marker = Marker.from_config(checkpoint.config)
     meta = build_meta_model(checkpoint)
+    experts = find_experts(meta.model)
     if marker is None:
-        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise())
+        inside = linears_inside(meta.model, experts)
+        targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise(), without=inside)
     else:
         targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"), {})
     stored = stored_names(meta)
@@ -198,8 +207,10 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
             else:
                 layers.append(_inspect_layer(name, weight, marker.pattern_of(name) if marker else None))
             advance(1)
-    experts = find_experts(meta.model)
-    return Inspection(str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts)
+    expert_layers = inspect_experts(checkpoint, meta, marker, progress=progress)
+    return Inspection(
+        str(path), layers, targets.dense, list(dict.fromkeys(faults)), targets.other, experts, expert_layers
+    )
 
 
 def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:

@@ -32,6 +32,9 @@ MAX_FRONT_MATTER = 1 << 16
 MAX_LINES = 40
 """Most lines on what stays dense."""
 
+LEFT = "left dense: "
+"""How a line on what stays dense begins in a log; here a heading says so."""
+
 HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->", "<!-- end -->"
 """Around the rows that ``eval --card`` writes."""
 
@@ -44,6 +47,7 @@ def write_card(
     dtype: str,
     quantised: bool,
     method: str,
+    experts: Sequence[str],
     left: Sequence[str],
     sizes: tuple[int, int],
     source_card: Path | None,
@@ -57,6 +61,7 @@ def write_card(
         dtype: Type of the treated weights.
         quantised: Whether the weights are quantised.
         method: How weights were chosen, with the text that the method saw.
+        experts: Lines that say which experts' weights were treated.
         left: Lines that say what stays dense.
         sizes: Bytes of the source's tensors and of the pruned ones.
         source_card: The source's own card, or None.
@@ -67,6 +72,7 @@ def write_card(
     common = counts[0][0] if counts else "dense"
     rows = {
         "patterns": ", ".join(f"{pattern} in {count} linears" for pattern, count in counts) or "none",
+        **({"experts, which run dense": _plain("; ".join(experts))} if experts else {}),
         "method": _plain(method),
         "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
@@ -90,8 +96,8 @@ pip install "slidesparse[vllm]"
 vllm serve THIS_FOLDER
 ```
 
-vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it. transformers loads the
-folder dense, with compressed-tensors.
+vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it.
+{_transformers(dtype, experts)}
 
 ```python
 import slidesparse as ss
@@ -108,9 +114,16 @@ model = ss.load("THIS_FOLDER", device="cuda")
 
 ## Left dense
 
-{chr(10).join(f"- {_plain(line)}" for line in dense) or "- nothing"}
+{chr(10).join(f"- {_plain(line).removeprefix(LEFT)}" for line in dense) or "- nothing"}
 """
     replace_file(folder / FILE_NAME, text)
+
+
+def _transformers(dtype: str, experts: Sequence[str]) -> str:
+    """Return what transformers does with the folder."""
+    if experts and dtype == "int8":
+        return "transformers 5.23 cannot load INT8 experts."
+    return "transformers loads the folder dense, with compressed-tensors."
 
 
 def card_to_measure(folder: Path) -> Path:
@@ -192,9 +205,15 @@ def _carried(card: Path) -> dict[str, Any]:
 def _is_short(value: Any) -> bool:
     """Return whether a value is a word, or a list of a few."""
     words = value if isinstance(value, list) else [value]
-    return 0 < len(words) < 100 and all(isinstance(word, str) and 0 < len(word) < 300 for word in words)
+    return 0 < len(words) < 100 and all(isinstance(word, str) and _is_word(word) for word in words)
+
+
+def _is_word(word: str) -> bool:
+    """Return whether a text is short, can be written, and does not look like the place of the measurements."""
+    half = any("\ud800" <= sign <= "\udfff" for sign in word)  # of a surrogate pair
+    return 0 < len(word) < 300 and not half and BEGIN not in word and END not in word
 
 
 def _plain(text: str) -> str:
-    """Return a text that stays in its line, and in its cell of a table."""
-    return " ".join(text.replace("|", "/").split())
+    """Return a text that stays in its line, in its cell of a table, and apart from the place of the measurements."""
+    return " ".join(text.replace("|", "/").replace("<!--", "<").split())

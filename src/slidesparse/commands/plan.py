@@ -111,7 +111,11 @@ def plan_checkpoint(
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     meta = build_meta_model(checkpoint)
-    refuse_experts(meta.model)
+    refuse_experts(
+        meta.model,
+        "plan does not measure the damage in experts",
+        "prune with one --pattern, and --layer 're:.*experts=PATTERN' for another one of the experts",
+    )
     refuse_faults(meta, checkpoint)
     generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")  # what prune never copies

@@ -35,6 +35,8 @@ from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
+EXPERTS_RUN_DENSE = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
+
 
 @dataclass(frozen=True)
 class PruneSummary:
@@ -44,6 +46,8 @@ class PruneSummary:
         destination: The new checkpoint.
         dtype: Type of the treated weights.
         patterns: Treated layer -> pattern.
+        experts: Treated weights of experts -> pattern, of a mixture.
+        treated_experts: Lines that describe them.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         not_copied: Files of the source that hold other copies of the weights.
@@ -61,6 +65,8 @@ class PruneSummary:
     destination: str
     dtype: str
     patterns: dict[str, str]
+    experts: dict[str, str]
+    treated_experts: list[str]
     dense: dict[str, str]
     other: dict[str, str]
     not_copied: list[str]
@@ -80,6 +86,8 @@ class PruneSummary:
         """Return the summary as text."""
         counts = Counter(self.patterns.values())
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        lines += [f"treated experts: {line}" for line in self.treated_experts]
+        lines += [EXPERTS_RUN_DENSE] if self.experts else []
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
@@ -181,7 +189,9 @@ def prune_checkpoint(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
-        dense=job.targets.dense,
+        experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
+        treated_experts=job.experts.describe(),
+        dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
         not_copied=list(files.not_copied),
         links=list(files.links),
@@ -236,7 +246,8 @@ def _write_the_rest(
         dtype=dtype_name(job.dtype),
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
-        left=describe_dense({**job.targets.dense, **job.targets.other}),
+        experts=job.experts.describe(),
+        left=describe_dense(job.left),
         sizes=(checkpoint.n_bytes, prepared.n_bytes),
         source_card=None if kept_card is None else work.output / kept_card,
     )

@@ -11,6 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -20,7 +21,7 @@ from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import refuse_experts
+from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
@@ -40,6 +41,9 @@ from slidesparse.quant import (
 )
 from slidesparse.support import check_weight
 
+MOST_AT_ONCE = 8
+"""Sets that are pruned at a time on a CPU; each may hold a gigabyte of a large model."""
+
 
 class PruneJob:
     """A checkpoint and the options, from which follows how every tensor is treated.
@@ -56,11 +60,14 @@ class PruneJob:
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
-        refuse_experts(self.meta.model)
         refuse_faults(self.meta, checkpoint)
+        self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
+        self.routers = find_routers(self.meta.model, self.experts.found)
         run = run_once(self.meta.model)
         self.targets = self._find_targets(options, run)
-        self.patterns = layer_patterns(self.targets.linears, self.pattern, options.layers)
+        patterns = layer_patterns([*self.targets.linears, *self.experts.layers], self.pattern, options.layers)
+        self.experts.choose(patterns)
+        self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.calibrated: PrunedLayers | None = None
@@ -79,9 +86,11 @@ class PruneJob:
 
         def find(keep: Mapping[str, str]) -> Targets:
             also = quantised.get("ignore", [])
-            return find_targets(model, options.ignore, options.lm_head, also, part=options.part, keep=keep)
+            return find_targets(model, ignore, options.lm_head, also, part=options.part, keep=keep, without=inside)
 
-        stored_otherwise = self.meta.why_stored_otherwise()
+        inside = linears_inside(model, self.experts.found)
+        ignore = self.experts.without_own_entries(options.ignore, model, inside)
+        stored_otherwise = self.meta.why_stored_otherwise() | self.routers
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})
 
@@ -133,10 +142,18 @@ class PruneJob:
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
 
+    @property
+    def left(self) -> dict[str, str]:
+        """Layers that are left alone -> why."""
+        return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
+
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
         out: dict[str, Stored] = {}
         for tensor, stored in shard.items():
+            if self.experts.treats(tensor):
+                out |= self.experts.outputs(tensor, stored)
+                continue
             if tensor not in self.layer_of:
                 out[tensor] = stored
                 continue
@@ -152,7 +169,10 @@ class PruneJob:
         here = {self.layer_of[tensor]: tensor for tensor in shard if tensor in self.layer_of}
         with TensorWriter(path, outputs) as writer:
             for tensor in shard:
-                if tensor not in self.layer_of:
+                if self.experts.treats(tensor):
+                    with self._enough_memory([tensor]):
+                        self.experts.write(writer, tensor, self.pruner, self.device, advance)
+                elif tensor not in self.layer_of:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
             # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
             sets = dict.fromkeys(tuple(self.set_of[name]) for name in here)
@@ -163,7 +183,7 @@ class PruneJob:
 
     def _threads(self) -> int:
         """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
-        return torch.get_num_threads() if torch.device(self.device).type == "cpu" else 1
+        return min(torch.get_num_threads(), MOST_AT_ONCE) if torch.device(self.device).type == "cpu" else 1
 
     def _treated(self, names: Sequence[str], here: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
@@ -188,7 +208,7 @@ class PruneJob:
 
     def _copied(self, tensor: str) -> torch.Tensor:
         value = self.checkpoint.tensor(tensor)
-        if tensor in self.parameters:
+        if tensor in self.parameters or tensor in self.experts.tensors:
             check_finite(value, tensor)
         return value
 
@@ -249,15 +269,20 @@ class PruneJob:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
-        ignore = [name for name in self.targets.dense if name not in quantised]
+        ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
+        ignore += self._hub_names(self.routers)
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            config["quantization_config"] = quantization_config(self.dtype, [*ignore, *self._hub_names(ignore)])
+            entries = dict.fromkeys([*ignore, *self._hub_names(ignore), *self.experts.ignore_entries()])
+            config["quantization_config"] = quantization_config(self.dtype, entries)
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
-        return {**config, MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions).to_config()}
+        return {
+            **config,
+            MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
+        }

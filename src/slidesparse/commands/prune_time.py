@@ -5,6 +5,7 @@ Nothing is known of the disk, so reading and writing are left out, and named as 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ def estimate_time(job: PruneJob) -> PruneTime:
     sample = weight[: max(SAMPLE // weight.shape[1], 1)]
     sets = [names for names in job.sets if job.patterns[names[0]] != DENSE]
     n_weights = sum(job.targets.linears[linear].weight.numel() for names in job.sets for linear in names)
-    copied = job.checkpoint.n_bytes - sum(job.checkpoint.stored(tensor).n_bytes for tensor in job.layer_of)
+    experts = [job.checkpoint.stored(tensor) for tensor in job.experts.tensors if job.experts.treats(tensor)]
+    n_weights += sum(math.prod(stored.shape) for stored in experts)
+    treated = [*(job.checkpoint.stored(tensor) for tensor in job.layer_of), *experts]
+    copied = job.checkpoint.n_bytes - sum(stored.n_bytes for stored in treated)
     digest = _seconds(lambda: data_digest(torch.zeros(SAMPLE, dtype=torch.uint8)), "cpu") / SAMPLE
 
     def treat() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
-from slidesparse.base.typed_json import parse_json
-from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.files.texts import DEFAULT, DEFAULT_FILE, as_text, read_documents
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 
 SAMPLES = 128
 MAX_LENGTH = 2048
+DEFAULT_LENGTH = 128
+"""Tokens of a window of the small set that comes with the package, which has few."""
+
 MAX_SEED = 2**63 - 1
 
 
@@ -27,11 +30,11 @@ class Calibration:
     """The text that a calibrated method sees.
 
     Attributes:
-        file: UTF-8 text; or ``.jsonl`` with one object a line whose ``text`` is a document; or ``.json`` with a list of
-            such objects; or a folder that ``datasets`` wrote with ``save_to_disk``, whose column ``text`` is taken
-            (split ``train`` if it has splits).
+        file: What :func:`slidesparse.files.texts.read_documents` reads; or ``default``, where there is no such file:
+            the small set that comes with the package.
         samples: Windows of text.
-        length: Tokens of a window; None: 2048, or as many as the model has positions when these are fewer.
+        length: Tokens of a window; None: 2048 (128 of the small set), or as many as the model has positions when these
+            are fewer.
         seed: Seed of the random choice of windows, from 0 to 2^63 - 1.
 
     Raises:
@@ -44,7 +47,8 @@ class Calibration:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "file", str(usable_path(self.file, "calibration text")))
+        usable_path(self.file, "calibration text")
+        object.__setattr__(self, "file", os.fspath(self.file))  # as it was written: ./a/b is no name of a data set
         length = 2 if self.length is None else self.length
         if not (isinstance(self.samples, int) and isinstance(length, int)) or self.samples < 1 or length < 2:
             raise InputError(
@@ -54,75 +58,6 @@ class Calibration:
             )
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise InputError("calibration seed", got=repr(self.seed), needed=f"0 to {MAX_SEED}")
-
-
-def read_text(path: str | Path) -> str:
-    """Read the text of a file, or of a data set on disk: see :class:`Calibration`.
-
-    Raises:
-        InputError: It cannot be read, is not text, or is empty.
-        UnsupportedError: It is a data set and ``datasets`` is not installed.
-    """
-    path = usable_path(path, "text")
-    text = "\n\n".join(_data_set(path)) if path.is_dir() else _file_text(path)
-    if not text.strip():
-        raise InputError(f"{path} holds no text")
-    return text
-
-
-def _file_text(path: Path) -> str:
-    try:
-        require_regular(path)
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read {path}", got=error.strerror) from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not text", got=first_line(error), needed="UTF-8") from error
-    if "\0" in text:
-        raise InputError(f"{path} is not text", got="NUL characters", needed="UTF-8")
-    kind = path.suffix.lower()
-    if kind == ".jsonl":
-        return "\n\n".join(_lines(path, text))
-    return "\n\n".join(_list(path, text)) if kind == ".json" else text
-
-
-def _data_set(folder: Path) -> list[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnsupportedError(
-            f"{folder} is a folder, and datasets is not installed", remedy="pip install datasets, or use a text file"
-        ) from error
-    try:
-        loaded: Any = datasets.load_from_disk(str(folder))
-        texts = list((loaded["train"] if isinstance(loaded, dict) else loaded)["text"])
-    except Exception as error:  # a damaged folder can raise anything in a library
-        raise InputError(
-            f"{folder} is no data set with texts",
-            got=first_line(error),
-            needed="a folder that datasets' save_to_disk wrote, with a column text",
-        ) from error
-    return [_document(f"{folder}, row {number}", {"text": text}) for number, text in enumerate(texts)]
-
-
-def _lines(path: Path, text: str) -> list[str]:
-    # Not splitlines(), which also splits at U+2028 and others that a JSON string may hold.
-    numbered = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), start=1)]
-    return [_document(where, parse_json(line, where, non_finite=True)) for where, line in numbered if line.strip()]
-
-
-def _list(path: Path, text: str) -> list[str]:
-    documents = parse_json(text, str(path), non_finite=True)
-    if not isinstance(documents, list):
-        raise InputError(f"{path}", got=type(documents).__name__, needed="a list of objects with a text")
-    return [_document(f"{path}, entry {number}", document) for number, document in enumerate(documents, start=1)]
-
-
-def _document(where: str, document: Any) -> str:
-    text = document.get("text") if isinstance(document, dict) else None
-    if not isinstance(text, str):
-        raise InputError(where, got=f"{document!r:.80}", needed='an object such as {"text": "..."}')
-    return text
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -208,6 +143,11 @@ def digest(windows: torch.Tensor) -> str:
     return hashlib.sha256(windows.cpu().numpy().tobytes()).hexdigest()
 
 
+def is_default(file: str) -> bool:
+    """Return whether a name means the small set that comes with the package: a file of that name comes first."""
+    return file == DEFAULT and not os.path.lexists(file)
+
+
 def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
 
@@ -215,10 +155,13 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
         InputError: The text cannot be used, or the windows are longer than the model reads.
         CheckpointError: The checkpoint has no tokenizer, or one that does not fit the model.
     """
-    length = positions(config) if calibration.length is None else calibration.length
+    small = is_default(calibration.file)
+    usual = positions(config, DEFAULT_LENGTH if small else MAX_LENGTH)
+    length = usual if calibration.length is None else calibration.length
     if length > positions(config, at_most=length):
         raise InputError("calibration windows", got=f"{length} tokens", needed=f"at most {positions(config, length)}")
-    text = read_text(calibration.file)
-    tokens = encode(load_tokenizer(folder), text)
+    documents = read_documents(DEFAULT_FILE if small else calibration.file)
+    tokenizer = load_tokenizer(folder)
+    tokens = encode(tokenizer, as_text(documents, tokenizer))
     check_tokens(tokens, config, folder)
     return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file))

@@ -12,8 +12,9 @@ from collections.abc import Container, Iterator, Mapping
 import torch
 from torch import nn
 
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, UnsupportedError
 from slidesparse.files.checkpoint import ITEM_BYTES, STORED_NAMES, Checkpoint
+from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
@@ -71,8 +72,10 @@ def find_faults(meta: MetaModel, checkpoint: Checkpoint) -> Iterator[CheckpointE
             yield CheckpointError(
                 f"shape of {own}", got=list(found.shape), needed=f"{list(expected.shape)}, as config.json says"
             )
-        elif name in parameters:
-            yield from _type_faults(name, own, found.dtype, checkpoint, allowed)
+        elif name in parameters and own not in allowed.experts:
+            yield from _type_faults(own, checkpoint, *allowed.of(name))
+    for own in allowed.experts:
+        yield from _type_faults(own, checkpoint, *allowed.of_experts(own, len(checkpoint.stored(own).shape)))
 
 
 class _Allowed:
@@ -84,6 +87,10 @@ class _Allowed:
         self.quantised = None if dtype is None else STORED_NAMES[dtype]
         self.entries = [str(entry) for entry in source_quantisation(checkpoint.config).get("ignore") or ()]
         self.linears = {name for name, module in meta.model.named_modules() if isinstance(module, nn.Linear)}
+        try:
+            self.experts = set(find_expert_tensors(meta, checkpoint))
+        except UnsupportedError:  # they are as they are, and of a float type
+            self.experts = set()
 
     def of(self, name: str) -> tuple[frozenset[str], str]:
         """Return the types that a parameter may have, and why."""
@@ -101,11 +108,19 @@ class _Allowed:
             return frozenset(), "the quantization_config ignores the layer, slidesparse_config does not"
         return frozenset({self.quantised}), "slidesparse_config does not ignore the layer"
 
+    def of_experts(self, tensor: str, dimensions: int) -> tuple[frozenset[str], str]:
+        """Return the types that a tensor of experts may have, and why."""
+        if self.quantised is None:
+            return FLOAT_NAMES, "config.json has no quantization_config"
+        if self.marker is None:
+            return FLOAT_NAMES | {self.quantised}, f"the quantization_config says {self.quantised}"
+        if marker_name(tensor, dimensions) in self.marker.experts:
+            return frozenset({self.quantised}), "slidesparse_config names the experts"
+        return FLOAT_NAMES, "slidesparse_config does not name the experts"
 
-def _type_faults(
-    name: str, tensor: str, found: str, checkpoint: Checkpoint, allowed: _Allowed
-) -> Iterator[CheckpointError]:
-    types, why = allowed.of(name)
+
+def _type_faults(tensor: str, checkpoint: Checkpoint, types: frozenset[str], why: str) -> Iterator[CheckpointError]:
+    found = checkpoint.stored(tensor).dtype
     if found not in types:
         needed = f"{' or '.join(sorted(types))}: {why}" if types else why
         yield CheckpointError(f"type of {tensor}", got=found, needed=needed)

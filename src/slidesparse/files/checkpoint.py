@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -25,7 +25,7 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.typed_json import decode, load_json, parse_json
 from slidesparse.base.whole_file import NEW_FILE, kind_of, replace_file, require_no_holes, require_regular
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.data_digest import DIGITS, data_digest, text_digest
+from slidesparse.files.data_digest import DIGITS, RunningDigest, data_digest, text_digest
 from slidesparse.files.early_flush import EarlyFlush
 
 SINGLE_FILE = "model.safetensors"
@@ -139,6 +139,10 @@ class Checkpoint:
         """Read one tensor."""
         return self.readers[self._file(name)].tensor(name, device)
 
+    def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one part of a tensor: what it holds at an index of its first dimension."""
+        return self.readers[self._file(name)].part(name, index, device)
+
     def _file(self, name: str) -> str:
         if name not in self.files:
             raise CheckpointError(f"{self.path} holds no {name}")
@@ -215,6 +219,12 @@ class TensorReader:
         """Read one tensor; on a CPU it is mapped, not copied."""
         with _opened(self.path, device) as file:
             tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read what a tensor holds at an index of its first dimension, and nothing else of it."""
+        with _opened(self.path, device) as file:
+            tensor: torch.Tensor = file.get_slice(name)[index]
             return tensor
 
     def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -316,6 +326,23 @@ class TensorWriter:
             self.file.write(tensor.view(-1).view(torch.uint8).numpy().data)
         self.early.wrote(n_bytes)
         self.digests[name] = data_digest(tensor)
+        self.missing.discard(name)
+
+    def write_parts(self, name: str, parts: Iterable[torch.Tensor]) -> None:
+        """Write one tensor, which comes in parts of its type: what it holds at each index of its first dimension."""
+        stored, digest, count = self.tensors[name], RunningDigest(), 0
+        self.file.seek(self.start + self.offsets[name][0])
+        for part in parts:
+            if tuple(part.shape) != stored.shape[1:] or STORED_NAMES.get(part.dtype) != stored.dtype:
+                raise ValueError(f"{name} was announced as {stored}, and has a part {part.dtype} {tuple(part.shape)}")
+            part = part.contiguous()
+            self.file.write(part.view(-1).view(torch.uint8).numpy().data)
+            self.early.wrote(part.nbytes)
+            digest.add(part)
+            count += 1
+        if count != stored.shape[0]:
+            raise ValueError(f"{name} was announced with {stored.shape[0]} parts, and has {count}")
+        self.digests[name] = digest.result()
         self.missing.discard(name)
 
     def _header(self) -> bytes:

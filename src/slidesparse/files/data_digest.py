@@ -43,6 +43,30 @@ def data_digest(tensor: torch.Tensor) -> str:
         return _of_blocks(list(pool.map(zlib.crc32, blocks)))
 
 
+class RunningDigest:
+    """The digest of data that come one part after the other: that of :func:`data_digest` of all of them."""
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+        self.open, self.filled = 0, 0  # the block that is not full yet
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a tensor's bytes. It is on the CPU, of any type and shape."""
+        if not tensor.numel():
+            return
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+        while data:
+            part, data = data[: BLOCK - self.filled], data[BLOCK - self.filled :]
+            self.open, self.filled = zlib.crc32(part, self.open), self.filled + len(part)
+            if self.filled == BLOCK:
+                self.sums.append(self.open)
+                self.open, self.filled = 0, 0
+
+    def result(self) -> str:
+        """Return the digest of everything that was added."""
+        return _of_blocks([*self.sums, self.open] if self.filled else self.sums)
+
+
 def text_digest(text: str) -> str:
     """Return the digest of a short text: BLAKE2b, :data:`DIGITS` hexadecimal digits."""
     return _digest(text.encode())

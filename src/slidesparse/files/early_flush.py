@@ -26,7 +26,8 @@ class EarlyFlush:
         self.waiting += n_bytes
         if self.waiting >= STRIDE and (self.running is None or self.running.done()):
             self.waiting = 0
-            self.running = self.pool.submit(os.fdatasync, self.descriptor)
+            flush = getattr(os, "fdatasync", os.fsync)  # macOS has the second alone
+            self.running = self.pool.submit(flush, self.descriptor)
 
     def close(self) -> None:
         """Wait for the flush that is running."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slidesparse.base.apart import run_apart
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
@@ -28,6 +29,12 @@ OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*")
 """Folders with the same weights for other programs."""
 
 NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+MAX_SHARDS = 10_000
+"""Most weight files of a model. huggingface_hub compares each name with each file."""
+
+REVISION = re.compile(r"(?!.*\.\.)[\w][^\x00-\x20\x7f~^:?*\[\\]{0,254}")
+"""Names of branches, tags and commits: those that git takes. An address with .. in it leads elsewhere."""
 
 SNAPSHOT = re.compile(r"models--(?P<namespace>.+?)--(?P<name>.+)/snapshots/(?P<commit>[^/]+)")
 """Path of a snapshot in huggingface_hub's cache."""
@@ -72,7 +79,9 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
         raise CheckpointError(
             f"no checkpoint folder at {path}", needed="a local folder, or a model of the hub as NAMESPACE/NAME"
         )
-    return fetch(source, revision)
+    if revision is not None and REVISION.fullmatch(revision) is None:
+        raise InputError("--revision", got=f"{revision!r:.80}", needed="the name of a branch, a tag or a commit")
+    return run_apart(lambda: fetch(source, revision))  # huggingface_hub ends its threads when they are done, not before
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
@@ -87,8 +96,10 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _explained(repository, revision):
+    reached = _answers(repository, revision)
+    with _explained(repository, revision, reached):
         options: dict[str, Any] = {"library_name": "slidesparse", "tqdm_class": _bar_class()}
+        options["local_files_only"] = not reached
         folder = Path(
             snapshot_download(
                 repository,
@@ -114,6 +125,19 @@ def hub_model(folder: Path) -> HubModel | None:
     return None if found is None else HubModel(f"{found['namespace']}/{found['name']}", found["commit"])
 
 
+def _answers(repository: str, revision: str | None) -> bool:
+    """Return whether the hub answers in time, be it with an error: ``snapshot_download`` waits for ever."""
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi(library_name="slidesparse").model_info(
+            repository, revision=revision, timeout=constants.DEFAULT_ETAG_TIMEOUT
+        )
+    except Exception as error:  # in the classes of whichever library huggingface_hub builds on
+        return "Timeout" not in type(error).__name__
+    return True
+
+
 def _is_repository(name: str) -> bool:
     try:
         from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -131,10 +155,12 @@ def _is_repository(name: str) -> bool:
 
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the weight files that the descriptions in a folder announce."""
-    names = [SINGLE_FILE]
+    names: list[str] = [SINGLE_FILE]
     if (folder / INDEX_FILE).exists():
         shards = read_json(folder / INDEX_FILE).get("weight_map")
         names = sorted({name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else ())
+        if len(names) > MAX_SHARDS:
+            raise CheckpointError(f"{folder / INDEX_FILE} names too many files", needed=f"at most {MAX_SHARDS}")
     parts = "*/*.safetensors" if (folder / "modules.json").exists() else ""  # of a sentence encoder
     return [*(name for name in names if name.endswith(".safetensors")), *filter(None, [parts])]
 
@@ -152,7 +178,7 @@ def _bar_class() -> type:
 
 
 @contextmanager
-def _explained(repository: str, revision: str | None) -> Iterator[None]:
+def _explained(repository: str, revision: str | None, reached: bool) -> Iterator[None]:
     """Turn whatever goes wrong while a model is fetched into one line."""
     from huggingface_hub import constants, errors
 
@@ -188,6 +214,6 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
             ) from error
         raise CheckpointError(
             f"there is no folder {repository}, and a model of that name cannot be fetched",
-            got=first_line(error),
+            got=first_line(error) if reached else f"no answer from {constants.ENDPOINT}",
             remedy="correct the name, or run again: what was fetched is kept",
         ) from error

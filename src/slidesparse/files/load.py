@@ -15,6 +15,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import SlideSparseWarning
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_tensors import ExpertReader
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.hub import source_folder
 from slidesparse.files.marker import Marker, quantisation_dtype
@@ -119,9 +120,10 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     dtype = model.config.dtype
 
     stored = stored_names(meta)
+    experts = ExpertReader(checkpoint, meta, device)
 
     def read(name: str) -> torch.Tensor:
-        value = meta.read(name, partial(checkpoint.tensor, device=device)).to(device)
+        value = meta.read(name, experts.tensor).to(device)
         check_finite(value, stored.get(name, name))
         return value.to(dtype) if dtype in FLOATS and value.is_floating_point() else value
 

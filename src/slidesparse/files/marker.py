@@ -12,6 +12,13 @@ A checkpoint of ours is an ordinary compressed-tensors one with our key added at
 ``ignore`` lists every linear that was left alone. ``layers`` lists exceptions to ``pattern``, by exact name; a layer
 that is quantised but not pruned is ``"dense"``. Unknown keys and versions are errors: a reader that skips them would
 compute something else than the writer meant.
+
+A mixture of experts has version 2 and one key more, ``experts``, which names all experts that were treated::
+
+    "experts": {"model.layers.0.mlp.experts.*.gate_proj": "6:8", ...}
+
+Its names are those of the checkpoint's tensors without ``.weight``, with ``*`` in the place of an expert's number; a
+tensor that holds all experts of a layer has its own name.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.models.config_keys import MARKER_KEY, MARKER_VERSION, marker_config
+from slidesparse.models.config_keys import EXPERTS_VERSION, MARKER_KEY, MARKER_VERSION, marker_config
 from slidesparse.pattern import Pattern
 
 
@@ -39,6 +46,13 @@ class _Stored:
 
 
 @dataclass(frozen=True)
+class _StoredWithExperts(_Stored):
+    """The value of the key, of a mixture whose experts were treated."""
+
+    experts: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Marker:
     """The sparsity of a checkpoint.
 
@@ -46,11 +60,13 @@ class Marker:
         pattern: The common pattern.
         ignore: Linears that were left alone, by exact name.
         layers: Exact name -> pattern, where it is not the common one.
+        experts: Name of experts' weights -> pattern, of all that were treated.
     """
 
     pattern: Pattern
     ignore: tuple[str, ...] = ()
     layers: Mapping[str, Pattern] = field(default_factory=dict)
+    experts: Mapping[str, Pattern] = field(default_factory=dict)
 
     def pattern_of(self, name: str) -> Pattern:
         """Return the pattern of a treated layer."""
@@ -58,7 +74,7 @@ class Marker:
 
     def to_config(self) -> dict[str, Any]:
         """Return the value of the key, ready for JSON."""
-        return marker_config(self.pattern, self.ignore, self.layers)
+        return marker_config(self.pattern, self.ignore, self.layers, self.experts)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Marker | None:
@@ -72,17 +88,20 @@ class Marker:
             return None
         if not isinstance(value, Mapping):
             raise CheckpointError(MARKER_KEY, got=type(value).__name__, needed="an object")
-        if value.get("version") != MARKER_VERSION:
+        kinds: dict[object, type[_Stored]] = {MARKER_VERSION: _Stored, EXPERTS_VERSION: _StoredWithExperts}
+        version = value.get("version")
+        if type(version) is not int or version not in kinds:
             raise CheckpointError(
                 f"version of {MARKER_KEY}",
-                got=repr(value.get("version")),
-                needed=str(MARKER_VERSION),
+                got=repr(version),
+                needed=" or ".join(map(str, kinds)),
                 remedy="upgrade slidesparse",
             )
         try:
-            stored: _Stored = decode(_Stored, dict(value), "marker")
+            stored: _Stored = decode(kinds[version], dict(value), "marker")
             exceptions = {name: Pattern.parse(text) for name, text in stored.layers.items()}
-            return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions)
+            experts = {name: Pattern.parse(text) for name, text in getattr(stored, "experts", {}).items()}
+            return cls(Pattern.parse(stored.pattern), stored.ignore, exceptions, experts)
         except InputError as error:
             raise CheckpointError(f"{MARKER_KEY}: {error}") from error
 

@@ -16,6 +16,7 @@ from slidesparse.files.check_config import require_family, require_plausible
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.tensor_names import TensorNames, ask_transformers
+from slidesparse.models.experts import find_experts, linears_inside
 from slidesparse.quant import FLOATS
 
 BUILT_IN_ATTENTION = frozenset({None, "eager", "sdpa"})
@@ -36,16 +37,20 @@ class MetaModel:
     names: TensorNames
 
     def linears(self, marker: Marker) -> dict[str, nn.Linear]:
-        """Return the linears that are not on a marker's ignore list, by module name.
+        """Return the linears that are not on a marker's ignore list and no parts of experts, by module name.
 
         Raises:
             CheckpointError: When the marker names a layer that the model does not have.
         """
-        known = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Linear)}
-        unknown = [name for name in (*marker.ignore, *marker.layers) if name not in known]
+        modules = dict(self.model.named_modules())
+        known = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+        stored = {name.removesuffix(".weight") for origin in self.names.origins.values() for name in sources(origin)}
+        ignored = [name for name in marker.ignore if name not in modules and name not in stored]
+        unknown = [*ignored, *(name for name in marker.layers if name not in known)]
         if unknown:
             raise CheckpointError("the marker names layers that the model does not have", got=", ".join(unknown[:3]))
-        return {name: module for name, module in known.items() if name not in marker.ignore}
+        inside = linears_inside(self.model, find_experts(self.model))
+        return {name: module for name, module in known.items() if name not in marker.ignore and name not in inside}
 
     def why_stored_otherwise(self) -> dict[str, str]:
         """Return why linears cannot be changed in place: linear -> how the checkpoint stores its weight."""
@@ -132,6 +137,9 @@ def build_meta_model(
         _default_dtype(dtype or config.dtype),
     ):
         model: nn.Module = known(config)
+        set_experts: Any = getattr(model, "set_experts_implementation", None)
+        if not real_buffers and set_experts is not None:
+            set_experts("batched_mm")  # the others look at values, or run in BF16 alone
     with _explained(f"transformers cannot tell which tensors of {checkpoint.path} are which"):
         names = ask_transformers(known, config, {name: checkpoint.stored(name) for name in checkpoint.files})
     return MetaModel(model.eval(), names)

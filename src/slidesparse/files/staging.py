@@ -122,7 +122,7 @@ def new_folder(destination: Path, source: Path) -> Path:
     """Return the absolute path of a folder to make, and refuse those that cannot be made.
 
     Raises:
-        CheckpointError: It has no name (``foo/..``), exists, is the source or lies inside it.
+        CheckpointError: It has no name (``foo/..``), exists, is the source, lies inside it or below a file.
     """
     if destination.name in ("", ".."):
         raise CheckpointError(f"destination {destination} is no name for a new folder", remedy="choose a name")
@@ -137,6 +137,13 @@ def new_folder(destination: Path, source: Path) -> Path:
         raise CheckpointError(
             f"{partial_folder(destination)} is the source and the place to work in", remedy="choose another destination"
         )
+    try:
+        os.lstat(partial_folder(real))
+    except FileNotFoundError:
+        return real
+    except OSError as error:  # below a file, or too long
+        shown = os.fsencode(destination).decode("utf-8", "backslashreplace")
+        raise CheckpointError(f"destination {shown:.300} cannot be made", got=error.strerror) from error
     return real
 
 

@@ -280,6 +280,20 @@ class Backend(ABC):
         """
         return LiftThenMultiply(self, lift, out_features)
 
+    def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
+        """Return a runner of the same linear for another number of tokens; None where :meth:`runner` must make it.
+
+        A server meets hundreds of numbers of tokens, most of them once, so what does not depend on them is kept.
+
+        Args:
+            runner: Made by this backend.
+            tokens: M.
+
+        Raises:
+            UnsupportedError: A kernel cannot be loaded.
+        """
+        return None
+
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
         """Return the runner of linears in a row, all of this backend; the default runs one after the other.
 

@@ -80,7 +80,7 @@ class WeightSpec:
             needed = f"the first one from 0 tokens on, each through one of {sorted(backends)}"
             raise InputError("routes of a weight", got=[(r.from_tokens, r.backend) for r in self.routes], needed=needed)
 
-    @property
+    @cached_property
     def tensors(self) -> int:
         """How many of the operator's tensors belong to it."""
         return sum(form.tensors for form in self.forms)
@@ -137,7 +137,7 @@ class LinearSpec:
     biased: bool
     weight: WeightSpec
 
-    @property
+    @cached_property
     def tensors(self) -> int:
         """How many of the operator's tensors belong to it."""
         return self.weight.tensors + self.scaled + self.biased + (self.prologue in NORMS)

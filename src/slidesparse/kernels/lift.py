@@ -18,6 +18,7 @@ from slidesparse.kernels.lift_addresses import LiftInputs, inputs_of, is_aligned
 from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import (
     EARLY_ARCH,
+    FEW_TOKENS,
     FP8_ARCH,
     Launch,
     configure,
@@ -75,6 +76,13 @@ def quantize_lift(
 # -- one lift ------------------------------------------------------------------------------------------------------
 
 
+KEPT = (
+    *("_columns", "device", "gathered", "index", "launcher", "order", "prologue", "quantised", "slabs", "source"),
+    *("target", "variant", "width"),
+)
+"""What a lift has in common with those of other numbers of tokens."""
+
+
 class KernelLift:
     """A lift of M tokens by a Triton kernel, made once for all tensors of these sizes and types.
 
@@ -100,10 +108,7 @@ class KernelLift:
         UnsupportedError: FP8 on a GPU without FP8 conversions.
     """
 
-    __slots__ = (
-        *("device", "gathered", "index", "launcher", "order", "padded", "programs", "prologue", "quantised", "shape"),
-        *("source", "target", "tokens", "variant", "width"),
-    )
+    __slots__ = (*KEPT, "padded", "programs", "shape", "tokens")
 
     def __init__(
         self,
@@ -132,11 +137,30 @@ class KernelLift:
         self.order, self.source, self.target, self.prologue, self.device = order, source, target, prologue, device
         self.index = -1 if device.index is None else device.index
         self.quantised, self.gathered, self.width = self.variant.quant != "none", order.gathered, order.width
-        if slabs is None:
+        self.slabs, self._columns = slabs, order.in_features * (2 if prologue == "silu_mul" else 1)
+        if slabs is not None:
+            slabs.shape(tokens, order.width, target.itemsize)  # refuses columns that do not fill slabs
+        self._size(tokens, rows)
+
+    def _size(self, tokens: int, rows: int | None) -> None:
+        if self.slabs is None:
             self.programs, self.padded = tokens, max(tokens, rows or 0)
         else:
-            self.programs = self.padded = slabs.shape(tokens, order.width, target.itemsize)[1]
-        self.tokens, self.shape = tokens, (tokens, order.in_features * (2 if prologue == "silu_mul" else 1))
+            self.programs = self.padded = self.slabs.padded(tokens)
+        self.tokens, self.shape = tokens, (tokens, self._columns)
+
+    def for_tokens(self, tokens: int) -> KernelLift:
+        """Return the same lift into slabs for another number of tokens, in less time than making it anew takes."""
+        like = self
+        if (tokens > FEW_TOKENS) != (self.tokens > FEW_TOKENS):  # which decides the launch
+            nearest = FEW_TOKENS + (tokens > FEW_TOKENS)
+            given = self.order, self.source, self.target, self.prologue, nearest, self.device, self.slabs, None
+            like = find_kernel_lift(*given)
+        made = KernelLift.__new__(KernelLift)
+        for name in KEPT:
+            setattr(made, name, getattr(like, name))
+        made._size(tokens, None)
+        return made
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`slidesparse.lifting.Lift`."""

@@ -104,7 +104,9 @@ def _hold(tokens: int, order: ColumnOrder, itemsize: int, prologue: str, holding
     else:
         warps = max([w for w in holding if HELD_COLUMNS * w <= order.in_features], default=holding[0])
     # With more than 6 chunks of a 16-bit type, or with a prologue, a lane needs more registers than that.
+    # So does Triton 3.8 for the second segment of a partial pattern, and would spill.
     light = prologue == "none" and itemsize == 2 and order.in_features <= 6 * HELD_COLUMNS * warps
+    light = light and not order.gathered
     stores = 1 if warps == most else 2
     registers = THREE_PROGRAMS if warps == most and light else 0
     return Launch(HELD_COLUMNS * warps, 32 * warps * WRITE_COLUMNS * stores, warps, registers)

@@ -15,19 +15,28 @@ from slidesparse.pattern import Pattern
 
 MARKER_KEY = "slidesparse_config"
 MARKER_VERSION = 1
+EXPERTS_VERSION = 2
+"""Version of a marker that names experts, so that a reader that knows of none says so."""
+
 QUANTIZATION_KEY = "quantization_config"
 
 
-def marker_config(pattern: Pattern, ignore: Iterable[str], layers: Mapping[str, Pattern]) -> dict[str, Any]:
+def marker_config(
+    pattern: Pattern, ignore: Iterable[str], layers: Mapping[str, Pattern], experts: Mapping[str, Pattern] | None = None
+) -> dict[str, Any]:
     """Return the value of the marker, ready for JSON.
 
     Args:
         pattern: The common pattern.
         ignore: Linears that were left alone, by exact name.
         layers: Exact name -> pattern, where it is not the common one.
+        experts: Weights of experts that were treated -> pattern; without any the marker does not speak of experts.
     """
     exceptions = {name: str(exception) for name, exception in layers.items()}
-    return {"version": MARKER_VERSION, "pattern": str(pattern), "ignore": list(ignore), "layers": exceptions}
+    value = {"version": MARKER_VERSION, "pattern": str(pattern), "ignore": list(ignore), "layers": exceptions}
+    if not experts:
+        return value
+    return {**value, "version": EXPERTS_VERSION, "experts": {name: str(one) for name, one in experts.items()}}
 
 
 def quantization_config(dtype: torch.dtype, ignore: Iterable[str]) -> dict[str, Any]:

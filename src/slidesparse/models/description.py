@@ -14,6 +14,7 @@ from torch import nn
 from slidesparse.errors import UnsupportedError
 from slidesparse.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
+from slidesparse.models.experts import find_experts, find_routers, ignore_entries, linears_inside
 from slidesparse.quant import QUANTISED, dtype_name
 
 
@@ -29,7 +30,10 @@ def describe_in_config(model: nn.Module) -> None:
     if config is None or not hasattr(model, "save_pretrained"):
         return
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
-    ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    experts = find_experts(model)
+    inside = linears_inside(model, experts)
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:
         model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))  # type: ignore[assignment]
@@ -39,7 +43,8 @@ def describe_in_config(model: nn.Module) -> None:
     setattr(config, MARKER_KEY, marker_config(common, ignore, exceptions))
     (dtype,) = dtypes
     if dtype in QUANTISED:
-        setattr(config, QUANTIZATION_KEY, quantization_config(dtype, ignore))
+        entries = ignore_entries([one.name for one in experts], every=True)
+        setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries]))
 
 
 class _Unsaveable:

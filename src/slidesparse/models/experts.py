@@ -7,7 +7,7 @@ of modules. transformers has both, and from its version 5 on mostly the first, w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,11 +23,31 @@ class Experts:
         name: The module that holds them.
         count: How many there are; 0 where that cannot be told.
         weights: Parameter of the module -> its shape. Experts that are modules have the parameters of the first.
+        transposed: Whether a weight is [in, out], which no linear is; None where that cannot be told.
+        members: Names of experts that are modules, below ``name``; empty for experts that share parameters.
     """
 
     name: str
     count: int
     weights: dict[str, tuple[int, ...]]
+    transposed: bool | None = False
+    members: tuple[str, ...] = ()
+
+    def states(self, leaf: str) -> list[str]:
+        """Return the names in the model's state of one of ``weights``: one, or one for each expert."""
+        return [f"{self.name}.{member}.{leaf}" for member in self.members] or [f"{self.name}.{leaf}"]
+
+    def layer(self, leaf: str) -> str:
+        """Return the name under which one of ``weights`` of all experts is pruned.
+
+        >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).layer("up.weight")
+        'mlp.experts.*.up'
+        """
+        return f"{self.name}.{'*.' if self.members else ''}{leaf.removesuffix('.weight')}"
+
+    def columns(self, leaf: str) -> int:
+        """Return K of one of ``weights``, whose orientation must be known."""
+        return self.weights[leaf][-2 if self.transposed else -1]
 
 
 def find_experts(model: nn.Module) -> list[Experts]:
@@ -57,20 +77,80 @@ def _fused(name: str, module: nn.Module) -> Experts | None:
     weights = {leaf: tuple(one.shape) for leaf, one in own.items() if one.dim() == 3}
     if not weights or not _is_called_experts(name, module):
         return None
-    return Experts(name, next(iter(weights.values()))[0], weights)
+    return Experts(name, next(iter(weights.values()))[0], weights, _is_transposed(module, weights))
+
+
+def _is_transposed(module: nn.Module, weights: dict[str, tuple[int, ...]]) -> bool | None:
+    """Say whether weights are [experts, in, out]: by what the module says, else by the one way in which they fit."""
+    said = getattr(module, "is_transposed", None)
+    if isinstance(said, bool):
+        return said
+    if set(weights) != {"gate_up_proj", "down_proj"}:
+        return None
+    (_, *gate_up), (_, *down) = weights["gate_up_proj"], weights["down_proj"]
+    if gate_up == [2 * down[1], down[0]]:
+        return False
+    return True if gate_up == [down[1], 2 * down[0]] else None
 
 
 def _listed(name: str, module: nn.Module) -> Experts | None:
     """Return experts that are modules of their own, in a list called ``experts``."""
-    members = list(module.children())
+    members = dict(module.named_children())
     if (
         not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         or len(members) < 2
         or not _is_called_experts(name, module)
     ):
         return None
-    weights = {leaf: tuple(one.shape) for leaf, one in members[0].named_parameters() if one.dim() > 1}
-    return Experts(name, len(members), weights) if weights else None
+    first = next(iter(members.values()))
+    weights = {leaf: tuple(one.shape) for leaf, one in first.named_parameters() if one.dim() > 1}
+    linear = all(isinstance(first.get_submodule(leaf.rpartition(".")[0]), nn.Linear) for leaf in weights)
+    return Experts(name, len(members), weights, False if linear else None, tuple(members)) if weights else None
+
+
+def linears_inside(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
+    """Return the linears that are parts of experts, each with that as the reason to leave it to them."""
+    inside = tuple(f"{one.name}." for one in experts)
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name: "a part of an expert" for name in linears if inside and name.startswith(inside)}
+
+
+def find_routers(model: nn.Module, experts: Iterable[Experts]) -> dict[str, str]:
+    """Return the modules next to experts that choose among them, each with that as the reason to leave it alone.
+
+    Some are linears and some are not; servers have linears for all of them. What is next to experts, has a matrix and
+    is no linear counts as one too, since it is not treated either.
+    """
+    found: dict[str, str] = {}
+    for one in experts:
+        around = one.name.rpartition(".")[0]
+        for name, module in model.get_submodule(around).named_modules(prefix=around):
+            weight = getattr(module, "weight", None)
+            if name.startswith(f"{one.name}.") or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+                continue
+            if not isinstance(module, nn.Linear) or module.out_features == one.count:
+                found[name] = "a router, which chooses among the experts"
+    return found
+
+
+def ignore_entries(names: Iterable[str], *, every: bool) -> list[str]:
+    r"""Return entries of an ignore list of compressed-tensors that match everything inside of modules of experts.
+
+    Each program has its own name for the linears of experts and for what is around the language model. So an entry
+    begins at a layer's number, or where it is for every layer, at the name that they have there.
+
+    Args:
+        names: The modules, as transformers and as the checkpoint call them.
+        every: Whether these are all modules of experts of the model.
+
+    >>> for every in (True, False):
+    ...     print(*ignore_entries(["model.layers.3.mlp.experts"], every=every))
+    re:.*\.experts\..*
+    re:.*\.3\.mlp\.experts\..*
+    """
+    tail = r"[^.]*$" if every else r"(?:(?<=\.)|^)\d+\.\D*$|[^.]*$"
+    found = [one[0] for name in names if (one := re.search(tail, name)) is not None]
+    return [rf"re:.*\.{re.escape(one)}\..*" for one in dict.fromkeys(found)]
 
 
 def describe_experts(found: list[Experts]) -> list[str]:
@@ -88,15 +168,35 @@ def _describe(group: list[Experts]) -> str:
     return f"{name}: {one.count} experts, {shapes}"
 
 
-def refuse_experts(model: nn.Module) -> None:
-    """Refuse a mixture of experts: most of its weights would stay dense.
+def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of experts' weights that has a pattern; layers that differ by number share it.
+
+    Args:
+        found: Experts of a model.
+        patterns: Name of :meth:`Experts.layer` -> pattern.
+    """
+    kinds: dict[tuple[str, int, tuple[int, ...], str], list[str]] = {}
+    for one in found:
+        for leaf, shape in one.weights.items():
+            if (name := one.layer(leaf)) in patterns:
+                kind = re.sub(r"\d+", "*", name), one.count, shape[-2:], patterns[name]
+                kinds.setdefault(kind, []).append(name)
+    return [
+        f"{names[0] if len(names) == 1 else f'{len(names)} x {kind}'}, {count} experts of {list(shape)}, at {pattern}"
+        for (kind, count, shape, pattern), names in kinds.items()
+    ]
+
+
+def refuse_experts(model: nn.Module, what: str, remedy: str) -> None:
+    """Refuse a mixture of experts, most of whose weights would be left out of account.
+
+    Args:
+        model: The model.
+        what: What cannot be done with experts.
+        remedy: What can be done instead.
 
     Raises:
         UnsupportedError: The model has experts; the error names them.
     """
     if found := find_experts(model):
-        raise UnsupportedError(
-            "mixtures of experts cannot be treated yet",
-            got="; ".join(describe_experts(found)[:2]),
-            needed="a model whose projections are linear layers",
-        )
+        raise UnsupportedError(what, got="; ".join(describe_experts(found)[:2]), remedy=remedy)

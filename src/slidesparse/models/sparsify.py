@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
-from slidesparse.models.experts import refuse_experts
+from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling, without_weights
@@ -162,7 +163,7 @@ def sparsify_(
     fallback: Fallback = "dense",
     run: Callable[[], object] | None = None,
 ) -> nn.Module:
-    """Prune, quantise and replace the linears of a model, in place.
+    """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
     A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
     :func:`slidesparse.load`, vLLM and transformers load.
@@ -186,15 +187,16 @@ def sparsify_(
 
     Raises:
         InputError: A weight, an option or a name cannot be used. The model is then unchanged.
-        UnsupportedError: The model is a mixture of experts. It is then unchanged too.
         PatternViolation: A weight violates its pattern and ``method`` is None.
     """
     require_kind(model, nn.Module, "model", "a torch.nn.Module")
     if run is not None and not callable(run):
         raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
-    refuse_experts(model)
-    targets = find_targets(model, ignore, lm_head, part=part, keep=_read_by(model))
+    experts = find_experts(model)
+    inside = linears_inside(model, experts)
+    keep = {**_read_by(model), **find_routers(model, experts)}
+    targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
@@ -225,4 +227,6 @@ def sparsify_(
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
+    for line in describe_experts(experts):
+        LOG.warning("experts stay dense in memory, slidesparse prune treats them in a checkpoint: %s", line)
     return model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ def find_targets(
     *,
     part: Part = "language",
     keep: Mapping[str, str] | None = None,
+    without: Container[str] = (),
 ) -> Targets:
     """Sort the linears of a model into those to be treated and the rest.
 
@@ -66,6 +67,7 @@ def find_targets(
         also_ignore: More such names, which a quantised source lists; each may match nothing.
         part: Which part of a multimodal model is treated.
         keep: Linear -> why it must stay dense, for reasons that the model does not show.
+        without: Linears to pass over: those of experts, which are treated as what they are.
 
     Raises:
         InputError: An entry of ``ignore`` matches no linear or is malformed, no linear is left to treat, or the model
@@ -74,7 +76,8 @@ def find_targets(
     ignore = _entries(ignore)
     if isinstance(model, nn.Linear):
         raise InputError("the model is one linear layer", remedy="use SlideLinear.from_linear")
-    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    modules = ((name, module) for name, module in model.named_modules() if name not in without)
+    named = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     holders = Counter(id(module.weight) for module in named.values())
     outside = outside_part(model, named, part)
     get_output = getattr(model, "get_output_embeddings", lambda: None)

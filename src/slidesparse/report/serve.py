@@ -9,6 +9,7 @@ from pathlib import Path
 from slidesparse.errors import InputError
 from slidesparse.report.numbers import ratio
 from slidesparse.report.page import machine_line, require_plots
+from slidesparse.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
 from slidesparse.report.serve_numbers import (
     Group,
     groups,
@@ -17,6 +18,7 @@ from slidesparse.report.serve_numbers import (
     tokens_a_joule,
     tokens_a_second,
 )
+from slidesparse.report.serve_soak import soak_lines
 from slidesparse.report.table import Cell, Table
 from slidesparse.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK, ServeRecord, Step, TimelineRecord
 
@@ -28,12 +30,25 @@ Engines alone on the GPU, one after the other, vLLM's engine core in a process o
 `stock` and `stock again` are one engine, vLLM without the plugin on unpruned weights, run first and last. Where they
 differ, the machine changed between them, and engines far apart in time must not be compared. `control` is the plugin
 with every layer dense and joined with the norm or activation before it: its gain over stock comes from fusion, and a
-pattern's gain over it from sparsity. Weights are random, of real shapes."""
+pattern's gain over it from sparsity. Weights are random, of real shapes.
+
+Over HTTP, each engine is a `vllm serve`, asked by the client of vLLM's own benchmark; in process, the same engine is
+asked without a server. The two must not be compared with each other. `GPU busy` is the share of time in which any
+kernel ran, by samples of the driver: it says nothing of how much of the GPU a kernel took. `steady` is the same while
+requests waited for a place, from the first answer's end until the rest ran all at once."""
 
 PROFILED = """\
 Medians. The profiler slows the host and hardly the GPU. `preprocess` is vLLM's own work and the same in every engine:
 where it differs, the host itself was faster or slower, so `host` and `forward` must be seen relative to it."""
 
+
+SOAKED = """\
+Requests at random for minutes, at 80 % of what stock takes of the mixed load. Waits are those of the first, second and
+last third of the time; memory of the host is that of the engine's processes, its slope that of the last two thirds."""
+
+
+NOTES = {TIMELINE_TABLE: (PROFILED,), COMPUTING_TABLE: (COMPUTING,)}
+"""Table -> what stands above it."""
 
 BASES = (STOCK, AGAIN, CONTROL)
 
@@ -75,14 +90,16 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
         raise InputError("records of a report", got=", ".join(gpus) or "none", needed="records of one GPU")
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]
-    tables += [*timeline_tables(profiled), *missing_tables(records)]
+    tables += [*computing_tables(profiled, records), *timeline_tables(profiled), *missing_tables(records)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = [path for group in found for path in serve_plots.draw(group, folder)]
         parts = [f"# Served loads on {gpus[0]}", "\n".join(map(machine_line, machines)), ABOUT]
         parts += [f"![{path.stem}]({path.name})" for path in pictures]
+        if soaks := soak_lines(records):
+            parts += ["## Soaks", SOAKED, "\n".join(soaks)]
         for table in tables:
-            parts += [f"## {table.title}", *([PROFILED] if table.name == TIMELINE_TABLE else []), table.markdown()]
+            parts += [f"## {table.title}", *NOTES.get(table.name, ()), table.markdown()]
         texts = {PAGE: "\n\n".join(parts) + "\n"} | {f"{table.name}.csv": table.csv() for table in tables}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")
@@ -116,11 +133,11 @@ def speed_table(group: Group) -> Table:
 def load_table(group: Group) -> Table:
     """Tokens, energy and waits of every load."""
     columns = (
-        *("engine", "load", "requests/s", "output tokens/s", "tokens/J", "W", "SM MHz", "GPU busy"),
+        *("engine", "load", "requests/s", "output tokens/s", "tokens/J", "W", "SM MHz", "GPU busy", "steady"),
         *("first token p50 ms", "p99", "between p50 ms", "p99 ", "lost"),
     )
-    formats = dict.fromkeys(("requests/s", "tokens/J"), ".2f") | dict.fromkeys(columns[8:], ".1f")
-    formats |= dict.fromkeys(("output tokens/s", "W", "SM MHz"), ".0f") | {"GPU busy": ".0%"}
+    formats = dict.fromkeys(("requests/s", "tokens/J"), ".2f") | dict.fromkeys(columns[9:], ".1f")
+    formats |= dict.fromkeys(("output tokens/s", "W", "SM MHz"), ".0f") | {"GPU busy": ".0%", "steady": ".0%"}
     rows: list[tuple[Cell, ...]] = []
     for name in group.workloads:
         for engine, served in group.records.items():
@@ -138,6 +155,7 @@ def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
         tokens_a_second(record) if served else None,
         tokens_a_joule(record),
         *((power.mean_w, power.sm_mhz, power.busy) if power is not None else (None, None, None)),
+        record.steady.busy if record.steady is not None else None,
         *((first.p50_ms, first.p99_ms) if first is not None else (None, None)),
         *((between.p50_ms, between.p99_ms) if between is not None else (None, None)),
         record.lost,

@@ -16,7 +16,7 @@ EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class Group:
-    """The engines of one model, type and number of GPUs.
+    """The engines of one model, type and number of GPUs, all asked the same way.
 
     Attributes:
         name: For headings.
@@ -50,16 +50,17 @@ class Group:
 
 def groups(records: Iterable[ServeRecord]) -> list[Group]:
     """Records with times, by model, type and GPUs; of what was served twice the latest counts."""
-    found: dict[tuple[str, str, int, int], dict[str, dict[str, ServeRecord]]] = {}
+    found: dict[tuple[str, str, int, int, bool], dict[str, dict[str, ServeRecord]]] = {}
     for record in records:
         if record.why_not is None and record.workload is not None:
             key = record.key
-            engines = found.setdefault((key.model, key.dtype, key.gpus, key.layers), {})
+            engines = found.setdefault((key.model, key.dtype, key.gpus, key.layers, record.http), {})
             engines.setdefault(_label(record), {})[record.workload.name] = record
     made = []
-    for (model, dtype, gpus, layers), engines in found.items():
+    for (model, dtype, gpus, layers, http), engines in found.items():
         name = f"{model}, {dtype.upper()}, {layers} layers" + (f", {gpus} GPUs" if gpus > 1 else "")
-        slug = f"{model}_{dtype}_{layers}_{gpus}".lower().replace(".", "_")
+        name += ", over HTTP" if http else ""
+        slug = f"{model}_{dtype}_{layers}_{gpus}".lower().replace(".", "_") + ("_http" if http else "")
         made.append(Group(name, slug, dict(sorted(engines.items(), key=lambda item: _order(item[0])))))
     return made
 
@@ -117,7 +118,7 @@ def bin_of(tokens: int) -> int:
 def steps(record: ServeRecord) -> list[Bin]:
     """The steps of a record; those whose time is not known, the first after a pause, are left out."""
     found: dict[int, list[int]] = {}
-    for tokens, time_us in zip(record.step_tokens, record.step_us, strict=True):
+    for tokens, time_us in zip(record.step_tokens or (), record.step_us or (), strict=True):
         if tokens and time_us:
             found.setdefault(bin_of(tokens), []).append(time_us)
     whole = sum(map(sum, found.values()))

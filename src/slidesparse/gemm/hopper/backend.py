@@ -95,6 +95,10 @@ class Hopper(Backend):
         kernel_lift = cast("KernelLift", lift)
         return HopperLinear(kernel_lift, by_parts) if kernel_lift.tokens else by_parts
 
+    def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        return runner.for_tokens(tokens) if isinstance(runner, HopperLinear) and tokens else None
+
     def chain_runner(self, linears: Sequence[tuple[Runner, Slots]]) -> ChainRunner:
         """See :class:`slidesparse.gemm.backend.Backend`; a chain has one workspace, and checks its weights once."""
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]

@@ -126,11 +126,25 @@ class GemmLaunch:
         slab_bytes: Bytes of the activations.
     """
 
-    __slots__ = ("_device", "_grid", "_sizes", "kernel", "slab_bytes")
+    __slots__ = ("_grid", "_sizes", "_types", "kernel", "slab_bytes")
 
-    def __init__(self, kernel: Kernel | None, device: int, grid: int, sizes: Arguments, slab_bytes: int) -> None:
-        self.kernel, self.slab_bytes = kernel, slab_bytes
-        self._device, self._grid, self._sizes = device, grid, sizes
+    def __init__(
+        self, kernel: Kernel | None, types: tuple[torch.dtype, torch.dtype, int], sizes: Arguments, slab_bytes: int
+    ) -> None:
+        self.kernel, self.slab_bytes, self._types, self._sizes = kernel, slab_bytes, types, sizes
+        self._grid = 0 if kernel is None else kernel.grid(kernel.tile.count(sizes.tokens, sizes.channels))
+
+    def for_tokens(self, tokens: int) -> GemmLaunch:
+        """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tile for it.
+
+        Raises:
+            UnsupportedError: See :func:`load_kernel`.
+        """
+        sizes = Arguments.from_buffer_copy(self._sizes)
+        sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
+        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
+        kernel = load_kernel(choose_tile(tokens, sizes.channels, *slabs), *self._types) if sizes.channels else None
+        return GemmLaunch(kernel, self._types, sizes, slab_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
@@ -146,7 +160,7 @@ class GemmLaunch:
         arguments = Arguments.from_buffer_copy(self._sizes)
         arguments.x, arguments.scale_x, arguments.y = x, scale_x, y
         arguments.dense, arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = weight
-        self.kernel.launch(arguments, self._grid, current_stream(self._device))
+        self.kernel.launch(arguments, self._grid, current_stream(self._types[2]))
 
 
 def find_launch(
@@ -207,9 +221,9 @@ def _launch(
         tokens=tokens, channels=out_features, dense_slabs=dense_slabs, sparse_slabs=sparse_slabs, group=GROUP
     )
     if not tokens or not out_features:
-        return GemmLaunch(None, device, 0, sizes, slab_bytes)
+        return GemmLaunch(None, (dtype, out_dtype, device), sizes, slab_bytes)
     kernel = load_kernel(tile, dtype, out_dtype, device)
-    return GemmLaunch(kernel, device, kernel.grid(tile.count(tokens, out_features)), sizes, slab_bytes)
+    return GemmLaunch(kernel, (dtype, out_dtype, device), sizes, slab_bytes)
 
 
 @cache

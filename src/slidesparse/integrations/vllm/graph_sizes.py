@@ -41,10 +41,10 @@ def layer_weights(text_config: Any) -> int | None:
     233
     """
     names = ("hidden_size", "intermediate_size", "num_attention_heads")
-    sizes = [getattr(text_config, name, None) for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    known: list[Any] = [getattr(text_config, name, None) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in known):
         return None
-    hidden, intermediate, heads = sizes
+    hidden, intermediate, heads = known
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     head = getattr(text_config, "head_dim", None) or hidden // heads
     return int(3 * hidden * intermediate + 2 * hidden * head * (heads + kv_heads))
@@ -56,7 +56,8 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
     >>> sizes_beyond(512, 640), len(sizes_beyond(512, 2048))
     ([544, 576, 608, 640], 32)
     """
-    sizes, size = [], max(last, PER_OCTAVE)
+    sizes: list[int] = []
+    size = max(last, PER_OCTAVE)
     while True:
         size += max(8, (1 << (size.bit_length() - 1)) // PER_OCTAVE)
         if size > tokens:
@@ -65,7 +66,7 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
 
 
 def wanted_sizes(vllm_config: Any) -> list[int]:
-    """Return the sizes that a configuration of vLLM lacks, whose own sizes are set; none where it is to stay as it is."""
+    """Return the sizes that a configuration whose own are set lacks; none where it is to stay as it is."""
     own = vllm_config.compilation_config.cudagraph_capture_sizes
     if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
         return []
@@ -97,7 +98,9 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
             compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
             compilation.max_cudagraph_capture_size = None
             set_sizes(self)  # as if a user had asked for them
-            log.info("slidesparse: CUDA graphs for batches of up to %d tokens, %d more than vLLM's", more[-1], len(more))
+            log.info(
+                "slidesparse: CUDA graphs for batches of up to %d tokens, %d more than vLLM's", more[-1], len(more)
+            )
 
     return set_more
 

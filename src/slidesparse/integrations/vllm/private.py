@@ -72,8 +72,10 @@ def norm_operator(name: str) -> Any:
 
 
 def vllm_config_class() -> Any:
-    """Return the class of vLLM's configuration, whose method sets the sizes of CUDA graphs; None, and a line in the log,
-    in a vLLM that has no such method."""
+    """Return the class of vLLM's configuration, whose method sets the sizes of CUDA graphs.
+
+    None, and a line in the log, in a vLLM that has no such method.
+    """
     name = "vllm.config.vllm.VllmConfig._set_cudagraph_sizes"
     return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
 

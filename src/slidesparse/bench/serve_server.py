@@ -1,0 +1,132 @@
+"""``vllm serve`` in a process of its own: started as a user does, waited for, and ended whatever happens."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from slidesparse.errors import UnsupportedError
+
+HOST = "127.0.0.1"
+
+CLI = ("-m", "vllm.entrypoints.cli.main", "serve")
+"""What the ``vllm`` script of a wheel runs; the script itself need not be on the path."""
+
+NEEDS = "vllm.entrypoints.cli.serve, vllm.entrypoints.openai.api_server, vllm.benchmarks.lib.endpoint_request_func"
+"""What is imported to serve and to ask: where that works, all that they need is installed."""
+
+START_S = 540.0
+"""A server that cannot be asked by then is given up."""
+
+POLL_S = 0.5
+
+STOP_S = 10.0
+"""A server has so long to end by itself."""
+
+LAST_LINES, LINE_LENGTH = 3, 160
+"""Of a dead server's log, in an error's one line."""
+
+ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
+
+
+class Server:
+    """A server that was started; it need not be up yet.
+
+    Args:
+        command: Program and arguments.
+        port: Where it will listen.
+        log: Its output goes there.
+    """
+
+    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+        self.port, self._log = port, log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ)
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the server; the engine's processes are its children."""
+        return self._process.pid
+
+    def wait_ready(self, deadline_s: float = START_S) -> None:
+        """Wait until the server says that it is well.
+
+        Raises:
+            UnsupportedError: It died, or takes too long.
+        """
+        until = time.monotonic() + deadline_s
+        while not self._is_well():
+            self.require_alive()
+            if time.monotonic() > until:
+                raise UnsupportedError("the server is not up", got=f"{deadline_s:.0f} s; {last_words(self._log)}")
+            time.sleep(POLL_S)
+
+    def require_alive(self) -> None:
+        """Raise UnsupportedError with the last lines of its log if the server has ended."""
+        if (status := self._process.poll()) is not None:
+            raise UnsupportedError("the server ended", got=f"exit status {status}; {last_words(self._log)}")
+
+    def stop(self) -> None:
+        """End it; its children end with the process group of whoever started it, if not by themselves."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _is_well(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        port: int = taken.getsockname()[1]
+    return port
+
+
+def last_words(log: Path) -> str:
+    """The first error in a log, and its last lines, on one line."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = lines[-LAST_LINES:]
+    first = next((line for line in lines[:-LAST_LINES] if ERROR.search(line)), None)
+    told = [first, *last] if first is not None else last
+    return " | ".join(line[-LINE_LENGTH:] for line in told) or "its log is empty"
+
+
+@cache
+def why_no_http() -> str | None:
+    """Why nobody can serve and ask over HTTP here, in one line; None where that works.
+
+    Python imports what both need, in a process of its own: which packages that takes differs from release to release.
+    """
+    if find_spec("vllm") is None:
+        return "vLLM is not installed"
+    tried = subprocess.run(
+        [sys.executable, "-c", f"import {NEEDS}"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if tried.returncode == 0:
+        return None
+    lines = tried.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else f"importing its server ends with status {tried.returncode}"

@@ -1,0 +1,174 @@
+"""Find the tensors of a checkpoint that hold the weights of experts, and read them one expert at a time.
+
+A hub has them as one tensor an expert, ``experts.7.gate_proj.weight`` [out, in], or as one for all experts of a layer,
+``experts.gate_up_proj`` [experts, out, in]; some of the latter are transposed, [experts, in, out].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from slidesparse.base.traced_tensor import Computation, Origin, origins_of
+from slidesparse.errors import UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.experts import Experts, find_experts
+from slidesparse.quant import dequantize
+from slidesparse.support import check_pattern
+
+JOINS = {"stack", "cat"}
+"""Functions that put whole tensors next to each other."""
+
+SWAPS = {"transpose", "swapaxes", "swapdims"}
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """A tensor of a checkpoint with weights of experts.
+
+    Attributes:
+        experts: The experts of the layer.
+        layer: The name under which their weights of this kind are pruned, :meth:`Experts.layer`.
+        transposed: Whether its last two dimensions are [in, out].
+    """
+
+    experts: Experts
+    layer: str
+    transposed: bool
+
+    def matrix(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return one expert's weight [out, in] of what is stored of it; the inverse of itself."""
+        return stored.T.contiguous() if self.transposed else stored
+
+
+def find_expert_tensors(meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
+    """Return the tensors that hold weights of experts, in the model's order.
+
+    Raises:
+        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+    """
+    return {
+        name: tensor for one in find_experts(meta.model) for name, tensor in tensors_of(one, meta, checkpoint).items()
+    }
+
+
+def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
+    """Return the tensors that hold the weights of the experts of one layer.
+
+    Raises:
+        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+    """
+    found: dict[str, ExpertTensor] = {}
+    for leaf in experts.weights:
+        for state in experts.states(leaf):
+            if (origin := meta.names.origins.get(state)) is None:
+                continue  # a tensor that is missing, which others name
+            for name, swapped in _sources(origin, experts):
+                if experts.transposed is None:
+                    raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}")
+                found[name] = ExpertTensor(experts, experts.layer(leaf), experts.transposed != swapped)
+                _check_shape(name, found[name], checkpoint.stored(name).shape, experts.columns(leaf))
+    return found
+
+
+def _sources(origin: Origin, experts: Experts) -> Iterator[tuple[str, bool]]:
+    """Yield the tensors that a parameter is made of, each with whether its last two dimensions are swapped on the way.
+
+    Raises:
+        UnsupportedError: It is made in a way that is not known to leave each row of a weight in one tensor.
+    """
+    if isinstance(origin, str):
+        yield origin, False
+        return
+    swaps = _swaps(origin)
+    if swaps is None:
+        raise _unknown(experts, f"a weight made by {getattr(origin.function, '__name__', origin.function)}")
+    for inner in origins_of(origin):
+        for name, swapped in _sources(inner, experts):
+            yield name, swapped != swaps
+
+
+def _swaps(step: Computation) -> bool | None:
+    """Say whether a step swaps the last two dimensions; None for a step that does anything else than join."""
+    name = getattr(step.function, "__name__", "")
+    if name in JOINS:
+        return False
+    dims = [value for value in (*step.args[1:], *step.kwargs.values()) if isinstance(value, int)]
+    if name in SWAPS and sorted(dims) in ([-2, -1], [1, 2]):
+        return True
+    return False if name == "__getitem__" and step.args[1:] in ((None,), (Ellipsis,)) else None
+
+
+def _check_shape(name: str, tensor: ExpertTensor, shape: tuple[int, ...], columns: int) -> None:
+    if len(shape) not in (2, 3) or shape[-2 if tensor.transposed else -1] != columns:
+        raise _unknown(tensor.experts, f"{name} {list(shape)}")
+
+
+def _unknown(experts: Experts, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cannot tell along which dimension the experts of {experts.name} multiply",
+        got=got,
+        needed="experts that transformers describes, or gate_up_proj and down_proj",
+        remedy="leave them dense with --ignore 're:.*experts'",
+    )
+
+
+def marker_name(tensor: str, dimensions: int) -> str:
+    """Return the name by which a marker speaks of a tensor of experts.
+
+    >>> marker_name("model.layers.3.mlp.experts.7.up_proj.weight", 2)
+    'model.layers.3.mlp.experts.*.up_proj'
+    >>> marker_name("model.layers.3.mlp.experts.down_proj", 3)
+    'model.layers.3.mlp.experts.down_proj'
+    """
+    name = tensor.removesuffix(".weight")
+    return name if dimensions == 3 else re.sub(r"(.*)\.\d+(\.|$)", r"\1.*\2", name, count=1)
+
+
+def read_experts(
+    checkpoint: Checkpoint, name: str, tensor: ExpertTensor, device: str | torch.device = "cpu"
+) -> Iterator[torch.Tensor]:
+    """Yield the weights [out, in] of a tensor of experts, as they are stored, one at a time."""
+    shape = checkpoint.stored(name).shape
+    if len(shape) == 2:
+        yield tensor.matrix(checkpoint.tensor(name, device))
+        return
+    for index in range(shape[0]):
+        yield tensor.matrix(checkpoint.part(name, index, device))
+
+
+class ExpertReader:
+    """Reads the tensors of a pruned checkpoint for a model that multiplies by its experts dense.
+
+    Args:
+        checkpoint: The checkpoint.
+        meta: Its meta model.
+        device: Where tensors go.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, meta: MetaModel, device: str | torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        marker = Marker.from_config(checkpoint.config)
+        self.patterns = {} if marker is None else marker.experts
+        self.tensors = find_expert_tensors(meta, checkpoint) if self.patterns else {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor, an expert's in a float type.
+
+        Raises:
+            PatternViolation: Experts do not satisfy what the marker says of them.
+        """
+        value = self.checkpoint.tensor(name, self.device)
+        pattern = self.patterns.get(marker_name(name, value.dim())) if name in self.tensors else None
+        if pattern is not None:
+            for one in value if value.dim() == 3 else [value]:
+                check_pattern(self.tensors[name].matrix(one), pattern, name=name)
+        scale = f"{name}_scale"
+        if name in self.tensors and scale in self.checkpoint.files:
+            return dequantize(value, self.checkpoint.tensor(scale, self.device))
+        return value

@@ -1,0 +1,60 @@
+"""Chat templates of strangers: programs that take time or memory without end, or make text without end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from checkpoints import add_tokenizer
+
+from slidesparse.errors import CheckpointError
+from slidesparse.files import chats
+from slidesparse.files.calibration import load_tokenizer
+from slidesparse.files.chats import templated
+
+CHAT = [{"role": "user", "content": "what is two"}]
+
+
+def tokenizer(folder: Path, template: str) -> object:
+    add_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+def test_one_text_for_each_chat(tmp_path: Path) -> None:
+    made = tokenizer(
+        tmp_path, "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}\u2028\n{% endfor %}"
+    )
+    assert templated([CHAT, CHAT * 2], made) == ["<s>user: what is two\u2028\n", "<s>user: what is two\u2028\n" * 2]
+    assert templated([], None) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", r"more than 0.51 s"),
+        ("{{ 10**(10**9) }}", r"more than 0.51 s"),
+        ("{{ 'a' * 10**11 }}", "MemoryError"),
+        ("{{ 'a' * 10**7 }}", "10000000 characters; needed at most 1048752"),
+        ("{{ raise_exception('no\nway') }}", "TemplateError: no"),
+        ("{{ ", "TemplateSyntaxError"),
+        ("{% include '/etc/passwd' %}", "TypeError"),
+    ],
+)
+def test_templates_without_end_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+) -> None:
+    monkeypatch.setattr(chats, "SECONDS", 0.5)
+    made = tokenizer(tmp_path, template)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"the tokenizer's chat template fails; got {says}") as refusal:
+        templated([CHAT], made)
+    assert "\n" not in str(refusal.value)
+    assert time.monotonic() - began < 10
+
+
+def test_a_template_that_fails_late_ends_the_child(tmp_path: Path) -> None:
+    made = tokenizer(tmp_path, "{% if messages|length > 1 %}{{ raise_exception('two') }}{% endif %}x")
+    with pytest.raises(CheckpointError, match="got TemplateError: two"):
+        templated([CHAT, CHAT * 2, *[CHAT] * 20000], made)

@@ -1,0 +1,240 @@
+"""Texts for calibration and perplexity: every kind of file, folders, data sets, chats, and the set that ships."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import add_tokenizer, make_checkpoint, write_text
+
+from slidesparse.cli import main
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files import texts
+from slidesparse.files.calibration import Calibration, calibration_windows, load_tokenizer
+from slidesparse.files.texts import DEFAULT_FILE, read_documents, read_text
+
+CHAT = [{"role": "user", "content": "what is two"}, {"role": "assistant", "content": "a number"}]
+TEMPLATE = "{% for m in messages %}({{ m.role }}) {{ m.content }}. {% endfor %}"
+
+
+class Tokenizer:
+    """As much of a tokenizer as a chat needs."""
+
+    def __init__(self, template: str | None = TEMPLATE) -> None:
+        self.chat_template = template
+
+    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool) -> str:
+        assert not tokenize
+        return "|".join(f"{one['role']}: {one['content']}" for one in chat)
+
+
+def test_chats_by_the_template(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": CHAT, "id": 5}) + "\n" + json.dumps({"text": "plain"}))
+    assert read_documents(path) == [CHAT, "plain"]
+    assert read_text(path, Tokenizer()) == "user: what is two|assistant: a number\n\nplain"
+    for tokenizer in (None, Tokenizer(None)):
+        with pytest.raises(InputError, match="the text holds chats, and the tokenizer has no chat template; needed"):
+            read_text(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": []},
+        {"messages": "hello"},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [["user", "hello"]]},
+        {"conversations": CHAT},
+        {"text": None, "messages": None},
+    ],
+)
+def test_what_is_no_chat(tmp_path: Path, line: dict[str, Any]) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps(line))
+    with pytest.raises(InputError, match=r'c.jsonl, line 1; got .*; needed an object such as {"text"'):
+        read_documents(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize("command", ["wanda", "eval"])
+def test_chats_reach_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """With transformers' own tokenizer, whose template is a file of the checkpoint."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": CHAT})] * 20))
+    model, chats = str(tmp_path / "m"), str(tmp_path / "chats.jsonl")
+    words = ["eval", model, "--text", chats, "--window", "16"]
+    if command == "wanda":
+        words = ["prune", model, str(tmp_path / "q"), "--pattern", "6:8", "--dtype", "int8", "--method", "wanda"]
+        words += ["--calibration", chats, "--samples", "4", "--length", "16"]
+    capsys.readouterr()
+    assert main(words) == 1
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
+    (tmp_path / "m/chat_template.jinja").write_text(TEMPLATE)
+    text = read_text(tmp_path / "chats.jsonl", load_tokenizer(tmp_path / "m"))
+    assert text.startswith("(user) what is two. (assistant) a number. ")
+    assert main(words) == 0
+    (tmp_path / "m/chat_template.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(CheckpointError, match=r"the tokenizer's chat template fails; got .*no system message"):
+        read_text(tmp_path / "chats.jsonl", load_tokenizer(tmp_path / "m"))
+
+
+def test_compressed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("a.txt.gz", "plain\r\ntext"), ("b.JSONL.gz", '{"text": "of a line"}')):
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    assert read_text(tmp_path / "a.txt.gz") == "plain\ntext"
+    assert read_text(tmp_path / "b.JSONL.gz") == "of a line"
+    whole = (tmp_path / "a.txt.gz").read_bytes()
+    for damaged in (whole[:-5], whole[:12] + b"\xff" * 20, b"no gzip at all", whole[:-8] + b"12345678"):
+        (tmp_path / "bad.gz").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"bad.gz is damaged; got .*; needed a file that gzip wrote"):
+            read_text(tmp_path / "bad.gz")
+    monkeypatch.setattr(texts, "MAX_BYTES", 1000)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a" * 100_000))
+    with pytest.raises(InputError, match=r"bomb.gz is too large; needed at most 1.0 kB when it is unpacked"):
+        read_text(tmp_path / "bomb.gz")
+
+
+def test_a_folder_of_files(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "c.md.gz").write_bytes(gzip.compress(b"three"))
+    for name in (".hidden.txt", "picture.png"):
+        (tmp_path / name).write_text("not read")
+    (tmp_path / "d.txt").mkdir()
+    assert read_documents(tmp_path) == ["one", "two", "three"]
+    (tmp_path / "e.txt").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"e.txt is not text"):
+        read_documents(tmp_path)
+
+
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pyarrow itself where it is installed."""
+    path = tmp_path / "t.parquet"
+    path.write_bytes(b"no parquet")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(UnsupportedError, match=r"is parquet, and pyarrow is not installed; pip install pyarrow"):
+            read_documents(path)
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    with pytest.raises(InputError, match=r"t.parquet is damaged; got ArrowInvalid"):
+        read_documents(path)
+    for columns, documents in (({"id": [1, 2], "text": ["a", "b"]}, ["a", "b"]), ({"messages": [CHAT]}, [CHAT])):
+        parquet.write_table(arrow.table(columns), path)
+        assert read_documents(path) == documents
+        assert read_documents(tmp_path) == documents
+    parquet.write_table(arrow.table({"id": [1]}), path)
+    with pytest.raises(InputError, match="has no texts; got the columns id; needed a column text or messages"):
+        read_documents(path)
+
+
+def test_data_sets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for ``datasets``, which is no dependency."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+    module: Any = ModuleType("datasets")
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, str]]:
+        asked.append((name, config, split, streaming))
+        if name == "a/none":
+            raise FileNotFoundError("no data set a/none\non the hub")
+        return [{"text": "x" * 10}] * 100 if name == "a/long" else [{"text": "one"}, {"messages": CHAT}]
+
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UnsupportedError, match=r"there is no file a/b, and datasets, which .* pip install datasets"):
+        read_documents("a/b")
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert read_documents("a/b") == ["one", CHAT]
+    assert read_documents("a/b:en") == ["one", CHAT]
+    assert asked == [("a/b", None, "train", True), ("a/b", "en", "train", True)]
+    monkeypatch.setattr(texts, "MAX_FETCHED", 45)
+    assert len(read_documents("a/long")) == 5
+    with pytest.raises(InputError, match=r"a data set of that name cannot be fetched; got .*no data set a/none"):
+        read_documents("a/none")
+    asked.clear()
+    for path in ("./a/b", "a/b.txt", "a/b.jsonl.gz", "b", "a/b/c", Path("a/b")):
+        with pytest.raises(InputError, match="cannot read"):
+            read_documents(path)
+    assert Calibration("./a/b").file == "./a/b"
+    (tmp_path / "a").mkdir()
+    write_text(tmp_path / "a/b", words=5)
+    assert len(read_documents("a/b")) == 1
+    assert asked == []
+
+
+def test_the_small_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DEFAULT_FILE.stat().st_size < 100_000
+    text = DEFAULT_FILE.read_text("utf-8")
+    assert not [line for line in text.splitlines() if "http" in line or "/home" in line or "/tmp/wt" in line]
+    assert len(text) / 128 > 132 * 4.8  # enough windows for prune and plan at 4.8 signs a token, which is many
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    windows = calibration_windows(tmp_path / "m", config, Calibration("default"))
+    assert windows.shape == (128, 128)
+    assert calibration_windows(tmp_path / "m", config, Calibration("default", length=300)).shape == (128, 300)
+    config.max_position_embeddings = 32
+    assert calibration_windows(tmp_path / "m", config, Calibration("default")).shape == (128, 32)
+    monkeypatch.chdir(tmp_path)
+    prune_checkpoint("m", "q", PruneOptions("6:8", "int8", "wanda", Calibration("default", samples=4)))
+    assert "wanda, 4 windows of 128 tokens of default" in Path("q/README.md").read_text()
+    write_text(tmp_path / "default")  # a file of that name comes first
+    own = calibration_windows(tmp_path / "m", config, Calibration("default", samples=4))
+    assert not torch.equal(own, windows[:4, :32])
+    assert own.shape == (4, 32)
+
+
+def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file with holes, nor many files that are small, nor a few rows that repeat."""
+    with open(tmp_path / "holes.txt", "wb") as file:
+        file.truncate(1 << 40)
+    for name in ("holes.txt", "holes.jsonl", "holes.txt.gz"):
+        (tmp_path / "holes.txt").rename(tmp_path / name)
+        with pytest.raises(InputError, match=rf"{name} is too large; got 1.1 TB; needed at most 1.1 GB"):
+            read_documents(tmp_path / name)
+        (tmp_path / name).rename(tmp_path / "holes.txt")
+    monkeypatch.setattr(texts, "MAX_BYTES", 1000)
+    (tmp_path / "many").mkdir()
+    for number in range(5):
+        (tmp_path / f"many/{number}.txt.gz").write_bytes(gzip.compress(b"a" * 300))
+    with pytest.raises(InputError, match=r"many holds too much text; needed at most 1.0 kB"):
+        read_documents(tmp_path / "many")
+
+
+def test_a_parquet_file_that_repeats_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    repeated = arrow.DictionaryArray.from_arrays(arrow.array([0] * 100_000, arrow.int32()), arrow.array(["a" * 1000]))
+    parquet.write_table(arrow.table({"text": repeated}), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 20_000
+    monkeypatch.setattr(texts, "MAX_BYTES", 10**6)
+    made = []
+    monkeypatch.setattr(texts, "_document", lambda where, row: made.append(where) or row["text"])
+    with pytest.raises(InputError, match=r"t.parquet holds too much text; needed at most 1.0 MB"):
+        read_documents(tmp_path / "t.parquet")
+    assert len(made) < 1100
+
+
+def test_parquet_inside_of_gzip_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    with pytest.raises(InputError, match=r"t.parquet.gz is compressed twice; needed a .parquet file; unpack it"):
+        read_documents(tmp_path / "t.parquet.gz")
+
+
+def test_many_empty_documents_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "MAX_BYTES", 2000)
+    (tmp_path / "t.jsonl").write_text('{"text": ""}\n' * 30)
+    with pytest.raises(InputError, match=r"t.jsonl holds too much text"):
+        read_documents(tmp_path / "t.jsonl")
