@@ -422,7 +422,7 @@ def test_destinations_that_cannot_be(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "m", tmp_path / "x.partial")
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    cases = {"dangling": "exists", "x": "is the source", "file/y": "cannot make", "n" * 300: "cannot make"}
+    cases = {"dangling": "exists", "x": "is the source", "file/y": "cannot be made", "n" * 300: "cannot be made"}
     for destination, words in cases.items():
         source = tmp_path / ("x.partial" if destination == "x" else "m")
         with pytest.raises(CheckpointError, match=words):
