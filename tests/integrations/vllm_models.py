@@ -38,3 +38,6 @@ def be_the_only_rank() -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
         parallel_state.initialize_model_parallel(1, 1)
+    elif getattr(parallel_state, "_EP", None) is None:  # only a mixture's configuration makes this group
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 1)
