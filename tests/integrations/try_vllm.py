@@ -19,6 +19,7 @@ import tempfile
 import time
 import venv
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -26,6 +27,9 @@ from xml.etree import ElementTree
 from slidesparse.integrations.vllm.releases import TESTED
 
 HERE = Path(__file__).parent
+
+AT_ONCE = 2
+"""Releases that are tried at a time; their tests run in one process each."""
 
 
 class Result(NamedTuple):
@@ -75,12 +79,17 @@ def read_report(report: Path) -> tuple[int, Counter[str]]:
 
 
 def try_release(version: str, folder: Path) -> Result:
-    """Fetch a release, and run the tests in it."""
+    """Fetch a release, run the tests in it, and print what they said when they are through."""
     start = time.monotonic()
     python, report = make_environment(folder), folder / "report.xml"
-    subprocess.run([python, HERE / "fetch_vllm.py", version], check=True)
+    fetch = subprocess.run([python, HERE / "fetch_vllm.py", version], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    print(fetch.stdout.decode(errors="replace"), end="", flush=True)
+    fetch.check_returncode()
     arguments = ["-q", "--tb=short", f"--junitxml={report}", HERE]
-    code = subprocess.run([python, "-m", "pytest", *arguments], env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode
+    command, environment = [python, "-m", "pytest", *arguments], os.environ | {"HF_HUB_OFFLINE": "1"}
+    tests_run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    print(tests_run.stdout.decode(errors="replace"), flush=True)
+    code = tests_run.returncode
     tests, broken = read_report(report)
     if code != 0 and not broken:
         broken[f"pytest ended with status {code}"] = 1
@@ -96,8 +105,9 @@ def describe(version: str, result: Result) -> str:
 def main() -> None:
     newest = find_newest()
     asked = [newest if name == "newest" else name for name in sys.argv[1:]] or list(TESTED)
-    with tempfile.TemporaryDirectory() as folder:
-        results = {version: try_release(version, Path(folder, version)) for version in asked}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        tried = pool.map(lambda version: try_release(version, Path(folder, version)), asked)
+        results = dict(zip(asked, tried, strict=True))
     print("", *(describe(version, result) for version, result in results.items()), sep="\n")
     if newest not in TESTED:
         print(f"vLLM {newest} is out and not among the tested releases: CONTRIBUTING.md says how to add it")
