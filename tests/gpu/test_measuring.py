@@ -18,6 +18,7 @@ from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.linear import SlideLinear, packed_problem
 from slidesparse.packing import pack
 from slidesparse.prune import prune_mask
+from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
 from slidesparse.tuning.measure import TRANSIENT_BYTES, gaussian
 
@@ -72,6 +73,7 @@ def test_a_second_load_measures_nothing(
     caplog.set_level(logging.INFO)
     assert LoadTuner.__init__.__kwdefaults__ is not None
     monkeypatch.setitem(LoadTuner.__init__.__kwdefaults__, "budget_s", 100.0)  # other tests share this GPU
+    monkeypatch.setattr(at_load, "NOISE", 10.0)  # and disturb its times
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
     make_checkpoint(tmp_path / "m", **sizes)
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))

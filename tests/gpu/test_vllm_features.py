@@ -138,6 +138,8 @@ def assert_on(name: str, facts: dict[str, Any]) -> None:
     assert (facts["batched"] < max(map(len, prompts()))) == (name == "chunked prefill")
     assert facts["async"] or name != "async scheduling"
     if name in ("n-gram speculation", "a dense draft model"):
+        assert facts["draft"] > 0
+    if name == "a dense draft model":  # which n-grams of random text are right differs from release to release
         assert facts["draft"] >= facts["accepted"] > 0
 
 
