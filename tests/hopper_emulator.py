@@ -82,3 +82,62 @@ def activations(slabs: np.ndarray, itemsize: int) -> np.ndarray:
         for row in range(slabs.shape[1])
     ]
     return np.stack(tokens)
+
+
+def permute(low: int, high: int, selectors: int) -> int:
+    """``prmt.b32``: a byte of the eight for each of the four lowest selectors, whose highest bit must not be set."""
+    memory = low.to_bytes(4, "little") + high.to_bytes(4, "little")
+    chosen = [selectors >> 4 * i & 15 for i in range(4)]
+    assert max(chosen) < 8, "a selector that repeats a sign"
+    return int.from_bytes(bytes(memory[c] for c in chosen), "little")
+
+
+def spread_chunk(values: np.ndarray, word: int, windows: int, first: int, out: np.ndarray) -> None:
+    """Add 8 windows, from window ``first`` of a lane on, to the lane's columns: the arithmetic of spread.cuh."""
+    registers = values.view("<u4")
+    keys = (word ^ word >> 1) & 0x77777777
+    for w in range(8):
+        half = keys >> w // 4 * 16
+        left, right = permute(0x04404444, 0x44100440, half & 0xFFFF), permute(0x14141044, 0x44444141, half & 0xFFFF)
+        both = permute(left, right, 0x5140 if w // 2 % 2 == 0 else 0x7362) ^ 0x22220000
+        columns = permute(int(registers[w // 2]), 0, (both if w % 2 == 0 else both >> 16) & 0xFFFF)
+        group, inside = divmod(first + w, windows)
+        at = group * (2 * windows + 2) + 2 * inside
+        assert not (out[at : at + 4] & np.frombuffer(columns.to_bytes(4, "little"), np.uint8)).any()
+        out[at : at + 4] |= np.frombuffer(columns.to_bytes(4, "little"), np.uint8)
+
+
+def spread_round(slabs: np.ndarray, windows: int) -> np.ndarray:
+    """Slabs uint8 [slabs, 4096 + 1024] of a row block, spread: [64, columns of the round] as instructions read them.
+
+    Four lanes share a row; each reads one chunk of 16 kept values a slab, and the word of their 8 windows.
+    """
+    count = slabs.shape[0]
+    columns = 16 * count // (2 * windows) * (2 * windows + 2)
+    matrix = np.zeros((ROWS, 4 * columns), np.uint8)
+    for row in range(ROWS):
+        warp, inside = divmod(row, 16)
+        for lane in range(4):
+            held = np.zeros(columns, np.uint8)
+            for i in range(count):
+                slab, chunk = divmod(lane * count + i, 4)
+                start = swizzled(row * 64 + chunk * 16, 64)
+                thread = warp * 32 + inside % 8 * 4 + inside // 8 + chunk % 2 * 2
+                at = 4096 + chunk // 2 * 512 + thread * 4
+                word = int(slabs[slab, at : at + 4].view("<u4")[0])
+                spread_chunk(slabs[slab, start : start + 16].copy(), word, windows, 8 * i, held)
+            for column in range(columns):  # an instruction has 32 columns: 4 of every lane, then 4 more
+                matrix[row, column // 4 * 16 + lane * 4 + column % 4] = held[column]
+    return matrix
+
+
+def spread(sparse: np.ndarray, windows: int, slabs: int) -> np.ndarray:
+    """The 2:4 segment, spread: [rows, columns], rows padded to tiles, ``slabs`` a round."""
+    rows = [
+        np.concatenate(
+            [spread_round(tile[at : at + slabs, block], windows) for at in range(0, tile.shape[0], slabs)], 1
+        )
+        for tile in sparse
+        for block in range(tile.shape[1])
+    ]
+    return np.concatenate(rows)
