@@ -19,7 +19,6 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.packed import PackedWeight
-from slidesparse.pattern import Pattern
 from slidesparse.support import as_bits
 
 SLAB_BYTES = 128
@@ -41,9 +40,6 @@ class ColumnOrder:
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        lane_columns: Columns that each of the four lanes of a round takes, where columns are *dealt*: a round of
-            4 * lane_columns columns is written four columns of lane 0, of lane 1, 2 and 3, the next four of lane 0, and
-            so on. 0 where they stay in order. Dealt columns are all in the dense segment.
         pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
@@ -55,7 +51,6 @@ class ColumnOrder:
     slid_groups: int
     dense_columns: int
     slid_columns: int
-    lane_columns: int = 0
     pairs: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
@@ -81,37 +76,6 @@ class ColumnOrder:
             slid_columns=_padded(slid * pattern.slid_group, multiple),
             pairs=moved,
         )
-
-    @classmethod
-    def dealt(cls, packed: PackedWeight, lane_columns: int, multiple: int = 1) -> ColumnOrder:
-        """Return the order in which the columns of whole groups, not lifted, are dealt to the lanes of rounds.
-
-        Args:
-            packed: The weight that will multiply, of a uniform pattern.
-            lane_columns: Columns of a lane: whole groups of the pattern, and a multiple of 4.
-            multiple: The columns are padded with zeros to a multiple of this many.
-        """
-        groups = sum(len(segment.groups) for segment in packed.segments)
-        rounds = -(-groups * packed.pattern.group // (4 * lane_columns))
-        return cls(
-            in_features=packed.shape[1],
-            group=packed.pattern.group,
-            k_offset=packed.k_offset,
-            dense_groups=groups,
-            slid_groups=0,
-            dense_columns=_padded(rounds * 4 * lane_columns, multiple),
-            slid_columns=0,
-            lane_columns=lane_columns,
-        )
-
-    @property
-    def sources(self) -> torch.Tensor:
-        """The input column that feeds every column of a dealt order, -1 where none does: int64 [width]."""
-        column = torch.arange(self.width)
-        span, within = column // 4, column % 4
-        rounds, span = span // self.lane_columns, span % self.lane_columns
-        source = (rounds * 4 + span % 4) * self.lane_columns + span // 4 * 4 + within - self.k_offset
-        return torch.where((source >= 0) & (source < self.in_features), source, -1)
 
     @classmethod
     def identity(cls, columns: int, multiple: int = 1) -> ColumnOrder:
@@ -143,7 +107,6 @@ class ColumnOrder:
             self.slid_groups,
             self.dense_columns,
             self.slid_columns,
-            self.lane_columns,
         ]
 
     @property
@@ -218,15 +181,12 @@ class Layout:
             rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
         slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
             None: they are row-major.
-        deal: Pattern -> columns of a lane, for a backend that reads columns dealt to lanes
-            (:meth:`ColumnOrder.dealt`); None where they stay in order.
     """
 
     lifted: bool = True
     multiple: int = 1
     rows: Callable[[int], int] = exact_rows
     slabs: Slabs | None = None
-    deal: Callable[[Pattern], int] | None = None
 
     def multiple_of(self, dtype: torch.dtype) -> int:
         """Return the multiple of columns to which segments of this type are padded; slabs are whole."""
@@ -235,8 +195,6 @@ class Layout:
     def order(self, packed: PackedWeight) -> ColumnOrder | None:
         """Return the column order as the few numbers that the Triton kernels take; None where they cannot write it."""
         multiple = self.multiple_of(packed.dtype)
-        if self.deal is not None:
-            return ColumnOrder.dealt(packed, self.deal(packed.pattern), multiple)
         if self.lifted:
             return ColumnOrder.of(packed, multiple)
         even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
@@ -245,8 +203,6 @@ class Layout:
     def column_map(self, packed: PackedWeight) -> torch.Tensor:
         """Return the input column that feeds every column that the kernel reads, -1 for padding: int64 [K']."""
         multiple = self.multiple_of(packed.dtype)
-        if self.deal is not None:
-            return ColumnOrder.dealt(packed, self.deal(packed.pattern), multiple).sources.to(packed.device)
         if self.lifted:
             return packed.column_map(multiple)
         columns = torch.arange(packed.shape[1], device=packed.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.dense_weight import DenseWeight
 from slidesparse.errors import InputError, SlideSparseError
-from slidesparse.gemm import Problem, choose, get_backend
+from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.packed import PackedWeight
@@ -83,8 +83,8 @@ class SlideLinear(nn.Module):
 
     def _set_forms(self, packed: PackedWeight) -> None:
         """Bring a packed weight into the form of every backend in ``choice``."""
-        forms = forms_of(packed, self.choice.backends)
-        self.forms = cast("list[WeightForm]", nn.ModuleList(forms))  # a ModuleList has no type for its elements
+        forms = nn.ModuleList(WeightForm(packed, name) for name in self.choice.backends)
+        self.forms = cast("list[WeightForm]", forms)  # a ModuleList, which has no type for its elements
         self._forms = tuple(self.forms)  # the same, found without a Module's search for attributes
         self._all_slid = all(segment.kind == "2:4" for segment in packed.segments)
         specs = tuple(form.spec() for form in self.forms)
@@ -127,14 +127,8 @@ class SlideLinear(nn.Module):
 
     @property
     def operand_bytes(self) -> dict[str, int]:
-        """Backend -> bytes of its operand, which the layer keeps; a shared one counts for the first that reads it."""
-        counted: set[int] = set()
-        found = {}
-        for form in self.forms:
-            own = {tensor.data_ptr(): tensor.nbytes for tensor in form.operand if tensor.nbytes}
-            found[form.backend] = sum(size for address, size in own.items() if address not in counted)
-            counted |= own.keys()
-        return found
+        """Backend -> bytes of its operand, which the layer keeps."""
+        return {form.backend: form.operand_bytes for form in self.forms}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: x [..., in] -> [..., out]; ``bias`` [out] replaces the layer's own."""
@@ -170,8 +164,6 @@ class SlideLinear(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
-        for form in self.forms:
-            form.share(self.forms)
         if self.weight_dtype in QUANTISED:
             self.dense_dtype = fn(torch.empty(0, dtype=self.dense_dtype, device=self.device)).dtype
         return self
@@ -269,7 +261,7 @@ class SlideLinear(nn.Module):
             False, with nothing changed, for a weight of other sizes or with other numbers of groups that follow the
             pattern: its tensors do not fit, or compiled graphs would read them in the wrong order.
         """
-        forms = forms_of(packed, self.choice.backends)
+        forms = [WeightForm(packed, name) for name in self.choice.backends]
         new = [tensor for form in forms for tensor in form.tensors]
         own = self._tensors()
         if [form.spec() for form in forms] != [form.spec() for form in self._forms]:
@@ -301,18 +293,6 @@ class SlideLinear(nn.Module):
         name = f"{self.out_features}x{self.in_features} {self.pattern} {dtype_name(self.weight_dtype)}"
         kept = ", ".join(f"{backend} {size / 1e6:.1f} MB" for backend, size in self.operand_bytes.items())
         return f"{name}: {self.choice.describe()} ({self.choice.reason}); kept: {kept}"
-
-
-def forms_of(packed: PackedWeight, backends: Iterable[str]) -> list[WeightForm]:
-    """Bring a weight into the form of each backend; those that read the same operand share it.
-
-    The form that owns an operand is made first, whatever the order in which the backends are named.
-    """
-    names = list(backends)
-    made: dict[str, WeightForm] = {}
-    for name in sorted(names, key=lambda name: get_backend(name).reads is not None):
-        made[name] = WeightForm(packed, name, list(made.values()))
-    return [made[name] for name in names]
 
 
 def packed_problem(packed: PackedWeight) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,13 +18,12 @@ class WeightForm(nn.Module):
     Args:
         packed: The weight.
         backend: The backend's name.
-        beside: Other forms of this weight, whose operand it shares where its backend reads the same one.
     """
 
     column_map: torch.Tensor
     pairs: torch.Tensor
 
-    def __init__(self, packed: PackedWeight, backend: str, beside: Sequence[WeightForm] = ()) -> None:
+    def __init__(self, packed: PackedWeight, backend: str) -> None:
         super().__init__()
         chosen = get_backend(backend)
         self.backend = backend
@@ -35,8 +33,7 @@ class WeightForm(nn.Module):
         pairs = None if order is None else order.pairs
         nothing = torch.empty(0, dtype=torch.int32, device=packed.device)
         self.register_buffer("pairs", nothing if pairs is None else pairs, persistent=False)
-        owner = next((form for form in beside if form.backend == chosen.reads), None)
-        operand = chosen.prepare(packed) if owner is None else chosen.adopt(tuple(owner.operand), packed)
+        operand = chosen.prepare(packed)
         self._names = [f"operand_{i}" for i in range(len(operand))]
         for name, tensor in zip(self._names, operand, strict=True):
             self.register_buffer(name, tensor, persistent=False)
@@ -45,14 +42,6 @@ class WeightForm(nn.Module):
     def operand(self) -> list[torch.Tensor]:
         """The tensors that the backend's kernel reads of the weight."""
         return [getattr(self, name) for name in self._names]
-
-    def share(self, beside: Sequence[WeightForm]) -> None:
-        """Share the operand again, after both forms were moved or copied by themselves."""
-        owner = next((form for form in beside if form.backend == get_backend(self.backend).reads), None)
-        if owner is not None:
-            kept = {(tensor.shape, tensor.dtype): tensor for tensor in owner.operand}
-            for name, tensor in zip(self._names, self.operand, strict=True):
-                setattr(self, name, kept.get((tensor.shape, tensor.dtype), tensor))
 
     @property
     def operand_bytes(self) -> int:

@@ -100,17 +100,6 @@ def test_every_order_matches_the_column_map(
     assert_same(got, expected(x, packed, torch.int8, multiple))
 
 
-@pytest.mark.parametrize(("k_offset", "columns"), [(0, 1024), (0, 500), (2, 700), (3, 253)])
-@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8"])
-def test_columns_dealt_to_lanes(device: str, small_steps: None, pattern: str, k_offset: int, columns: int) -> None:
-    # Rows that are held, that are walked, and steps whose columns do not all exist.
-    packed = packed_weight(pattern, columns, k_offset)
-    order = ColumnOrder.dealt(packed, 4 * Pattern.parse(pattern).group, 128)
-    x = torch.randn(2, columns, dtype=torch.bfloat16, device=device)
-    values, scale = quantize_rows(x, torch.int8)
-    assert_same(quantize_lift(x, order, torch.int8), (gather(values, order.sources.to(device)), scale))
-
-
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_rows_of_several_steps(device: str, small_steps: None, pattern: str, dtype: torch.dtype) -> None:

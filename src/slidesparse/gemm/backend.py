@@ -202,11 +202,8 @@ class Backend(ABC):
         name: The name that users write.
         accelerated: ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
-        reads: The backend whose operand it reads, besides what :meth:`adopt` adds: a layer keeps it once; None for its
-            own.
     """
 
-    reads: str | None = None
     name: str
     accelerated: bool
     layout: Layout
@@ -243,15 +240,6 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, packed: PackedWeight) -> Operand:
         """Reorder a packed weight, once, into the tensors that the kernel reads."""
-
-    def adopt(self, operand: Operand, packed: PackedWeight) -> Operand:
-        """Return what :meth:`prepare` does, out of the operand of the backend that :attr:`reads` names, uncopied.
-
-        Args:
-            operand: That backend's, of the same weight.
-            packed: The weight.
-        """
-        return operand
 
     @abstractmethod
     def matmul(
@@ -314,14 +302,11 @@ class Backend(ABC):
         """
         return OneByOne(linears)
 
-    def warm_up(  # noqa: B027
-        self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, pattern: Pattern
-    ) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:  # noqa: B027
         """Load every kernel that some number of tokens may choose; the default has none to load.
 
         Args:
             dtype: Type of the weight.
             out_dtype: Type of the activations and products.
             device: The device on which they will run.
-            pattern: The weight's pattern.
         """

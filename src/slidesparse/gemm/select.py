@@ -31,7 +31,6 @@ from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.spread import Spread
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, find_nearest
@@ -45,7 +44,6 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": Reference,
     "dense": Dense,
     "hopper": Hopper,
-    "spread": Spread,
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }

@@ -171,11 +171,6 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
         position = start // 2 + tl.arange(0, P.write // 2)
         column = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2)
         source = column.to(tl.int32) >> 1
-    elif P.lane_columns > 0:
-        dealt = start // 4 + tl.arange(0, P.write // 4)  # four columns of a lane stay together
-        column = (dealt // P.lane_columns * 4 + dealt % 4) * P.lane_columns + dealt % P.lane_columns // 4 * 4
-        leading = column // 2 - P.k_offset // 2
-        source = tl.reshape(leading[:, None] + tl.arange(0, 2)[None, :], (P.write // 2,))
     else:
         SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
         SPANS: tl.constexpr = P.half - 1 if SLID else P.half
@@ -192,10 +187,8 @@ def _lift(whole, pairs_ptr, out_ptr, row, SLID: tl.constexpr, P: tl.constexpr):
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     GROUP: tl.constexpr = 4 * (P.half - 1) if SLID else 2 * P.half
     # The columns of positions between these two exist.
-    WHOLE: tl.constexpr = 4 * P.lane_columns if P.lane_columns > 0 else GROUP
-    BEGIN: tl.constexpr = WHOLE if P.k_offset > 0 else 0
-    GROUPS: tl.constexpr = (P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)
-    END: tl.constexpr = GROUPS * GROUP // WHOLE * WHOLE
+    BEGIN: tl.constexpr = GROUP if P.k_offset > 0 else 0
+    END: tl.constexpr = ((P.slid_groups if SLID else P.dense_groups) - (1 if P.cut else 0)) * GROUP
     STEP: tl.constexpr = P.write
     for start in tl.static_range(0, LENGTH, STEP):
         source = _source(pairs_ptr, start, SLID, P)

@@ -22,7 +22,6 @@ class LiftVariant:
         slid_groups: Groups of the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
-        lane_columns: See :class:`slidesparse.layout.ColumnOrder`.
         gathered: Whether the groups are in another order than the input's.
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
@@ -42,7 +41,6 @@ class LiftVariant:
     slid_groups: int
     dense_columns: int
     slid_columns: int
-    lane_columns: int
     gathered: bool
     prologue: Prologue
     quant: str
@@ -87,8 +85,7 @@ class LiftVariant:
     def in_place(self) -> bool:
         """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
         alone = self.dense_groups == 0 or self.slid_groups == 0
-        moved = self.gathered or self.lane_columns > 0 or self.k_offset > 0
-        return alone and not moved and (self.half == 2 or self.slid_groups == 0)
+        return alone and not self.gathered and self.k_offset == 0 and (self.half == 2 or self.slid_groups == 0)
 
     @property
     def cut(self) -> bool:

@@ -38,17 +38,13 @@ from slidesparse.kernels.lift_math import (
 @triton.jit
 def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
     """Return the input columns that feed a step of a segment [WRITE]; outside 0 .. K-1 where none does."""
-    # Whole spans stay together: four columns of a window, or of a lane, or two of a dense group (whose N may be odd).
-    SPAN: tl.constexpr = 4 if (SLID and not P.gathered) or P.lane_columns > 0 else 2
+    # Whole spans stay together: four columns of a window, or two of a dense group (whose N may be odd).
+    SPAN: tl.constexpr = 4 if SLID and not P.gathered else 2
     if P.gathered:
         START: tl.constexpr = P.dense_columns if SLID else 0
         LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
         position = start // 2 + tl.arange(0, P.write // 2)
         leading = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
-    elif P.lane_columns > 0:
-        dealt = start // 4 + tl.arange(0, P.write // 4)
-        leading = (dealt // P.lane_columns * 4 + dealt % 4) * P.lane_columns + dealt % P.lane_columns // 4 * 4
-        leading -= P.k_offset
     else:
         SPANS: tl.constexpr = P.half - 1 if SLID else P.half
         span = start // SPAN + tl.arange(0, P.write // SPAN)

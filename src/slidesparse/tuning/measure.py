@@ -157,7 +157,7 @@ class LayerMeasurement:
         forms = []
         for name in self.backends:
             try:  # all kernels at once, in parallel: one by one they would be compiled while the budget runs
-                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device, self.packed.pattern)
+                get_backend(name).warm_up(self.packed.dtype, self.source, self.packed.device)
                 forms.append(_Form.of(self.packed, name))
             except SlideSparseError as error:
                 self._faults[name] = str(error)

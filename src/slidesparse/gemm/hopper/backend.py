@@ -35,7 +35,6 @@ from slidesparse.gemm.spec import Slots
 from slidesparse.layout import Layout, check_slabs
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
-from slidesparse.pattern import Pattern
 from slidesparse.quant import dtype_name
 from slidesparse.support import check_vector
 
@@ -105,7 +104,7 @@ class Hopper(Backend):
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, pattern: Pattern) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
         load_kernels(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
 

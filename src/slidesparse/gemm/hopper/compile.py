@@ -20,7 +20,6 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.hopper.tiles import Tile
 
 SOURCE = Path(__file__).with_name("sparse_gemm.cu")
-INCLUDED = Path(__file__).with_name("spread.cuh")
 ARCH = "sm_90a"
 
 TYPES = {
@@ -38,7 +37,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
     constraint = "r" if dtype == torch.int8 else "f"
     names = ", ".join(f"%{i}" for i in range(registers))
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
-    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(6)]
+    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(5)]
     geometry = {
         "TOKENS": tile.tokens,
         "WARPGROUPS": tile.warpgroups,
@@ -46,8 +45,6 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
         "STAGES": tile.stages,
         "SPLIT": tile.split,
         "BLOCKS": tile.blocks,
-        "SPREAD": tile.windows,
-        "X_STAGES": tile.x_stages,
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -69,7 +66,7 @@ def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
     """
     source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype)
     major, minor = nvrtc_version()
-    key = hashlib.sha256(b"\0".join([source, INCLUDED.read_bytes(), *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
+    key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"
     known = _read(path)
     if known is None:
@@ -130,8 +127,7 @@ def compile_source(source: bytes, opts: list[str]) -> tuple[bytes, str]:
         UnsupportedError: With the first line of the log when the compiler refuses.
     """
     nvrtc = _nvrtc()
-    included, name = INCLUDED.read_bytes(), INCLUDED.name.encode()
-    status, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 1, [included], [name])
+    status, program = nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], [])
     _check(int(status), "nvrtcCreateProgram")
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(opts), [option.encode() for option in opts])

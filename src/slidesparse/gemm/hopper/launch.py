@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -125,18 +126,12 @@ class GemmLaunch:
         slab_bytes: Bytes of the activations.
     """
 
-    __slots__ = ("_grid", "_sizes", "_types", "_width", "_windows", "kernel", "slab_bytes")
+    __slots__ = ("_grid", "_sizes", "_types", "kernel", "slab_bytes")
 
     def __init__(
-        self,
-        kernel: Kernel | None,
-        types: tuple[torch.dtype, torch.dtype, int],
-        sizes: Arguments,
-        width: int,
-        windows: int,
+        self, kernel: Kernel | None, types: tuple[torch.dtype, torch.dtype, int], sizes: Arguments, slab_bytes: int
     ) -> None:
-        self.kernel, self._types, self._sizes, self._width, self._windows = kernel, types, sizes, width, windows
-        self.slab_bytes = SLABS.padded(sizes.tokens) * width
+        self.kernel, self.slab_bytes, self._types, self._sizes = kernel, slab_bytes, types, sizes
         self._grid = 0 if kernel is None else kernel.grid(kernel.tile.count(sizes.tokens, sizes.channels))
 
     def for_tokens(self, tokens: int) -> GemmLaunch:
@@ -147,9 +142,9 @@ class GemmLaunch:
         """
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
-        tile = choose_tile(tokens, sizes.channels, *slabs, self._windows)
-        kernel = load_kernel(tile, *self._types) if sizes.channels else None
-        return GemmLaunch(kernel, self._types, sizes, self._width, self._windows)
+        slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
+        kernel = load_kernel(choose_tile(tokens, sizes.channels, *slabs), *self._types) if sizes.channels else None
+        return GemmLaunch(kernel, self._types, sizes, slab_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
@@ -183,8 +178,7 @@ def find_launch(
     Args:
         activations: [M, K'].
         dtype: Their type, and the weight's.
-        dense: Shape of the steps of the dense segment (gemm/hopper/weights.py); [0, windows a group] where the 2:4
-            segment is spread (gemm/hopper/spread.py).
+        dense: Shape of the steps of the dense segment (gemm/hopper/weights.py).
         sparse: Shape of the steps of the 2:4 segment.
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
@@ -196,8 +190,7 @@ def find_launch(
         UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
-        slabs, windows = _slabs(dense, sparse)
-        tile = choose_tile(activations[0], out_features, *slabs, windows)
+        tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
     return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, tile)
 
 
@@ -212,12 +205,10 @@ def _launch(
     device: int,
     tile: Tile,
 ) -> GemmLaunch:
-    tokens, ((sparse_slabs, dense_slabs), windows) = activations[0], _slabs(dense, sparse)
+    tokens, sparse_slabs, dense_slabs = activations[0], sparse[1], dense[1] // 2
     if out_dtype not in OUTPUTS:
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
     columns = SLAB_BYTES // dtype.itemsize * (sparse_slabs + dense_slabs)
-    if windows:  # as many whole slabs as hold the columns before lifting
-        columns = -(-sparse_slabs * SLAB_BYTES * (windows + 1) // (2 * windows) // SLAB_BYTES) * SLAB_BYTES
     fits = activations[1] == columns and sparse[3] == step_bytes(dtype.itemsize)
     if not fits or out_features > TILE_ROWS * sparse[0]:
         raise InputError(
@@ -225,18 +216,14 @@ def _launch(
             needed=f"{columns} columns, at most {TILE_ROWS * sparse[0]} outputs, as the weight was prepared",
             remedy="quantise and lift with this weight's own columns",
         )
+    slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
     sizes = Arguments(
         tokens=tokens, channels=out_features, dense_slabs=dense_slabs, sparse_slabs=sparse_slabs, group=GROUP
     )
     if not tokens or not out_features:
-        return GemmLaunch(None, (dtype, out_dtype, device), sizes, columns * dtype.itemsize, windows)
+        return GemmLaunch(None, (dtype, out_dtype, device), sizes, slab_bytes)
     kernel = load_kernel(tile, dtype, out_dtype, device)
-    return GemmLaunch(kernel, (dtype, out_dtype, device), sizes, columns * dtype.itemsize, windows)
-
-
-def _slabs(dense: torch.Size, sparse: torch.Size) -> tuple[tuple[int, int], int]:
-    """Return the slabs of the 2:4 and of the dense segment, and the windows of a group where the first is spread."""
-    return ((sparse[1], 0), dense[1]) if len(dense) == 2 else ((sparse[1], dense[1] // 2), 0)
+    return GemmLaunch(kernel, (dtype, out_dtype, device), sizes, slab_bytes)
 
 
 @cache

@@ -101,7 +101,7 @@ constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
 constexpr int META_BYTES = META_WORDS * 512;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block in a 2:4 step; in a dense step VALUE_BYTES
-
+constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 
 // Tokens that a block completes and stores: the fewest, in multiples of 16, that make at most one share a block.
 __host__ __device__ constexpr int share_of(int tokens, int split) {
@@ -120,7 +120,7 @@ constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
 constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = SPREAD ? 40 : 24;
+constexpr int PRODUCER_REGISTERS = 24;
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
 constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
@@ -181,31 +181,19 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, u32 bytes, u32 bar)
                  "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-// A place in a ring: a stage, and the parity of its current use.
-template <int COUNT>
-struct PlaceOf {
+// A place in the ring: a stage, and the parity of its current use.
+struct Place {
     u32 stage = 0, phase = 0;
     __device__ __forceinline__ void next() {
-        if (++stage == COUNT) { stage = 0; phase ^= 1; }
+        if (++stage == STAGES) { stage = 0; phase ^= 1; }
     }
 };
 
-// A ring of COUNT stages of BYTES bytes, and two barriers for each.
-template <int COUNT, int BYTES>
-struct RingOf {
-    using Place = PlaceOf<COUNT>;
-    static constexpr int TOTAL_BYTES = COUNT * BYTES, BARRIER_BYTES = 2 * COUNT * 8;
+struct Ring {
     u32 stages, full, empty;  // shared addresses
-    __device__ __forceinline__ RingOf(u32 memory, u32 barriers) : stages(memory), full(barriers), empty(barriers + COUNT * 8) {}
-    __device__ __forceinline__ u32 stage(const Place& p) const { return stages + p.stage * BYTES; }
+    __device__ __forceinline__ u32 stage(const Place& p) const { return stages + p.stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 full_of(const Place& p) const { return full + p.stage * 8; }
     __device__ __forceinline__ u32 empty_of(const Place& p) const { return empty + p.stage * 8; }
-    __device__ __forceinline__ void make_barriers() const {
-        for (int s = 0; s < COUNT; s++) {
-            barrier_init(full + s * 8, 1);
-            barrier_init(empty + s * 8, 4 * WARPGROUPS);
-        }
-    }
 };
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -227,70 +215,6 @@ struct Tiles {
     }
 };
 
-// ---- operands ---------------------------------------------------------------------------------------------------------
-
-// The address of row block `block` of a step: W_TILE row blocks are contiguous, step by step.
-__device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
-    return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
-}
-
-// Wait until the kernel before this one, which computes the activations, has ended: this one may start earlier
-// (programmatic dependent launch, PTX ISA "griddepcontrol"). After an ordinary launch it returns at once.
-__device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// ---- matrix instructions ---------------------------------------------------------------------------------------------
-
-// Matrix descriptors (PTX ISA, "Matrix Descriptor Format"): rows of 128 or 64 bytes, swizzled over their whole length,
-// groups of 8 rows one after another.
-__device__ __forceinline__ u64 describe(u32 address, u32 row_bytes) {
-    const u64 swizzle = row_bytes == 128 ? 1 : 2;
-    return (u64)((address >> 4) & 0x3FFF) | 1ull << 16 | (u64)(8 * row_bytes >> 4) << 32 | swizzle << 62;
-}
-
-// SELECTOR: the half of the lanes that holds the metadata (for 16-bit types; 0 for 8-bit ones, where all lanes do).
-template <int SELECTOR>
-__device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(3) ", 0;\n"
-        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) K_SPARSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
-        OPERAND(1) ", " OPERAND(2) ", " OPERAND(4) ", p" MMA_TAIL "; }"
-        : ACC(d) : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(SELECTOR));
-}
-
-__device__ __forceinline__ void mma_dense(acc_t* d, u64 a, u64 b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(2) ", 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) K_DENSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
-        OPERAND(1) ", p" MMA_TAIL "; }"
-        : ACC(d) : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// As mma_dense, with the weights in registers: rows lane / 4 and + 8, columns lane % 4 * 4 ... + 3, then both rows 16 columns
-// further (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk32").
-__device__ __forceinline__ void mma_dense_held(acc_t* d, const u32* a, u64 b, int accumulate) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(5) ", 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) K_DENSE "." MMA_TYPES " {" ACC_NAMES "}, {" OPERAND(0) ", " OPERAND(1) ", "
-        OPERAND(2) ", " OPERAND(3) "}, " OPERAND(4) ", p" MMA_TAIL "; }"
-        : ACC(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void mma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-#if SPREAD
-#include "spread.cuh"  // the other mainloop, for few tokens
-#else
-
-// ---- steps -----------------------------------------------------------------------------------------------------------
-
-constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
-using Ring = RingOf<STAGES, STAGE_BYTES>;
-
 // The slabs of a tile that a block multiplies: [dense, dense_end) and [sparse, sparse_end).
 struct Range {
     int dense, dense_end, sparse, sparse_end;
@@ -311,6 +235,15 @@ __device__ __forceinline__ Range range_of(const Arguments& p, int rank) {
 
 // ---- producer --------------------------------------------------------------------------------------------------------
 
+// The address of row block `block` of a step: W_TILE row blocks are contiguous, step by step.
+__device__ __forceinline__ const u8* weights_at(const u8* weights, int block, int steps, int step, int bytes) {
+    return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
+}
+
+// Wait until the kernel before this one, which computes the activations, has ended: this one may start earlier
+// (programmatic dependent launch, PTX ISA "griddepcontrol"). After an ordinary launch it returns at once.
+__device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
 
 struct Producer {
@@ -329,13 +262,13 @@ struct Producer {
 
     // Load the weights of the first steps, as many as there are stages.
     __device__ __forceinline__ void load_early() const {
-        Ring::Place place;
+        Place place;
         load<WEIGHTS>(place, first_tile(), 0, early_steps());
     }
 
     // Load everything else.
     __device__ __forceinline__ void load_rest() const {
-        Ring::Place place;
+        Place place;
         load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
         int from = early_steps();
         for (int tile = first_tile(); tile < tiles.count(); tile += gridDim.x / SPLIT, from = 0)
@@ -344,7 +277,7 @@ struct Producer {
 
     // Load steps [from, to) of a tile. Loading the weights also sets the number of bytes that the step waits for.
     template <int OPERANDS>
-    __device__ __forceinline__ void load(Ring::Place& place, int tile, int from, int to) const {
+    __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
         const int rows = ceil_div(p.tokens, 8) * 8, block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
@@ -380,12 +313,46 @@ struct Producer {
     }
 };
 
+// ---- matrix instructions ---------------------------------------------------------------------------------------------
+
+// Matrix descriptors (PTX ISA, "Matrix Descriptor Format"): rows of 128 or 64 bytes, swizzled over their whole length,
+// groups of 8 rows one after another.
+__device__ __forceinline__ u64 describe(u32 address, u32 row_bytes) {
+    const u64 swizzle = row_bytes == 128 ? 1 : 2;
+    return (u64)((address >> 4) & 0x3FFF) | 1ull << 16 | (u64)(8 * row_bytes >> 4) << 32 | swizzle << 62;
+}
+
+// SELECTOR: the half of the lanes that holds the metadata (for 16-bit types; 0 for 8-bit ones, where all lanes do).
+template <int SELECTOR>
+__device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(3) ", 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) K_SPARSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", " OPERAND(2) ", " OPERAND(4) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(SELECTOR));
+}
+
+__device__ __forceinline__ void mma_dense(acc_t* d, u64 a, u64 b, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(2) ", 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) K_DENSE "." MMA_TYPES " {" ACC_NAMES "}, " OPERAND(0) ", "
+        OPERAND(1) ", p" MMA_TAIL "; }"
+        : ACC(d) : "l"(a), "l"(b), "r"(accumulate));
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
 // ---- consumer --------------------------------------------------------------------------------------------------------
 
 struct Consumer {
     const Ring& ring;
     const int warpgroup, lane_zero;
-    Ring::Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
+    Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
 
     __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
         return stage + X_BYTES + warpgroup * ROW_BLOCKS * block_bytes;
@@ -466,8 +433,6 @@ struct Consumer {
         if (sparse == 0) release();
     }
 };
-
-#endif
 
 // ---- exchange --------------------------------------------------------------------------------------------------------
 
@@ -719,13 +684,16 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-    u8* const results = base + Ring::TOTAL_BYTES;
+    u8* const results = base + STAGES * STAGE_BYTES;
     u8* const sums = results + WARPGROUPS * RESULT_BYTES;
     const u32 barriers = shared_address(sums + EXCHANGE_BYTES);
-    const Ring ring(shared_address(base), barriers);
-    const u32 received = barriers + Ring::BARRIER_BYTES;
+    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
+    const u32 received = barriers + 2 * STAGES * 8;
     if (threadIdx.x == 0) {
-        ring.make_barriers();
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(ring.full + s * 8, 1);
+            barrier_init(ring.empty + s * 8, 4 * WARPGROUPS);
+        }
         if (SPLIT > 1) barrier_init(received, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         if (SPLIT > 1) barrier_expect(received, EXCHANGE_BYTES);

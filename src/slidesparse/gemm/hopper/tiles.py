@@ -12,7 +12,7 @@ as many bytes and cycles in the other types.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -54,8 +54,6 @@ class Tile:
         stages: Steps of the ring.
         split: Thread blocks of the cluster that shares the steps of a tile: 1 to 8.
         blocks: Thread blocks of a multiprocessor.
-        windows: Windows of a group, where the tile spreads the 2:4 form (gemm/hopper/spread.cuh); 0 where it does not.
-        x_stages: Slabs of activations in their own ring, where it spreads; else a step has both.
     """
 
     tokens: int
@@ -64,8 +62,6 @@ class Tile:
     stages: int
     split: int = 1
     blocks: int = 1
-    windows: int = 0
-    x_stages: int = 0
 
     def __str__(self) -> str:
         """Return tokens x channels, the split and the blocks of a multiprocessor: ``16x128/4b2``."""
@@ -95,16 +91,12 @@ class Tile:
     def shared_bytes(self, itemsize: int) -> int:
         """Return the bytes of shared memory of a block, as the source lays it out."""
         blocks = self.warpgroups * self.row_blocks
-        slab, step = self.tokens * SLAB_BYTES, blocks * step_bytes(itemsize)
-        stage = -(-(slab + step) // 1024) * 1024
-        rings = self.stages * (stage + 16)
-        if self.windows:
-            rings = self.stages * (step + 16) + self.x_stages * (slab + 16)
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
         channels = self.row_blocks * 64
         transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
         exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
-        return 1024 + rings + self.warpgroups * (transposed + factors) + exchange + 8
+        return 1024 + self.stages * (stage + 16) + self.warpgroups * (transposed + factors) + exchange + 8
 
 
 @dataclass(frozen=True)
@@ -143,32 +135,6 @@ TILES = {
 }
 
 
-SPREAD_TILES = {
-    Tile(tokens=256, warpgroups=2, row_blocks=1, stages=6, x_stages=4): Cost(300, 3000),
-    Tile(tokens=192, warpgroups=2, row_blocks=1, stages=9, x_stages=4): Cost(240, 2500),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=9, x_stages=5): Cost(180, 2000),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=12, x_stages=6): Cost(130, 1000),
-    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=9, blocks=2, x_stages=5): Cost(100, 1000),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=12, blocks=2, x_stages=6): Cost(90, 1500),
-    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3, x_stages=5): Cost(75, 2000),
-    Tile(tokens=64, warpgroups=1, row_blocks=1, stages=6, split=2, blocks=2, x_stages=4): Cost(120, 2700),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=9, split=3, blocks=2, x_stages=5): Cost(100, 2600),
-    Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, split=3, blocks=3, x_stages=4): Cost(75, 2900),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=6, split=2, x_stages=4): Cost(180, 6000),
-}
-"""The tiles that spread, of any pattern; a step is a slab of the 2:4 form."""
-
-
-@lru_cache(maxsize=16)
-def spread_tiles(windows: int) -> dict[Tile, Cost]:
-    """Return the tiles that spread groups of this many windows; a step costs as its share of dense products.
-
-    >>> len(spread_tiles(3)) == len(SPREAD_TILES)
-    True
-    """
-    return {replace(tile, windows=windows): cost for tile, cost in SPREAD_TILES.items()}
-
-
 def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int]:
     """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
 
@@ -181,7 +147,7 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
     return load * steps / tile.split, -(-most // tile.blocks)
 
 
-def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int, windows: int = 0) -> Tile:
+def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> Tile:
     """Return the tile with the fewest estimated cycles.
 
     Args:
@@ -189,35 +155,29 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int,
         channels: Rows of the weight.
         sparse_slabs: Slabs of its 2:4 segment.
         dense_slabs: Slabs of its dense segment, two steps each.
-        windows: Windows of a group where the 2:4 segment is spread; else 0.
 
     >>> [str(choose_tile(m, 3584, 42, 0)) for m in (1, 64, 128, 256, 16384)]
     ['16x64/3b3', '64x64/2b2', '64x64b2', '64x128', '176x256']
     """
     steps = sparse_slabs + 2 * dense_slabs
     if tokens > MOST_PLANNED:
-        return cheapest(tokens, channels, steps, windows)
-    ends, tiles = plan(channels, steps, windows)
+        return cheapest(tokens, channels, steps)
+    ends, tiles = plan(channels, steps)
     return tiles[bisect_left(ends, tokens)]
 
 
-def cheapest(tokens: int, channels: int, steps: int, windows: int = 0) -> Tile:
+def cheapest(tokens: int, channels: int, steps: int) -> Tile:
     """Return the tile with the fewest estimated cycles, by asking all of them."""
-    costs = _costs(windows)
 
     def cycles(tile: Tile) -> float:
         own, tiles = work(tile, tokens, channels, steps)
-        return costs[tile].step * own + costs[tile].tile * tiles
+        return TILES[tile].step * own + TILES[tile].tile * tiles
 
-    return min(costs, key=cycles)
-
-
-def _costs(windows: int) -> dict[Tile, Cost]:
-    return spread_tiles(windows) if windows else TILES
+    return min(TILES, key=cycles)
 
 
 @lru_cache(maxsize=1024)
-def plan(channels: int, steps: int, windows: int = 0) -> tuple[list[int], list[Tile]]:
+def plan(channels: int, steps: int) -> tuple[list[int], list[Tile]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
 
     Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
@@ -226,17 +186,16 @@ def plan(channels: int, steps: int, windows: int = 0) -> tuple[list[int], list[T
         The largest number of tokens of each range, in order, and the range's tile: that of :func:`cheapest`.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
-    costs = _costs(windows)
-    cycles = torch.stack([_cycles(tile, cost, tokens, channels, steps) for tile, cost in costs.items()])
-    best, tiles = cycles.argmin(0), list(costs)  # the first of those that are equal, as min takes
+    cycles = torch.stack([_cycles(tile, tokens, channels, steps) for tile in TILES])
+    best, tiles = cycles.argmin(0), list(TILES)  # the first of those that are equal, as min takes
     changes = (best[1:] != best[:-1]).nonzero()[:, 0].tolist()
     last = [*changes, len(tokens) - 1]
     return [int(tokens[index]) for index in last], [tiles[int(best[index])] for index in last]
 
 
-def _cycles(tile: Tile, cost: Cost, tokens: torch.Tensor, channels: int, steps: int) -> torch.Tensor:
+def _cycles(tile: Tile, tokens: torch.Tensor, channels: int, steps: int) -> torch.Tensor:
     """:func:`work` and its cost, for many numbers of tokens."""
     blocks = -(-tokens // tile.tokens) * -(-channels // tile.channels) * tile.split
     most = -(-blocks // MULTIPROCESSORS)
     load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
-    return cost.step * (load * steps / tile.split) + cost.tile * -(-most // tile.blocks)
+    return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)

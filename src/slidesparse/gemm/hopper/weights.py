@@ -54,18 +54,12 @@ class HopperOperand(NamedTuple):
 def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of an :class:`HopperOperand`, dense first.
 
-    Where columns are dealt to lanes, the weight is its 2:4 segment alone, and the first shape is [0, windows a group].
-
     Args:
         order: The packed column order in slabs.
         itemsize: Bytes of a weight.
         out_features: Rows of the weight.
     """
     tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
-    if order.lane_columns:
-        windows = order.group // 2 - 1
-        slabs = -(-order.dense_groups * windows * 4 // slab)
-        return torch.Size((0, windows)), torch.Size((tiles, slabs, BLOCKS, step_bytes(itemsize)))
     sparse = (tiles, order.slid_columns // slab, BLOCKS, step_bytes(itemsize))
     dense = (tiles, 2 * (order.dense_columns // slab), BLOCKS, ROWS * STEP_BYTES)
     return torch.Size(dense), torch.Size(sparse)

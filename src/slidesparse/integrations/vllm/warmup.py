@@ -69,7 +69,7 @@ class WarmUp:
             return
         device = layer.forms[0].tensors[0].device
         for backend in layer.choice.backends:
-            get_backend(backend).warm_up(layer.weight_dtype, self.dtype, device, layer.pattern)
+            get_backend(backend).warm_up(layer.weight_dtype, self.dtype, device)
         values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
         most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
         if most < self.most:
