@@ -143,38 +143,43 @@ def _quantise(row, scale, inverse, P: tl.constexpr):
 
 
 @triton.jit
-def _in_order(pairs, FIRST: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr):
-    """Join COUNT chunks of a row in order, with zeros up to SLOTS, a power of two: int16 [SLOTS * READ / 2]."""
+def _in_order(pairs, FROM: tl.constexpr, COUNT: tl.constexpr, NEAR: tl.constexpr, P: tl.constexpr):
+    """Join chunks of a row in order, COUNT that are read and up to SLOTS, a power of two: int16 [SLOTS * READ / 2]."""
     HALF: tl.constexpr = P.read // 2
     SLOTS: tl.constexpr = COUNT if COUNT <= 2 else 4 if COUNT <= 4 else 8
-    part = ()
-    for slot in tl.static_range(0, SLOTS):
-        part = part + (pairs[FIRST + slot] if slot < COUNT else tl.full((HALF,), 0, tl.int16),)
+    EMPTY: tl.constexpr = SLOTS - COUNT
+    for _ in tl.static_range(0, EMPTY):
+        pairs = pairs + (tl.full((HALF,), 0, tl.int16),)
     if SLOTS == 1:
-        whole = part[0]
+        whole = pairs[FROM]
     elif SLOTS == 2:
-        whole = tl.join(part[0], part[1])
+        whole = tl.join(pairs[FROM], pairs[FROM + 1])
     elif SLOTS == 4:
-        whole = tl.join(tl.join(part[0], part[2]), tl.join(part[1], part[3]))
+        even = tl.join(pairs[FROM], pairs[FROM + 2])
+        whole = tl.join(even, tl.join(pairs[FROM + 1], pairs[FROM + 3]))
     else:
-        even = tl.join(tl.join(part[0], part[4]), tl.join(part[2], part[6]))
-        whole = tl.join(even, tl.join(tl.join(part[1], part[5]), tl.join(part[3], part[7])))
+        even = tl.join(tl.join(pairs[FROM], pairs[FROM + 4]), tl.join(pairs[FROM + 2], pairs[FROM + 6]))
+        odd = tl.join(tl.join(pairs[FROM + 1], pairs[FROM + 5]), tl.join(pairs[FROM + 3], pairs[FROM + 7]))
+        whole = tl.join(even, odd)
     # Joining makes the number of a chunk the fastest index; it must be the slowest.
-    return _neighbours_first(tl.trans(tl.reshape(whole, (HALF, SLOTS))), HALF * SLOTS)
+    return _neighbours_first(tl.trans(tl.reshape(whole, (HALF, SLOTS))), HALF * SLOTS, NEAR)
 
 
 @triton.jit
-def _neighbours_first(pairs, LENGTH: tl.constexpr):
-    """Return the pairs as they are [LENGTH], the four neighbours that a lane has in successive registers.
+def _neighbours_first(pairs, LENGTH: tl.constexpr, NEAR: tl.constexpr):
+    """Return the pairs as they are [LENGTH], the NEAR neighbours that a lane has (4 or 2) in successive registers.
 
     A gather stores its source to shared memory register by register. Triton 3.8 writes each of these stores as PTX, two
-    bytes wide, and ptxas makes eight bytes of four of them only where they follow each other. Else they take four times
-    the time, which made wide rows 1.6 times as slow on an H200.
+    bytes wide, and ptxas joins them only where they follow each other. Four times as many stores made wide rows 1.6
+    times as slow on an H200.
     """
-    even, odd = tl.split(tl.reshape(pairs, (LENGTH // 4, 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (LENGTH,))
+    even, odd = tl.split(tl.reshape(pairs, (LENGTH // NEAR, NEAR // 2, 2)))
+    if NEAR == 4:
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        even = tl.join(first, third)
+        odd = tl.join(second, fourth)
+    return tl.reshape(tl.join(even, odd), (LENGTH,))
 
 
 @triton.jit
@@ -196,7 +201,7 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _step(pairs, pairs_ptr, out_ptr, row, start: tl.constexpr, SLID: tl.constexpr, P: tl.constexpr):
+def _step(pairs, pairs_ptr, out_ptr, row, start: tl.constexpr, NEAR: tl.constexpr, SLID: tl.constexpr, P: tl.constexpr):
     """Write one step of a segment, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
@@ -209,27 +214,27 @@ def _step(pairs, pairs_ptr, out_ptr, row, start: tl.constexpr, SLID: tl.constexp
     HALF: tl.constexpr = P.read // 2
     LEADING: tl.constexpr = start // GROUP * P.half - P.k_offset // 2
     TRAILING: tl.constexpr = ((start + P.write - 1) // GROUP + 1) * P.half - P.k_offset // 2 - 1
-    LAST: tl.constexpr = P.chunks - 1 if P.gathered or TRAILING // HALF >= P.chunks else TRAILING // HALF
-    FIRST: tl.constexpr = 0 if P.gathered or LEADING < 0 else LAST if LEADING // HALF > LAST else LEADING // HALF
-    part = _in_order(pairs, FIRST, LAST - FIRST + 1, P)
+    TO: tl.constexpr = P.chunks - 1 if P.gathered or P.chunks <= TRAILING // HALF else TRAILING // HALF
+    FROM: tl.constexpr = 0 if P.gathered or LEADING < 0 else TO if LEADING // HALF > TO else LEADING // HALF
+    part = _in_order(pairs, FROM, TO - FROM + 1, NEAR, P)
     source = _source(pairs_ptr, start, SLID, P)
     if start < BEGIN or start + P.write > END:
         exists = (source >= 0) & (2 * source < P.in_features)
-        value = tl.where(exists, tl.gather(part, tl.where(exists, source - FIRST * HALF, 0), 0), 0)
+        value = tl.where(exists, tl.gather(part, tl.where(exists, source - FROM * HALF, 0), 0), 0)
     else:
-        value = tl.gather(part, source - FIRST * HALF, 0)
+        value = tl.gather(part, source - FROM * HALF, 0)
     step = tl.arange(0, P.write // 2)
     at = offset_in_row((START + start) // 2, step, row, 2, P)
     tl.store(out_ptr + at, value, mask=start // 2 + step < LENGTH // 2)
 
 
 @triton.jit
-def _lift(pairs, pairs_ptr, out_ptr, row, SLID: tl.constexpr, P: tl.constexpr):
+def _lift(pairs, pairs_ptr, out_ptr, row, NEAR: tl.constexpr, SLID: tl.constexpr, P: tl.constexpr):
     """Write one segment of a row: int16 ``out_ptr``."""
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     STEP: tl.constexpr = P.write
     for start in tl.static_range(0, LENGTH, STEP):
-        _step(pairs, pairs_ptr, out_ptr, row, start, SLID, P)
+        _step(pairs, pairs_ptr, out_ptr, row, start, NEAR, SLID, P)
 
 
 @triton.jit
@@ -279,7 +284,8 @@ def held_kernel(
     if P.in_place:
         _copy(pairs, out_ptr, row, P)
     else:
+        NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
         if P.dense_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, False, P)
+            _lift(pairs, pairs_ptr, out_ptr, row, NEAR, False, P)
         if P.slid_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, True, P)
+            _lift(pairs, pairs_ptr, out_ptr, row, NEAR, True, P)
