@@ -2,8 +2,8 @@
 
     python compile_kernels.py 90
 
-Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, and
-how many shuffles it has.
+Needs no GPU. Prints one JSON object: variant -> registers, stack bytes (spills), the widths of its global accesses, how
+many shuffles it has, and for two variants the widths in bits of stores to shared memory and the number of instructions.
 Runs as a program of its own, since a process that has Triton's interpreter on cannot compile.
 """
 
@@ -47,7 +47,12 @@ BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torc
 
 
 def build(
-    kernel: object, arguments: dict[str, object], arch: int, num_warps: int, registers: int | None = None
+    kernel: object,
+    arguments: dict[str, object],
+    arch: int,
+    num_warps: int,
+    registers: int | None = None,
+    disassemble: bool = False,
 ) -> dict[str, object]:
     """Compile.
 
@@ -58,6 +63,7 @@ def build(
         arch: Compute capability.
         num_warps: Warps of a program.
         registers: Most registers of a lane.
+        disassemble: Also read the machine code.
     """
     names = list(arguments)
     constants = {(i,): value[0] for i, value in enumerate(arguments.values()) if isinstance(value, tuple)}
@@ -68,17 +74,31 @@ def build(
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps, "maxnreg": registers}
     )
-    return resources(compiled.asm["cubin"]) | accesses(compiled.asm["ptx"])
+    code = machine_code(compiled.asm["cubin"]) if disassemble else {}
+    return resources(compiled.asm["cubin"]) | accesses(compiled.asm["ptx"]) | code
 
 
-def resources(cubin: bytes) -> dict[str, object]:
+def tool(cubin: bytes, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> dict[str, object]:
+    usage = tool(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     return {"registers": int(found[1]), "stack": int(found[2]), "local": int(found[4])}
+
+
+def machine_code(cubin: bytes) -> dict[str, object]:
+    """What ptxas made of the stores to shared memory, which the PTX does not tell. Takes a second."""
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
+    codes = re.findall(line, tool(cubin, "-sass"), re.MULTILINE)
+    stores = [re.search(r"(8|16|64|128)$", code) for code in codes if code.startswith("STS")]
+    widths = Counter(store[1] if store else "32" for store in stores)
+    return {"shared_stores": widths, "instructions": sum(code != "NOP" for code in codes)}
 
 
 def accesses(ptx: str) -> dict[str, object]:
@@ -139,6 +159,10 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
                 arch,
                 launch.num_warps,
                 launch.registers or None,
+                disassemble=variant.held
+                and pattern == "6:8"
+                and prologue == "none"
+                and (columns > 8192 or source == FP32),
             ),
         )
 

@@ -77,11 +77,6 @@ class LiftVariant:
         return -(-self.in_features // self.read)
 
     @property
-    def slots(self) -> int:
-        """Number of chunks, rounded up to a power of two."""
-        return 1 << (self.chunks - 1).bit_length()
-
-    @property
     def in_place(self) -> bool:
         """Whether packed column c is input column c: nothing is slid, or the pattern is 2:4."""
         alone = self.dense_groups == 0 or self.slid_groups == 0
