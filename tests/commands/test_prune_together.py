@@ -315,7 +315,8 @@ def test_who_leaves_wrong_usage_to_another_waits_for_its_word(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "environment", [{"WORLD_SIZE": "1", "RANK": "1"}, {"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}]
+    "environment",
+    [{"WORLD_SIZE": "1", "RANK": "1"}, {"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}],
 )
 def test_the_first_process_of_each_machine_says_wrong_usage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]

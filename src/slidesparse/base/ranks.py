@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 """Seconds without a sign of life after which a process counts as gone."""
 
 JOIN_S = 300.0
-"""Seconds in which all processes must have begun, unless a user says otherwise: machines may start one after another."""
+"""Seconds in which all processes must have begun unless a user says otherwise: machines may start late."""
 
 LEAVE_S = 10.0
 """Seconds that processes which fail wait for each other, so that no launcher ends those that are still clearing up."""

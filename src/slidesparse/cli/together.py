@@ -52,7 +52,7 @@ def is_said_by_another(words: Sequence[str]) -> bool:
 
 
 def let_another_speak() -> None:
-    """Wait some seconds before this process ends: a launcher that sees one end ends the others, and one has to speak."""
+    """Wait some seconds before this process ends: a launcher that sees it end ends the one that has to speak."""
     try:
         time.sleep(LEAVE_S)
     except KeyboardInterrupt:  # the launcher has seen that the other one ended
