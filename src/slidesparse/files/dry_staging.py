@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.staging import Workplace, as_stored, partial_folder, refuse_another_run, refuse_link
+from slidesparse.files.staging import Workplace, as_stored, partial_folder, refuse_another_run, require_unlinked
 from slidesparse.files.write_errors import innermost_folder, locked, write_errors
 
 
@@ -27,7 +27,7 @@ def bytes_to_write(destination: Path, plan: Callable[[], Mapping[str, Any]], n_b
         CheckpointError: The folder cannot be made, or another run is writing it or has left unfinished files.
     """
     work = Workplace(partial_folder(destination))
-    refuse_link(work.path)
+    require_unlinked(work.path)
     if not os.path.lexists(work.path):
         where = innermost_folder(work.path)
         if not os.access(where, os.W_OK | os.X_OK):

@@ -160,7 +160,7 @@ def _make(partial: Path) -> list[Path]:
     """Make the place of work, and return the folders that were not there before, innermost first."""
     made: list[Path] = []
     try:
-        refuse_link(partial)
+        require_unlinked(partial)
         folder = partial
         while not os.path.lexists(folder):
             made, folder = [*made, folder], folder.parent
@@ -171,7 +171,7 @@ def _make(partial: Path) -> list[Path]:
     return made
 
 
-def refuse_link(partial: Path) -> None:
+def require_unlinked(partial: Path) -> None:
     """Refuse to work where a link leads."""
     if partial.is_symlink():
         raise CheckpointError(f"{partial} is a link", remedy=f"remove {partial} and run again")
