@@ -26,7 +26,7 @@ import torch
 from cpu import cpu_name
 
 from slidesparse.base.dealing import deal
-from slidesparse.base.ranks import joined
+from slidesparse.base.join import joined
 from slidesparse.commands.prune import prune_checkpoint
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions

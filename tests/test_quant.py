@@ -179,3 +179,21 @@ def test_unknown_type(name: object) -> None:
         parse_dtype(name)
     assert "int8, fp8, bf16, fp16, fp32" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("smallest", [1e-45, 1e-38, 1e-7, 1.0])
+def test_a_weight_is_quantised_as_its_rows_are(dtype: torch.dtype, storage: torch.dtype, smallest: float) -> None:
+    """Also where 127 / absmax overflows, in rows of zeros, and where rounding meets halves and the largest number."""
+    weight = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0], weight[1] = smallest, 0
+    weight[2] = torch.arange(500).to(dtype) / 2 - 127
+    weight[3, 7] = torch.finfo(dtype).max
+    before = weight.clone()
+    found, wanted = quantize_weight(weight, storage), quantize_rows(weight, storage)
+    assert torch.equal(found.values.view(torch.int8), wanted.values.view(torch.int8))
+    assert torch.equal(found.scale, wanted.scale)
+    assert torch.equal(weight, before)
+    halved = quantize_weight(weight, storage, first=lambda rows: rows[:, :250].repeat(1, 2))
+    assert torch.equal(halved.scale, quantize_rows(weight[:, :250], storage).scale)

@@ -13,6 +13,7 @@ Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from slidesparse.base.arguments import shown
 from slidesparse.base.row_blocks import row_blocks
 from slidesparse.errors import InputError
-from slidesparse.support import check_weight
+from slidesparse.support import as_bits, check_weight
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0
@@ -93,24 +94,51 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
     # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
     if dtype == torch.int8:
-        limit = torch.full_like(absmax, INT8_MAX)
-        inverse = torch.where(absmax == 0, 0.0, limit / absmax)
+        inverse, scale = _int8_factors(absmax)
         # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
         values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-INT8_MAX - 1, INT8_MAX)
-        return Quantised(values.to(torch.int8), absmax / limit)
+        return Quantised(values.to(torch.int8), scale)
     if dtype == torch.float8_e4m3fn:
         scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp(min=FP8_MIN_SCALE)
         return Quantised((wide / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype), scale)
     raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
 
 
-def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "weight") -> Quantised:
+def _int8_factors(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by what rows are multiplied to become INT8, and their scales."""
+    limit = torch.full_like(absmax, INT8_MAX)
+    return torch.where(absmax == 0, 0.0, limit / absmax), absmax / limit
+
+
+def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers and scales of :func:`quantize_rows`, the numbers in any type.
+
+    From 16-bit floats to INT8 it takes less time on a CPU, where no row is so small as to overflow: the largest bits
+    without signs are those of the largest number; and products with a finite ``127 / absmax`` are no NaN and round to
+    127 at most, so that nothing needs to be limited.
+    """
+    if dtype == torch.int8 and rows.element_size() == 2 and rows.device.type == "cpu":
+        absmax = (as_bits(rows) & 0x7FFF).amax(-1, keepdim=True).view(rows.dtype).to(torch.float32)
+        inverse, scale = _int8_factors(absmax)
+        if bool((torch.isfinite(inverse) & torch.isfinite(absmax)).all()):
+            return rows.to(torch.float32).mul_(inverse).round_(), scale
+    return quantize_rows(rows, dtype)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    name: str = "weight",
+    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 
     Args:
         weight: [out, in], bfloat16, float16 or float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
         name: The weight's name in error messages.
+        first: What is done to rows before they are quantised, as pruning; it returns as many, in a float type.
 
     Raises:
         InputError: When the weight holds NaN or Inf, or is no float matrix.
@@ -120,7 +148,8 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, *, name: str = "we
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
     values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
     for rows in row_blocks(weight):
-        values[rows], scale[rows] = quantize_rows(weight[rows], dtype)
+        block = weight[rows] if first is None else first(weight[rows])
+        values[rows], scale[rows] = _quantize_block(block, dtype)
     return Quantised(values, scale)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_source
 
 from slidesparse.cli import main
-from slidesparse.commands import dry_run as dry_running
 from slidesparse.commands.dry_run import DryRun, dry_run
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.commands.prune_job import PruneJob
 from slidesparse.errors import CheckpointError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.write_errors import locked
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
@@ -81,11 +89,14 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     class Usage:
         free = 1000
 
-    monkeypatch.setattr(dry_running.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
     said: DryRun = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert not said.fits
     assert f"in {tmp_path / 'q'}, 1.0 kB free" in said.describe()
-    assert "NOT ENOUGH SPACE: " in said.describe()
+    with pytest.raises(CheckpointError, match="not enough space") as refused:
+        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+    assert f"would be REFUSED: {refused.value}" in said.describe().splitlines()
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_nothing_to_treat(tmp_path: Path) -> None:
@@ -104,3 +115,132 @@ def test_a_destination_that_cannot_be_made(tmp_path: Path, name: str) -> None:
         ):
             run(tmp_path / "m", tmp_path / name, PruneOptions("6:8", "int8"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "m"]
+
+
+INT8 = PruneOptions("6:8", "int8")
+
+
+def listed(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in [folder, *sorted(folder.rglob("*"))]}
+
+
+def left_by_another_run(folder: Path) -> AbstractContextManager[None]:
+    """Of other options, with a finished shard."""
+    (folder / "q.partial/finished").mkdir(parents=True)
+    (folder / "q.partial/output").mkdir()
+    (folder / "q.partial/finished/x.json").write_text("{}")
+    (folder / "q.partial/plan.json").write_text("{}")
+    return nullcontext()
+
+
+def written_by_another_run(folder: Path) -> AbstractContextManager[None]:
+    (folder / "q.partial").mkdir()
+    return locked(folder / "q.partial", "writing")
+
+
+def a_file_in_the_way(folder: Path) -> AbstractContextManager[None]:
+    (folder / "q.partial").write_text("no folder")
+    return nullcontext()
+
+
+def a_link_in_the_way(folder: Path) -> AbstractContextManager[None]:
+    (folder / "q.partial").symlink_to("elsewhere")
+    return nullcontext()
+
+
+def is_there(folder: Path) -> AbstractContextManager[None]:
+    (folder / "q").mkdir()
+    return nullcontext()
+
+
+def nothing(folder: Path) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], AbstractContextManager[None]], str]] = {
+    "left by another run": ("q", left_by_another_run, "unfinished output of another run"),
+    "written by another run": ("q", written_by_another_run, "another run is writing"),
+    "a file in the way": ("q", a_file_in_the_way, r"cannot make .*q\.partial; got File exists"),
+    "a link in the way": ("q", a_link_in_the_way, r"q\.partial is a link"),
+    "is there": ("q", is_there, "q exists"),
+    "in the source": ("m/q", nothing, "is the source or lies inside it"),
+    "the source": ("m", nothing, "is the source or lies inside it"),
+}
+
+
+def refusals(source: Path, destination: Path) -> list[str]:
+    """What the dry run says, and what the run says."""
+    said = []
+    for run in (dry_run, prune_checkpoint):
+        before = listed(source.parent)
+        with pytest.raises(CheckpointError) as refused:
+            run(source, destination, INT8)
+        said.append(str(refused.value))
+        if run is dry_run:
+            assert listed(source.parent) == before
+    return said
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_it_refuses_what_the_run_refuses(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    destination, arrange, words = REFUSED[name]
+    with arrange(tmp_path):
+        dry, real = refusals(tmp_path / "m", tmp_path / destination)
+    assert dry == real
+    assert re.search(words, dry)
+
+
+@pytest.mark.parametrize("destination", ["q", "a/b/q"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str, number: int
+) -> None:
+    """Permissions do not bind root, who may run this: the system's answers are made up."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    statvfs, access = os.statvfs, os.access
+
+    class Flags:
+        f_flag = os.ST_RDONLY if number == errno.EROFS else 0
+
+    def mkdir(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Flags if path == tmp_path else statvfs(path))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    dry, real = refusals(tmp_path / "m", tmp_path / destination)
+    assert dry == real == f"cannot make {tmp_path / destination}.partial; got {os.strerror(number)}"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    tmp_path.chmod(0o500)
+    dry, real = refusals(tmp_path / "m", tmp_path / "q")
+    assert dry == real == f"cannot make {tmp_path / 'q.partial'}; got Permission denied"
+
+
+def test_a_run_that_would_go_on_needs_only_the_rest_of_the_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "m", shard_size="60KB")
+    write = PruneJob.write_shard
+
+    def killed(job: PruneJob, path: Path, *rest: Any) -> dict[str, str]:
+        if list(path.parent.glob("*.safetensors")):
+            raise KeyboardInterrupt
+        return write(job, path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PruneJob, "write_shard", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoint(tmp_path / "m", tmp_path / "q", INT8)
+    before = listed(tmp_path)
+    (finished,) = (tmp_path / "q.partial/output").iterdir()
+    rest = dry_run(tmp_path / "m", tmp_path / "q", INT8).destination_bytes - finished.stat().st_size
+    usage = shutil.disk_usage(tmp_path)
+    for free in (rest, rest - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        assert dry_run(tmp_path / "m", tmp_path / "q", INT8).fits == (free == rest)
+    assert listed(tmp_path) == before

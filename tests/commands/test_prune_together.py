@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import Ended, run_ranks
 
-from slidesparse.base import apart, ranks
-from slidesparse.cli import main
+from slidesparse.base import apart, join, ranks
+from slidesparse.cli import main, together
 
 MAGNITUDE = ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"]
 
@@ -257,12 +260,70 @@ def test_half_an_environment_is_refused(
 
 def test_a_port_of_another_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the connection and says nothing, for which torch's store waits without an end."""
-    monkeypatch.setattr(ranks, "JOIN_S", 0.2)
-    monkeypatch.setattr(ranks, "BEAT_S", 0.2)
+    monkeypatch.setattr(join, "BEAT_S", 0.2)
     monkeypatch.setattr(apart, "_LEFT", [False])
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         environment = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         says = f"cannot reach 127.0.0.1:{port}, where the processes meet; got"
-        with pytest.raises(ranks.LostRank, match=says), ranks.joined(environment):
+        with pytest.raises(ranks.LostRank, match=says), join.joined(environment, 0.2):
             pass
+
+
+def test_ranks_wait_for_others_as_long_as_they_are_told(tmp_path: Path, source: Path) -> None:
+    """Of three processes the last never begins."""
+    words = ["prune", source, tmp_path / "s", *MAGNITUDE]
+    begin = time.monotonic()
+    ended = run_ranks(tmp_path, 3, [[*words, "--join-timeout", "6"]] * 2)
+    assert [one.status for one in ended] == [1, 1]
+    (line,) = [one.err for one in ended if one.err]
+    assert re.match(r"slidesparse: rank 2 of 3 is gone; got no sign of life for \d+ s; needed every process", line)
+    assert time.monotonic() - begin < 60
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "86401", "x", "9" * 400])
+def test_a_time_to_wait_that_is_none(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", "m", "s", *MAGNITUDE, "--join-timeout", seconds])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"slidesparse prune: error: argument --join-timeout: got '{seconds[:70]}")
+    assert line.endswith("; needed 1 to 86400 seconds")
+
+
+@pytest.mark.parametrize("wrong", [["--no-such-option"], ["--join-timeout", "0"], ["--json", "--method", "none"]])
+def test_wrong_usage_is_said_once(tmp_path: Path, wrong: list[str]) -> None:
+    ended = run_ranks(tmp_path, 3, ["prune", "m", tmp_path / "s", *MAGNITUDE, *wrong], rank_processes.nobody_waits)
+    assert [one.status for one in ended] == [2, 2, 2]
+    assert [bool(one.err) for one in ended] == [True, False, False]
+    assert [bool(one.out) for one in ended] == ["--json" in wrong, False, False]
+
+
+def test_who_leaves_wrong_usage_to_another_waits_for_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends all others when it sees one end: the silent ones must not be the first, and a signal ends them."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(together.time, "sleep", sleep)
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", "--no-such-option"])
+    assert waited == [ranks.LEAVE_S]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WORLD_SIZE": "1", "RANK": "1"}, {"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}],
+)
+def test_the_first_process_of_each_machine_says_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", "m", "s", *MAGNITUDE, "--no-such-option"])
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err

@@ -8,18 +8,15 @@ fails says why, for all: the others end without a word.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
 
-from slidesparse.base.apart import run_apart
 from slidesparse.base.silence import silence
-from slidesparse.errors import InputError, SlideSparseError, first_line
+from slidesparse.errors import SlideSparseError, first_line
 
 BEAT_S = 2.0
 """Seconds between two signs of life."""
@@ -28,7 +25,7 @@ PATIENCE_S = 60.0
 """Seconds without a sign of life after which a process counts as gone."""
 
 JOIN_S = 300.0
-"""Seconds in which all processes must have begun: machines may start one after another."""
+"""Seconds in which all processes must have begun unless a user says otherwise: machines may start late."""
 
 LEAVE_S = 10.0
 """Seconds that processes which fail wait for each other, so that no launcher ends those that are still clearing up."""
@@ -38,14 +35,6 @@ INTERRUPTED_S = 5.0
 
 LONGEST_PAUSE_S = 0.1
 """Seconds between two looks at the store."""
-
-MOST_RANKS = 1 << 16
-"""Most processes of a run; each wait asks for every one of them."""
-
-MOST_PORTS = (1 << 16) - 1
-
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun puts into the environment of every process."""
 
 
 class LostRank(SlideSparseError, RuntimeError):
@@ -93,15 +82,24 @@ class Ranks:
         local: This process among those of its machine, from 0.
         store: Where they talk; None alone.
         hosts: This process holds the store, and must end last.
+        join_s: Seconds in which all of them must have begun.
 
     Attributes:
         is_first: Whether this is rank 0, which writes what is written once, and prints.
     """
 
     def __init__(
-        self, rank: int = 0, world: int = 1, local: int = 0, store: Store | None = None, *, hosts: bool = False
+        self,
+        rank: int = 0,
+        world: int = 1,
+        local: int = 0,
+        store: Store | None = None,
+        *,
+        hosts: bool = False,
+        join_s: float = JOIN_S,
     ) -> None:
         self.rank, self.world, self.local, self.store, self.hosts = rank, world, local, store, hosts
+        self.join_s = join_s
         self.is_first = rank == 0
         self._step, self._told = 0, ""
         self._end: float | None = None
@@ -170,7 +168,7 @@ class Ranks:
             return [value]
         self._step += 1
         keys = [f"{self._step}/{rank}" for rank in range(self.world)]
-        lives = _Lives(self.store, self.world)
+        lives = _Lives(self.store, self.world, self.join_s)
         pause = 0.001
         with self._explained():
             self.store.set(keys[self.rank], json.dumps(value))
@@ -191,7 +189,7 @@ class Ranks:
         """
         if self.store is None:
             return
-        lives, end = _Lives(self.store, self.world), time.monotonic() + PATIENCE_S + 2 * BEAT_S
+        lives, end = _Lives(self.store, self.world, self.join_s), time.monotonic() + PATIENCE_S + 2 * BEAT_S
         with self._explained():
             while time.monotonic() < end:
                 self.check()
@@ -264,8 +262,8 @@ ALONE = Ranks()
 class _Lives:
     """The signs of life of all processes, during one wait."""
 
-    def __init__(self, store: Store, world: int) -> None:
-        self.store, self.begun = store, time.monotonic()
+    def __init__(self, store: Store, world: int, join_s: float) -> None:
+        self.store, self.join_s, self.begun = store, join_s, time.monotonic()
         self.seen = dict.fromkeys(range(world), ("", self.begun))
 
     def require(self, missing: Sequence[int]) -> None:
@@ -286,64 +284,8 @@ class _Lives:
         """Return by how many seconds a process has been quiet for too long."""
         key = f"alive/{rank}"
         if not self.store.check([key]):
-            return now - self.begun - JOIN_S
+            return now - self.begun - self.join_s
         beat = self.store.get(key).decode()
         if beat != self.seen[rank][0]:
             self.seen[rank] = beat, now
         return now - self.seen[rank][1] - PATIENCE_S
-
-
-@contextmanager
-def joined(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """Join the run that the environment describes, as torchrun sets it; without one the process is alone.
-
-    Raises:
-        InputError: The environment names other processes, and not where they meet.
-        LostRank: They do not come.
-    """
-    if _number(environment, "WORLD_SIZE", 1, MOST_RANKS) < 2:
-        yield ALONE
-        return
-    missing = [name for name in NEEDED if name not in environment]
-    if missing:
-        raise InputError(
-            "the environment names several processes",
-            got=f"WORLD_SIZE without {', '.join(missing)}",
-            remedy="start them with torchrun, or unset WORLD_SIZE",
-        )
-    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE", largest=MOST_RANKS)
-    if not 0 <= rank < world:
-        raise InputError("RANK", got=rank, needed=f"0 to {world - 1}")
-    # torchrun's own process holds a store, which outlives the processes that it starts.
-    hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT", largest=MOST_PORTS)
-    store = _store(address, port, environment.get("TORCHELASTIC_RESTART_COUNT", "0"), hosts)
-    with Ranks(rank, world, _number(environment, "LOCAL_RANK", rank), store, hosts=hosts) as ranks:
-        yield ranks
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None, largest: int = 10**9) -> int:
-    text = environment.get(name, "" if default is None else str(default))
-    if not text.isdecimal() or len(text) > 20 or int(text) > largest:
-        raise InputError(f"{name} in the environment", got=f"{text!r:.80}", needed=f"a number up to {largest}")
-    return int(text)
-
-
-def _store(address: str, port: int, attempt: str, hosts: bool) -> Store:
-    from torch import distributed
-
-    dist: Any = distributed  # its stores have no types
-    try:
-        # It waits without an end, and deaf to signals, for the first word of another program that has the port.
-        store = run_apart(
-            lambda: dist.TCPStore(address, port, None, hosts, timedelta(seconds=JOIN_S), wait_for_workers=False),
-            JOIN_S + BEAT_S,
-        )
-    except (RuntimeError, TimeoutError) as error:
-        raise LostRank(
-            f"cannot {'open' if hosts else 'reach'} {address}:{port}, where the processes meet",
-            got=first_line(error),
-            needed="MASTER_ADDR and MASTER_PORT of the machine of rank 0",
-        ) from error
-    prefixed: Store = dist.PrefixStore(f"slidesparse/{attempt}", store)
-    return prefixed

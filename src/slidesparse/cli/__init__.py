@@ -59,10 +59,12 @@ def _leave(status: int) -> NoReturn:
 
 def _answer(words: list[str], signals: Signals) -> int:
     """Run a command and answer its errors, but for interruptions."""
+    from slidesparse.cli.together import is_said_by_another
+
     verbose = False
     try:
         _make_printable()
-        options = build_parser("--json" in words).parse_args(words)
+        options = build_parser("--json" in words, is_silent=is_said_by_another(words)).parse_args(words)
         verbose = getattr(options, "verbose", False)
         status = _run(options)
         if sys.stdout is not None:
@@ -97,11 +99,12 @@ def _make_printable() -> None:
         reconfigure(errors="backslashreplace")
 
 
-def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
+def build_parser(as_json: bool = False, *, is_silent: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all commands.
 
     Args:
         as_json: Say wrong usage in JSON too.
+        is_silent: Leave it to another process to say wrong usage.
     """
     from slidesparse import __version__
     from slidesparse.cli import benchmarks, checkpoints
@@ -109,12 +112,12 @@ def build_parser(as_json: bool = False) -> argparse.ArgumentParser:
     from slidesparse.cli.completion import add_completion
 
     parser = Parser(prog="slidesparse", description="Sparse language models on 2:4 Sparse Tensor Cores.")
-    parser.as_json = as_json
+    parser.as_json, parser.is_silent = as_json, is_silent
     parser.add_argument("--version", action="version", version=__version__)
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     checkpoints.add_commands(commands)
     benchmarks.add_commands(commands)
     add_completion(commands)
     for command in commands.choices.values():
-        command.as_json = as_json
+        command.as_json, command.is_silent = as_json, is_silent
     return parser

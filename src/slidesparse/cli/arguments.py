@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from slidesparse.cli.failure import fields, print_error
+from slidesparse.cli.together import let_another_speak
 
 JSON = "--json"
 
@@ -20,12 +21,17 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         as_json: Whether it does.
+        is_silent: Whether another process says the same, so that this one exits without a word.
     """
 
     as_json = False
+    is_silent = False
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and exit with status 2."""
+        if self.is_silent:
+            let_another_speak()
+            self.exit(2)
         if self.as_json:
             print_error(fields("UsageError", message))
         super().error(message)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
-from slidesparse.cli.together import one_voice, own_device
+from slidesparse.cli.together import add_join_timeout, one_voice, own_device
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -73,12 +73,13 @@ def add_prune(commands: Commands) -> None:
         choices=("language", "vision", "all"),
         help="what is treated of a model of text and images (%(default)s)",
     )
+    add_join_timeout(prune)
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from slidesparse.base.ranks import joined
+    from slidesparse.base.join import joined
 
-    with joined() as ranks, one_voice(ranks, options):
+    with joined(join_s=options.join_timeout) as ranks, one_voice(ranks, options):
         return _prune_together(options, ranks)
 
 

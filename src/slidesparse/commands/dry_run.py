@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -13,11 +12,14 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import EXPERTS_RUN_DENSE, Prepared, prepare
+from slidesparse.commands.prune import EXPERTS_RUN_DENSE, Prepared, plan_of, prepare
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
+from slidesparse.errors import CheckpointError
+from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
+from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.quant import dtype_name
 
 
@@ -52,6 +54,7 @@ class DryRun:
         not_copied: Files that hold other weights, and would be left out.
         destination_bytes: The new checkpoint with its other files.
         free_bytes: Free on the disk of the destination.
+        refused: What the run would say of a disk that is too small; None where it is not.
         time: An estimate.
     """
 
@@ -66,12 +69,13 @@ class DryRun:
     not_copied: list[str]
     destination_bytes: int
     free_bytes: int
+    refused: str | None
     time: PruneTime
 
     @property
     def fits(self) -> bool:
         """Whether the disk has the space."""
-        return self.destination_bytes <= self.free_bytes
+        return self.refused is None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and whether the disk has the space."""
@@ -88,8 +92,9 @@ class DryRun:
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
-        space = f"{readable_size(self.destination_bytes)} in {self.destination}, {readable_size(self.free_bytes)} free"
-        lines.append(space if self.fits else f"NOT ENOUGH SPACE: {space}")
+        size, free = readable_size(self.destination_bytes), readable_size(self.free_bytes)
+        lines.append(f"{size} in {self.destination}, {free} free")
+        lines += [f"would be REFUSED: {self.refused}"] if self.refused is not None else []
         lines.append(f"about {_duration(self.time.seconds)} of computing: {self.time.basis}")
         warning = warn_of_type(torch.int8 if self.dtype == "int8" else torch.float8_e4m3fn)
         return "\n".join([*lines, warning] if warning is not None and self.dtype in ("int8", "fp8") else lines)
@@ -105,9 +110,11 @@ def dry_run(
 ) -> DryRun:
     """Return what :func:`slidesparse.commands.prune.prune_checkpoint` would do; it has the same arguments and errors.
 
-    A disk that is too small is no error here.
+    A disk that is too small is no error here, since the sizes are what one wants to know then.
     """
     prepared = prepare(source, destination, options, device, links)
+    size = prepared.n_bytes + prepared.files.n_bytes
+    missing = bytes_to_write(prepared.destination, lambda: plan_of(prepared, options), size)
     job, files = prepared.job, prepared.files
     treated = {job.layer_of[tensor]: tensor for tensor in job.layer_of}
     left, experts = job.left, _experts(job)
@@ -117,7 +124,6 @@ def dry_run(
             weights[name] = [tensor]
     known = {name for names in ([*treated.values()], *weights.values(), *experts.values()) for name in names}
     counts = Counter(map(str, job.patterns.values()))
-    size = prepared.n_bytes + files.n_bytes
     return DryRun(
         destination=str(prepared.destination),
         dtype=dtype_name(job.dtype),
@@ -135,7 +141,8 @@ def dry_run(
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
         not_copied=list(files.not_copied),
         destination_bytes=size,
-        free_bytes=shutil.disk_usage(_existing(prepared.destination)).free,
+        free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,
+        refused=_refusal(prepared.destination, missing),
         time=estimate_time(job) if job.patterns else PruneTime(0.0, "nothing is treated"),
     )
 
@@ -161,12 +168,13 @@ def _tensors(prepared: Prepared, names: list[str], count: int | None = None) -> 
     )
 
 
-def _existing(path: Path) -> Path:
-    """Return the innermost folder of a path that exists."""
-    path = path.absolute()
-    while not os.path.exists(path):
-        path = path.parent
-    return path
+def _refusal(destination: Path, n_bytes: int) -> str | None:
+    """Return what the run would say of the space for some bytes."""
+    try:
+        require_space(destination, n_bytes)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _line(what: Tensors, kind: str) -> str:

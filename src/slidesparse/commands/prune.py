@@ -144,6 +144,13 @@ def prepare(
     return Prepared(checkpoint, destination, files, job, outputs)
 
 
+def plan_of(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
+    """Return everything that decides the output: see :mod:`slidesparse.files.staging`."""
+    checkpoint, windows = prepared.checkpoint, prepared.job.windows
+    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
+    return plan if windows is None else {**plan, "windows": digest(windows)}
+
+
 def prune_checkpoint(
     source: str | Path,
     destination: str | Path,
@@ -177,9 +184,7 @@ def prune_checkpoint(
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")
-    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
-    if job.windows is not None:
-        plan["windows"] = digest(job.windows)
+    plan = plan_of(prepared, options)
     with staged_together(ranks, destination, checkpoint.path, plan, size + files.n_bytes) as work:
         job.calibrate(work.kept, progress, ranks)
         resumed = _write_shards(prepared, work, ranks, progress)

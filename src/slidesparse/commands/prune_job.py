@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from slidesparse.models.sparsify import layer_patterns, require_alike, run_once,
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.prune import Linears, get_pruner
+from slidesparse.prune import Linears, RowPruner, get_pruner
 from slidesparse.quant import (
     FLOATS,
     QUANTISED,
@@ -189,10 +189,29 @@ class PruneJob:
         """Return what is stored of those linears of a set that are in a shard: linear -> tensor in ``here``."""
         stored: dict[str, torch.Tensor] = {}
         with self._enough_memory(names):
+            if self._row_by_row(names[0]):
+                for name in (name for name in names if name in here):
+                    stored |= self._pruned_rows(name, here[name])
+                return stored
             for name, weight in self._prune_set(names).items():
                 if name in here:
                     stored |= self._stored_form(name, here[name], weight)
         return stored
+
+    def _row_by_row(self, name: str) -> bool:
+        """Whether rows of a linear can be pruned and quantised while they are in a processor's cache."""
+        pattern = self.patterns[name]
+        alone = isinstance(self.pruner, RowPruner) and pattern.is_uniform and pattern != DENSE
+        return alone and self.source_dtype is None and self.dtype in QUANTISED and self.recipe != "ternary"
+
+    def _pruned_rows(self, name: str, tensor: str) -> dict[str, torch.Tensor]:
+        """Return a linear as it is stored: pruned and quantised, some rows at a time."""
+        pruner, pattern = cast("RowPruner", self.pruner), self.patterns[name]
+        weight = self.float_weight(name)
+        values, scale = quantize_weight(
+            weight, self.dtype, name=tensor, first=lambda rows: pruner.prune_rows(rows, pattern)
+        )
+        return {tensor: values, f"{tensor}_scale": scale}
 
     @contextmanager
     def _enough_memory(self, names: Sequence[str]) -> Iterator[None]:

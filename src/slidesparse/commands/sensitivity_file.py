@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import kind_of
 from slidesparse.errors import CheckpointError, InputError, first_line
-from slidesparse.files.staging import write_errors
+from slidesparse.files.write_errors import write_errors
 from slidesparse.models.sensitivity import Sensitivity
 
 NOT_COMPARED = ("model", "ignore")

@@ -28,7 +28,7 @@ from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, Tenso
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.staging import locked, require_space, write_errors
+from slidesparse.files.write_errors import locked, require_space, write_errors
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.packing import pack

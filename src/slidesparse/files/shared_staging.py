@@ -7,7 +7,6 @@ leaves nothing half-written, and the next run takes over what any of them finish
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.checkpoint import read_json
-from slidesparse.files.staging import LAYOUT, PLAN, Workplace, new_folder, partial_folder, staged, with_what_is_kept
+from slidesparse.files.staging import PLAN, Workplace, as_stored, new_folder, partial_folder, staged, with_what_is_kept
 
 
 @contextmanager
@@ -36,16 +35,16 @@ def staged_together(
     """
     if ranks.is_first:
         with staged(destination, source, plan, n_bytes) as work:
-            ranks.gather(_stored(plan))
+            ranks.gather(as_stored(plan))
             with _stopped_together(ranks):
                 ranks.wait()  # for the checks of the others
                 yield work
                 ranks.wait()
     else:
-        theirs = ranks.gather(_stored(plan))[0]
+        theirs = ranks.gather(as_stored(plan))[0]
         work = Workplace(partial_folder(new_folder(destination, source)))
         with _stopped_together(ranks), with_what_is_kept(work, destination):  # counts before others clear up
-            if theirs != _stored(plan):
+            if theirs != as_stored(plan):
                 raise InputError(
                     f"rank {ranks.rank} would prune otherwise than rank 0",
                     needed="the same options, text and source for every process",
@@ -55,11 +54,6 @@ def staged_together(
             yield work
             ranks.wait()
     ranks.wait()  # the folder has its name
-
-
-def _stored(plan: Mapping[str, Any]) -> Any:
-    """Return a plan as the place of work has it."""
-    return json.loads(json.dumps({"layout": LAYOUT, **plan}))
 
 
 @contextmanager
@@ -75,7 +69,7 @@ def _stopped_together(ranks: Ranks) -> Iterator[None]:
 
 def _require_visible(ranks: Ranks, work: Workplace, plan: Mapping[str, Any]) -> None:
     path = work.path / PLAN
-    if not os.path.exists(path) or read_json(path) != _stored(plan):
+    if not os.path.exists(path) or read_json(path) != as_stored(plan):
         raise CheckpointError(
             f"rank {ranks.rank} does not see what rank 0 writes in {work.path}",
             needed="a folder that all machines share",

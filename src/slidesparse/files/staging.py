@@ -17,8 +17,6 @@ left.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -31,9 +29,10 @@ from typing import Any
 from slidesparse.base.log import LOG
 from slidesparse.base.ranks import LostRank
 from slidesparse.base.typed_json import decode
-from slidesparse.base.whole_file import readable_size, replace_file
+from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.checkpoint import Stored, TensorReader, read_json, write_json
+from slidesparse.files.write_errors import locked, require_space, write_errors
 
 PLAN, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"
 
@@ -83,6 +82,10 @@ class Workplace:
             return 0
         return sum(path.is_file() and path.suffix != ".tmp" for at in (self.notes, self.kept) for path in at.rglob("*"))
 
+    def size(self) -> int:
+        """Return the bytes of the output so far."""
+        return sum(path.lstat().st_size for path in self.output.rglob("*"))
+
 
 @contextmanager
 def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: int) -> Iterator[Workplace]:
@@ -102,11 +105,12 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
     made = _make(work.path)
     try:
         with locked(work.path, "writing"), write_errors(work.path, "free some space and run again: it resumes"):
-            stored = json.loads(json.dumps({"layout": LAYOUT, **plan}))
-            _refuse_what_is_not_ours(work, stored)
+            stored = as_stored(plan)
+            _refuse_what_others_may_write(work.path)
+            refuse_another_run(work, stored)
             with _left_in_order(work, destination):
                 _begin(work, stored)
-                require_space(destination, n_bytes - _size(work.output))
+                require_space(destination, n_bytes - work.size())
                 yield work
                 _sync_all(work.output)
                 work.output.rename(destination)
@@ -147,69 +151,6 @@ def new_folder(destination: Path, source: Path) -> Path:
     return real
 
 
-@contextmanager
-def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a folder's lock for a block, or refuse: ``another run is packing FOLDER``.
-
-    Raises:
-        CheckpointError: Another process, or another block of this one, holds it, or has just removed the folder.
-    """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.exists(folder) or not os.path.samestat(os.fstat(handle), os.stat(folder)):
-            raise CheckpointError(f"another run was {doing} {folder} and has just ended", remedy="run again")
-        yield
-    except BlockingIOError as error:
-        raise CheckpointError(f"another run is {doing} {folder}", remedy="wait for it") from error
-    finally:
-        os.close(handle)
-
-
-@contextmanager
-def write_errors(where: Path, remedy: str) -> Iterator[None]:
-    """Explain the errors of a disk or a folder in which nothing can be written.
-
-    Args:
-        where: The file or folder that is written.
-        remedy: What to do where the disk is full.
-
-    Raises:
-        CheckpointError: The disk or the user's share of it is full, a file is larger than is allowed, or the user may
-            not write there.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(f"the disk of {where} is full", got=error.strerror, remedy=remedy) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise CheckpointError(f"cannot use {error.filename or where}", got=error.strerror) from error
-        if error.errno == errno.EFBIG:
-            raise CheckpointError(
-                f"cannot write {where}",
-                got=error.strerror,
-                needed="a file system and a limit (ulimit -f) that allow files of this size",
-            ) from error
-        raise
-
-
-def require_space(path: Path, needed: int) -> None:
-    """Refuse to write more bytes than are free.
-
-    Raises:
-        CheckpointError: The disk of ``path``, whose folder exists, has fewer.
-    """
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise CheckpointError(
-            f"not enough space for {path}",
-            got=f"{readable_size(free)} free",
-            needed=readable_size(needed),
-            remedy="free some space and run again",
-        )
-
-
 def partial_folder(destination: Path) -> Path:
     """Return the place of work of a folder to make."""
     return destination.with_name(f"{destination.name}.partial")
@@ -219,8 +160,7 @@ def _make(partial: Path) -> list[Path]:
     """Make the place of work, and return the folders that were not there before, innermost first."""
     made: list[Path] = []
     try:
-        if partial.is_symlink():
-            raise CheckpointError(f"{partial} is a link", remedy=f"remove {partial} and run again")
+        require_unlinked(partial)
         folder = partial
         while not os.path.lexists(folder):
             made, folder = [*made, folder], folder.parent
@@ -231,9 +171,20 @@ def _make(partial: Path) -> list[Path]:
     return made
 
 
-def _refuse_what_is_not_ours(work: Workplace, plan: dict[str, Any]) -> None:
-    """Refuse a place of work that others can write, or in which another run has work to lose."""
-    _refuse_what_others_may_write(work.path)
+def require_unlinked(partial: Path) -> None:
+    """Refuse to work where a link leads."""
+    if partial.is_symlink():
+        raise CheckpointError(f"{partial} is a link", remedy=f"remove {partial} and run again")
+
+
+def as_stored(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan as the place of work has it."""
+    stored: dict[str, Any] = json.loads(json.dumps({"layout": LAYOUT, **plan}))
+    return stored
+
+
+def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
+    """Refuse a place of work in which another run has work to lose; ``plan`` is as stored."""
     path = work.path / PLAN
     known = path.exists()
     if not known and all(found.suffix == ".tmp" for found in work.path.iterdir()):
@@ -305,10 +256,6 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
         elif count and isinstance(error, SlideSparseError):
             error.args = (f"{error}; {kept}: the same command goes on from there, and another one replaces them",)
         raise
-
-
-def _size(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*"))
 
 
 def _clear(partial: Path) -> None:

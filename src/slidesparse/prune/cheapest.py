@@ -35,17 +35,43 @@ def by_position(groups: torch.Tensor) -> torch.Tensor:
     groups of a thousand.
     """
     by_place = groups.movedim(-1, 0).contiguous()
-    least, second = torch.minimum(by_place[0], by_place[1]), torch.maximum(by_place[0], by_place[1])
-    third = torch.full_like(least, _largest(groups.dtype))
-    for costs in by_place[2:]:
-        third = torch.minimum(third, torch.maximum(second, costs))
-        second = torch.minimum(second, torch.maximum(least, costs))
-        least = torch.minimum(least, costs)
+    second, tied = _second(by_place)
     drop = (by_place <= second).movedim(0, -1).contiguous()
-    tied = (third == second).nonzero(as_tuple=True)
-    if len(tied[0]):
-        drop[tied] = by_definition(groups[tied])
+    drop.view(-1, groups.shape[-1])[tied] = by_definition(groups.reshape(-1, groups.shape[-1])[tied])
     return drop
+
+
+def kept(groups: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`two_cheapest` leaves, as factors: int16 like ``groups``, 0 for the two of least cost, else 1.
+
+    On a CPU it takes less time than bools and a product with them: comparing takes six times as long as subtracting.
+
+    Args:
+        groups: int16, from -1 to 32766, so that no difference of two is too large for the type.
+    """
+    if groups.device.type != "cpu" or groups.numel() <= FEW:
+        return (~by_definition(groups)).to(torch.int16)
+    by_place = groups.movedim(-1, 0).contiguous()
+    second, tied = _second(by_place)
+    keep = by_place.sub_(second).clamp_(0, 1).movedim(0, -1).contiguous()
+    rows = groups.reshape(-1, groups.shape[-1])
+    keep.view(rows.shape)[tied] = (~by_definition(rows[tied])).to(torch.int16)
+    return keep
+
+
+def _second(by_place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the second cost of each group, and the flat indices of the groups whose third cost equals it.
+
+    Args:
+        by_place: [2N, out, n], contiguous.
+    """
+    least, second = torch.minimum(by_place[0], by_place[1]), torch.maximum(by_place[0], by_place[1])
+    third, larger = torch.full_like(least, _largest(by_place.dtype)), torch.empty_like(least)
+    for costs in by_place[2:]:
+        torch.minimum(third, torch.maximum(second, costs, out=larger), out=third)
+        torch.minimum(second, torch.maximum(least, costs, out=larger), out=second)
+        torch.minimum(least, costs, out=least)
+    return second, (third == second).view(-1).nonzero().view(-1)
 
 
 def _largest(dtype: torch.dtype) -> float | int:

@@ -7,7 +7,7 @@ import torch
 from slidesparse.base.row_blocks import row_blocks
 from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
-from slidesparse.prune.cheapest import two_cheapest
+from slidesparse.prune.cheapest import kept, two_cheapest
 from slidesparse.prune.mask import magnitude_cost, magnitude_order, prune_masks
 from slidesparse.support import as_bits, check_weight, grouped
 
@@ -23,22 +23,26 @@ class Magnitude:
         for name, weight in linears.weights.items():
             check_weight(weight, name)
         if linears.pattern.is_uniform:  # each row by itself
-            return {name: _by_rows(weight, linears.pattern) for name, weight in linears.weights.items()}
+            return {name: self._by_rows(weight, linears.pattern) for name, weight in linears.weights.items()}
         masks = prune_masks([magnitude_cost(w) for w in linears.weights.values()], linears.pattern)
         return {
             name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
             for (name, weight), mask in zip(linears.weights.items(), masks, strict=True)
         }
 
+    def _by_rows(self, weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        pruned = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        for rows in row_blocks(weight):
+            pruned[rows] = self.prune_rows(weight[rows], pattern)
+        return pruned
 
-def _by_rows(weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
-    pruned = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for rows in row_blocks(weight):
-        block = weight[rows]
-        drop = two_cheapest(grouped(magnitude_order(block), pattern, fill=-1)).flatten(1)[:, : weight.shape[1]]
+    def prune_rows(self, rows: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+        """See :class:`slidesparse.prune.base.RowPruner`."""
+        order = magnitude_order(rows)
+        groups = grouped(order, pattern, fill=-1)
+        keep = kept(groups) if order.dtype == torch.int16 else ~two_cheapest(groups)
         # Bits times 0 or 1: a weight that goes becomes +0, whatever its sign.
-        torch.mul(as_bits(block), ~drop, out=as_bits(pruned[rows]))
-    return pruned
+        return (as_bits(rows) * keep.flatten(1)[:, : rows.shape[1]]).view(rows.dtype)
 
 
 register_pruner(Magnitude.name, Magnitude)

@@ -66,9 +66,17 @@ def magnitude_order(weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return magnitude_cost(weight)
     bits = as_bits(weight) & 0x7FFF
-    if weight.dtype == torch.float16:
+    if weight.dtype == torch.float16 or (weight.device.type == "cpu" and _all_between(bits)):
         return bits
     return bits.clamp(LEAST_SQUARED, LEAST_TOO_LARGE).mul_(bits != 0)
+
+
+def _all_between(bits: torch.Tensor) -> bool:
+    """Whether no number would be limited, nor is zero: nearly always, and one pass tells."""
+    if not bits.numel():
+        return True
+    least, largest = bits.aminmax()
+    return int(least) >= LEAST_SQUARED and int(largest) <= LEAST_TOO_LARGE
 
 
 def positive_where(nonzero: torch.Tensor, cost: torch.Tensor) -> torch.Tensor:
