@@ -16,7 +16,7 @@ from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import NOT_MEASURED, Choice, Fallback, backends_to_compare
+from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, Choice, Fallback, backends_to_compare
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.slide import gather
@@ -154,7 +154,7 @@ def test_auto_claims_no_speed_that_was_not_measured(monkeypatch: pytest.MonkeyPa
 def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.2, 0.9, 0.5), slow_6at8=(1.3, 1.1, 0.4))
-    choice = choose(ABLE)
+    choice = choose(ABLE, fallback="fastest")
     # fast takes 1.03 of dense's time at 69.7 tokens by a straight line of logarithms, and 1.03 of slow's at 1154.2.
     assert choice.routes == (Route(0, "dense"), Route(70, "fast"), Route(1155, "slow"))
     assert choice.backends == ("dense", "fast", "slow")
@@ -163,6 +163,20 @@ def test_auto_switches_where_a_backend_was_measured_faster(monkeypatch: pytest.M
     assert choice.reason == (
         "fast takes 0.50 to 1.20 of dense's time, slow takes 0.40 to 1.30 of dense's time; measured here"
     )
+
+
+def test_a_dense_copy_is_kept_where_it_is_needed_and_the_reason_says_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast)
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.2, 0.9, 0.5))
+    assert choose(ABLE).routes == (Route(0, "fast"),)
+    assert choose(ABLE).reason == f"fast takes 0.50 to 1.20 of dense's time; measured here{NO_COPY}"
+    assert choose(ABLE, fallback="fastest").backends == ("dense", "fast")
+    assert NO_COPY not in choose(ABLE, fallback="fastest").reason
+    _measured(monkeypatch, dense=(1.0, 1.0, 1.0), fast_6at8=(1.3, 0.9, 0.5))
+    assert choose(ABLE) == choose(ABLE, fallback="fastest")
+    assert choose(ABLE).backends == ("dense", "fast")
 
 
 def test_a_form_that_failed_here_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

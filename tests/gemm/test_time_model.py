@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import LayerSpeed
-from slidesparse.gemm.time_model import MARGIN, NARROW, decide, explain, fastest, routes_of, time_at
+from slidesparse.gemm.speed_files import PACKAGED, load_speeds
+from slidesparse.gemm.time_model import MARGIN, NARROW, decide, explain, fastest, lean_routes_of, routes_of, time_at
 
 TOKENS = (64, 1024, 16384)
 
@@ -77,6 +79,42 @@ def test_the_layer_of_the_mixed_load_changes_where_the_times_cross() -> None:
     assert [route.backend for route in routes] == ["quick", "dense", "quick"]
     assert 64 < routes[1].from_tokens < 128
     assert 4096 < routes[2].from_tokens < 8192
+
+
+@pytest.mark.parametrize(
+    ("quick", "lean"),
+    [
+        ((0.8, 1.2, 0.9), ["quick"]),
+        ((0.8, 1.25, 0.9), ["quick", "dense", "quick"]),  # much slower somewhere
+        ((0.9, 1.2, 1.2), ["quick", "dense"]),  # slower on average
+        ((0.8, None, 0.9), ["quick", "dense", "quick"]),  # it cannot run there
+        ((1.1, 1.1, 1.1), ["dense"]),  # nothing to gain
+        ((0.9, 0.9, 0.9), ["quick"]),
+    ],
+)
+def test_a_dense_copy_is_kept_only_where_the_packed_form_needs_it(
+    quick: tuple[float | None, ...], lean: list[str]
+) -> None:
+    layer = _layer(dense=(1.0, 1.0, 1.0), quick=quick)
+    assert [route.backend for route in lean_routes_of(layer)] == lean
+
+
+def test_no_8_bit_layer_of_the_shipped_table_keeps_a_copy_at_the_usual_patterns() -> None:
+    table = load_speeds(PACKAGED / "speed-nvidia-h200.json")
+    assert table is not None
+    eight_bits = [layer for layer in table.layers if layer.dtype in ("int8", "fp8")]
+    seen = 0
+    for layer, pattern in product(eight_bits, ("2:4", "4:6", "6:8")):
+        if (own := layer.us.get(f"hopper {pattern}")) is not None:
+            seen += 1
+            lean = lean_routes_of(replace(layer, us={"dense": layer.us["dense"], "hopper": own}))
+            assert [route.backend for route in lean] == ["hopper"], f"{layer.dtype} {layer.out_features} {pattern}"
+    assert seen > 50
+
+
+def test_two_packed_forms_may_run_without_a_dense_copy() -> None:
+    layer = _layer(dense=(1.0,) * 3, quick=(0.8, 1.2, 1.2), other=(1.2, 1.1, 0.7))
+    assert [route.backend for route in lean_routes_of(layer)] == ["quick", "other"]
 
 
 def test_another_packed_form_needs_the_margin_too() -> None:

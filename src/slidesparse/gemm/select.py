@@ -6,9 +6,11 @@ accelerated backends can run the problem, then looks for the times of a layer of
 same size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of
 this compute capability. The reason says which of the two, and names what differs:
 
-* ``fallback="dense"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
+* ``fallback="fastest"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
   layer the dense weight runs alone.
+* ``fallback="dense"``, the default: the same, but a dense copy of packed weights is kept only where they need it:
+  where they take much longer than dense. It would double the layer's memory, and gained nothing as served.
 * ``fallback="none"``: the packed form alone runs that is the fastest over all numbers of tokens, else that of the first
   backend that can run, else of the reference.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -35,10 +37,13 @@ from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, find_nearest
 from slidesparse.gemm.speed_files import tables_for
-from slidesparse.gemm.time_model import explain, fastest, routes_of
+from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes_of
 from slidesparse.quant import dtype_name
 
-Fallback = Literal["dense", "none"]
+Fallback = Literal["dense", "fastest", "none"]
+"""What ``auto`` does where sparsity does not pay; see the top of this file."""
+
+FALLBACKS: tuple[Fallback, ...] = get_args(Fallback)
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": Reference,
@@ -51,6 +56,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 NOTHING_SLID = "no group of this weight is slid"
+NO_COPY = "; no dense copy, which fallback fastest would keep"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 """The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,
 failed, or took too long."""
@@ -120,13 +126,15 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     able = [name for name, why_not in answers.items() if why_not is None]
     refusals = "; ".join(f"{name}: {why_not}" for name, why_not in answers.items() if why_not is not None)
     if not able:
-        return _only("dense" if fallback == "dense" else "reference", refusals or "no accelerated backend is known")
-    measured = find_measured(problem, ["dense", *able] if fallback == "dense" else able)
+        return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
+    measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if measured is None:
-        return _only("dense" if fallback == "dense" else able[0], NOT_MEASURED)
-    if fallback == "dense":
-        reason = f"{explain(measured.layer)}; {measured.describe()}"
-        return Choice(routes_of(measured.layer), reason, measured.layer)
+        return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED)
+    if fallback != "none":
+        routes, all_routes = lean_routes_of(measured.layer), routes_of(measured.layer)
+        routes = all_routes if fallback == "fastest" else routes
+        reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == all_routes else NO_COPY)
+        return Choice(routes, reason, measured.layer)
     name = fastest(measured.layer)
     if name is not None:
         return _only(name, measured.describe())
@@ -143,8 +151,8 @@ def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallb
 
 
 def _check_fallback(fallback: object) -> None:
-    if not isinstance(fallback, str) or fallback not in ("dense", "none"):
-        raise InputError("unknown fallback", got=shown(fallback), needed="dense or none")
+    if not isinstance(fallback, str) or fallback not in FALLBACKS:
+        raise InputError("unknown fallback", got=shown(fallback), needed="dense, fastest or none")
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
