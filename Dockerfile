@@ -5,7 +5,7 @@
 #
 # CI has no docker: it runs the RUN steps in an environment with vLLM's Python (docker/check.sh), and never built the image.
 # VLLM is the newest release that ran on a GPU; docs/serving.md names those that are tested.
-ARG VLLM=0.26.0
+ARG VLLM=0.33.0
 FROM vllm/vllm-openai:v${VLLM}
 COPY . /slidesparse
 WORKDIR /slidesparse

@@ -276,8 +276,10 @@ def test_ranks_wait_for_others_as_long_as_they_are_told(tmp_path: Path, source: 
     begin = time.monotonic()
     ended = run_ranks(tmp_path, 3, [[*words, "--join-timeout", "6"]] * 2)
     assert [one.status for one in ended] == [1, 1]
-    (line,) = [one.err for one in ended if one.err]
-    assert re.match(r"slidesparse: rank 2 of 3 is gone; got no sign of life for \d+ s; needed every process", line)
+    # Usually the first rank speaks for all. On a busy machine another may have given it up as well by then.
+    gone = r"slidesparse: rank 2 of 3 is gone; got no sign of life for \d+ s; needed every process"
+    assert any(re.match(gone, one.err) for one in ended)
+    assert all(one.err.count("\n") <= 1 for one in ended)
     assert time.monotonic() - begin < 60
     assert not (tmp_path / "s").exists()
 

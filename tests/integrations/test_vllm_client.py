@@ -39,7 +39,7 @@ def test_vllms_client_gets_every_token(driver: ServeDriver) -> None:
     assert found.first is not None
     assert found.between is not None
     assert 1 < found.first.p50_ms <= found.first.p99_ms < 5000
-    assert 1 < found.between.p50_ms < 1000
+    assert 0 < found.between.p50_ms <= found.between.p99_ms < 1000  # a busy machine reads tokens in bunches
 
 
 def test_vllms_client_sees_the_steps_of_a_decode(driver: ServeDriver) -> None:

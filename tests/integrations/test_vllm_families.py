@@ -40,4 +40,8 @@ def test_every_linear_of_the_decoder_is_packed(name: str, tmp_path: Path, caplog
     fused = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert kinds in (fused, unfused)  # unfused: vLLM runs transformers' own model
     assert len(packed) == len(kinds) * SMALL["num_hidden_layers"]
-    assert f"slidesparse: {len(packed)} of {len(packed)} layers run sparse" in caplog.messages
+    (head,) = [line for line in caplog.messages if "layers run sparse" in line]
+    kept = sum(sum(layer.slide.operand_bytes.values()) for layer in model.modules() if hasattr(layer, "slide")) / 1e9
+    assert head.startswith(
+        f"slidesparse: {len(packed)} of {len(packed)} layers run sparse; their weights take {kept:.2f}"
+    )

@@ -36,6 +36,15 @@ def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureF
     ]
 
 
+def test_the_memory_of_packed_weights_is_said_with_that_of_dense_ones(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    status = ModelStatus()
+    status.outcomes["a"] = Outcome(True, True, "6:8 by hopper", kept_bytes=15 * 10**8, dense_bytes=16 * 10**8)
+    status.outcomes["b"] = Outcome(True, True, "6:8 by hopper", kept_bytes=3 * 10**8, dense_bytes=4 * 10**8)
+    status.note_outcome("c", NO_PATTERN, LOG)
+    assert caplog.messages[0] == "slidesparse: 2 of 3 layers run sparse; their weights take 1.80 GB, dense 2.00"
+
+
 def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     status, kept, thrown = ModelStatus(), _Layer(), _Layer()

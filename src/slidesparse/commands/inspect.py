@@ -154,7 +154,10 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
             for name, size in layer.kept_bytes.items():
                 kept[name] = kept.get(name, 0) + size
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
-        lines.append(f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}")
+        dense = sum(layer.dense_bytes for layer in group)
+        lines.append(
+            f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense"
+        )
     return lines
 
 

@@ -56,7 +56,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
 NOTHING_SLID = "no group of this weight is slid"
-NO_COPY = "; no dense copy, which fallback fastest would keep"
+NO_COPY = "; no dense copy is kept"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
 """The plugin and ``slidesparse.load`` measure first, so they say this of a GPU without a prior where measuring is off,
 failed, or took too long."""

@@ -7,6 +7,7 @@ loading and when multiplying is ours. A layer that is left to vLLM runs exactly 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,8 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
     if packed is not None:
         slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
+        kept_bytes = sum(slide.operand_bytes.values())
+        outcome = replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes)
         del layer.weight
         if scale is not None:
             del layer.weight_scale

@@ -35,12 +35,16 @@ class Outcome:
         qualified: Its weight satisfies a pattern.
         text: Pattern and backend, or why it stays dense.
         eligible: It has groups that could run sparse, and the user did not ask for dense.
+        kept_bytes: Bytes of the forms of its weight that are kept; 0 where that was not counted.
+        dense_bytes: Bytes of the weight as vLLM loaded it.
     """
 
     sparse: bool
     qualified: bool
     text: str
     eligible: bool = False
+    kept_bytes: int = field(default=0, compare=False)
+    dense_bytes: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -89,9 +93,15 @@ class ModelStatus:
         for name, outcome in self.outcomes.items():
             kinds.setdefault((_NUMBER.sub("*", name), outcome), []).append(name)
         total = Counter(outcome.sparse for outcome in self.outcomes.values())
-        head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse"
+        head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse{self._memory()}"
         return [head] + [
             f"slidesparse: {kind if len(names) > 1 else names[0]}: {'sparse' if outcome.sparse else 'dense'},"
             f" {outcome.text}" + (f" ({len(names)} layers)" if len(names) > 1 else "")
             for (kind, outcome), names in kinds.items()
         ]
+
+    def _memory(self) -> str:
+        """Return what the weights of packed layers take, and would take dense, in words; nothing without any."""
+        packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
+        kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
+        return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
