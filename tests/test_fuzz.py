@@ -43,7 +43,10 @@ SECONDS = float(os.environ.get("SLIDESPARSE_FUZZ_SECONDS", "30"))
 FIRST_SEED = int(os.environ.get("SLIDESPARSE_FUZZ_SEED", "0"))
 
 TIME_LIMIT = 60
-"""Seconds after which a command hangs. They take a tenth of one."""
+"""Seconds of a core after which a command hangs. They take a tenth of one."""
+
+WAITING_LIMIT = 600
+"""Seconds of a clock after which it hangs; other processes may need the cores meanwhile."""
 
 MEMORY = 16 << 30
 """Bytes by which the process may grow: a size that a file promises is not to take the machine down."""
@@ -88,13 +91,16 @@ def in_time() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(TIME_LIMIT)
+    limits = {signal.SIGALRM: (signal.ITIMER_REAL, WAITING_LIMIT), signal.SIGPROF: (signal.ITIMER_PROF, TIME_LIMIT)}
+    before = {number: signal.signal(number, stop) for number in limits}
+    for timer, seconds in limits.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in limits.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def run(words: list[str]) -> tuple[int, str, str]:
