@@ -20,8 +20,8 @@ ITERATIONS = 25
 TOLERANCE = 1e-3
 """A row is done when its residual, in the norm of the preconditioner, is this share of what it was at first."""
 
-AT_ONCE = 2**28
-"""Weights that are solved for at a time. There are eight float32 matrices of this size, so 8 GB."""
+AT_ONCE = 2**27
+"""Weights that are solved for at a time. There are nine float32 matrices of this size, so 5 GB."""
 
 
 def solve_kept(dense: torch.Tensor, pruned: torch.Tensor, gram: torch.Tensor, damping: float) -> torch.Tensor:
