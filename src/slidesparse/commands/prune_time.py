@@ -88,7 +88,8 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     seconds = 0.0
     for rows, columns in shapes:
         seconds += tokens * (2 * rows * columns * product + columns**2 * square)
-        # SparseGPT factors the gram matrix and updates the columns on the right: columns^2 (rows + columns).
+        # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
+        # matrix to solve for what it keeps: columns^2 (rows + columns).
         seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)
     return seconds
 

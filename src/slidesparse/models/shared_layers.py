@@ -88,7 +88,7 @@ class SharedLayers:
         costs = {}
         for names in sets:
             columns = linears[names[0]].weight.shape[1]
-            # SparseGPT factors the gram matrix and updates the columns on the right.
+            # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies rows by the matrix.
             costs[names[0]] = columns**2 * (columns + sum(linears[name].weight.shape[0] for name in names))
         return {head: rank for rank, heads in enumerate(deal(costs, self.ranks.world)) for head in heads}
 

@@ -1,4 +1,4 @@
-"""SparseGPT: remove weights column by column, and change the later columns to compensate.
+"""SparseGPT: remove weights column by column, change the later columns to compensate, then solve for what is kept.
 
 Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (2023). With
 ``H = sum x x^T + damping`` and ``U`` the upper Cholesky factor of ``H^-1``, removing ``w_j`` while the columns after
@@ -6,23 +6,29 @@ Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurat
 least are removed from a group when the sweep reaches it, after the updates by earlier groups.
 
 Groups are aligned to column 0 of the whole weight. The sweep goes in blocks only to turn many thin updates into one
-matrix product, and its blocks end where groups end.
+matrix product, and its blocks end where groups end. What the sweep keeps is then solved for anew, which the source does
+not do: :mod:`slidesparse.prune.solve_kept`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from slidesparse.base.log import LOG
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.cheapest import two_cheapest
 from slidesparse.prune.gram import checked_gram
 from slidesparse.prune.mask import cheapest_groups, positive_where
+from slidesparse.prune.solve_kept import better_rows, solve_kept
 from slidesparse.support import grouped, is_nonzero
 
 DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: inputs that are dead or nearly dependent stay harmless."""
+
+DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)
+"""What is tried, in this order, until the damped matrix is positive definite."""
 
 BLOCK = 128
 """Approximate number of columns whose updates are applied to the rest of the weight together."""
@@ -36,35 +42,50 @@ class SparseGPT:
 
     def prune(self, linears: Linears) -> dict[str, torch.Tensor]:
         """See :class:`slidesparse.prune.base.Pruner`. Existing zeros stay."""
-        gram = checked_gram(linears)
-        factor = inverse_factor(gram, ", ".join(linears.weights))
-        stacked = torch.cat([weight.to(torch.float32) for weight in linears.weights.values()])
-        pruned = sweep(stacked, factor, linears.pattern).split([len(weight) for weight in linears.weights.values()])
-        return {name: new.to(weight.dtype) for (name, weight), new in zip(linears.weights.items(), pruned, strict=True)}
+        weights, gram = linears.weights, checked_gram(linears)
+        factor, damping = inverse_factor(gram, ", ".join(weights))
+        stacked = torch.cat([weight.to(torch.float32) for weight in weights.values()])
+        swept = sweep(stacked, factor, linears.pattern)
+        del factor  # solving needs its memory
+        solved = solve_kept(stacked, swept, gram, damping)
+        rows = [len(weight) for weight in weights.values()]
+        pruned = {}
+        for (name, weight), first, second in zip(weights.items(), swept.split(rows), solved.split(rows), strict=True):
+            pruned[name] = better_rows(weight, first.to(weight.dtype), second.to(weight.dtype), gram)
+        return pruned
 
 
-def inverse_factor(gram: torch.Tensor, name: str = "weight") -> torch.Tensor:
-    """Return ``U`` with ``U^T U = (gram + damping)^-1``, upper triangular: float32 [in, in].
+def inverse_factor(gram: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, float]:
+    """Return ``U`` with ``U^T U = (gram + damping)^-1``, upper triangular, float32 [in, in], and the damping.
 
-    It is computed in float64: the condition of a gram matrix is the square of its inputs'.
+    It is computed in float64: the condition of a gram matrix is the square of its inputs'. Where float32 sums over
+    inputs of very different sizes left a matrix that is not positive definite, the damping is ten times as large, then
+    a hundred times, and a warning says so.
 
     Raises:
-        InputError: When the damped matrix is not positive definite, so that ``gram`` is no gram matrix.
+        InputError: When the most damping does not help, so that ``gram`` is no gram matrix.
     """
-    damped = gram.to(torch.float64, copy=True)
-    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
-    lower, failed = torch.linalg.cholesky_ex(damped)
-    del damped  # at 405B each of these takes 23 GB
-    if int(failed):
-        raise InputError(
-            f"the Hessian of {name} is not positive definite",
-            got=f"it fails at column {int(failed)}",
-            remedy="use more calibration text, or --method wanda",
-        )
-    inverse = torch.cholesky_inverse(lower)
-    del lower
-    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return upper.to(torch.float32)
+    mean = float(gram.diagonal().mean(dtype=torch.float64))
+    for share in DAMPINGS:
+        damped = gram.to(torch.float64, copy=True)
+        damped.diagonal().add_(share * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped  # at 405B each of these takes 23 GB
+        if int(failed):
+            continue
+        if share > DAMPING:
+            LOG.warning(
+                "the Hessian of %s is not positive definite: damped by %g of its mean, not %g", name, share, DAMPING
+            )
+        inverse = torch.cholesky_inverse(lower)
+        del lower
+        upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+        return upper.to(torch.float32), share * mean
+    raise InputError(
+        f"the Hessian of {name} is not positive definite",
+        got=f"it fails at column {int(failed)}",
+        remedy="use more calibration text, or --method wanda",
+    )
 
 
 def sweep(weight: torch.Tensor, factor: torch.Tensor, pattern: Pattern) -> torch.Tensor:
