@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from correlated_linears import correlated_inputs, linears_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,21 +170,6 @@ def test_nan_weight_is_named() -> None:
 
 
 # -- calibrated methods --------------------------------------------------------------------------------------------
-
-
-def correlated_inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """Activations as models have them: columns of very different size, and dependent on each other."""
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(columns // 4 + 1, columns, generator=generator)
-    x = torch.randn(tokens, len(mixing), generator=generator) @ mixing
-    x += 0.5 * torch.randn(tokens, columns, generator=generator)
-    return x * torch.logspace(-1, 1, columns)[torch.randperm(columns, generator=generator)]
-
-
-def linears_with(columns: int, pattern: str, *rows: int) -> tuple[Linears, torch.Tensor]:
-    x = correlated_inputs(512, columns)
-    weights = {f"w{i}": torch.randn(out, columns) for i, out in enumerate(rows)}
-    return Linears(weights, Pattern.parse(pattern), x.T @ x), x
 
 
 CALIBRATED = sorted(name for name in METHODS if get_pruner(name).needs_calibration)
