@@ -70,6 +70,10 @@ def test_a_changed_figure_is_noticed() -> None:
 
 
 def test_figures_in_sentences_are_those_of_the_records() -> None:
+    one = MEASURED["engines"](MEASURED["SEVEN"]["int8"])["prefill", 16384]
+    sizes = {v: f"{MEASURED['timed'](one, v).n_bytes / 1e9:.1f}" for v in ("dense", "6:8")}
+    assert sizes == {"dense": "8.7", "6:8": "14.9"}
+    assert f"6:8 took {sizes['6:8']} GB where dense takes {sizes['dense']}" in (ROOT / "README.md").read_text()
     said = (ROOT / "results/h200/vllm/one-form.txt").read_text()
     alone, copied = (float(size) for size in re.findall(r"Model loading took ([\d.]+) GiB", said))
     assert f"{alone:.1f} GiB at 6:8 in vLLM, {copied:.1f} with copies" in (ROOT / "README.md").read_text()

@@ -88,6 +88,7 @@ def test_the_layer_of_the_mixed_load_changes_where_the_times_cross() -> None:
         ((0.8, 1.25, 0.9), ["quick", "dense", "quick"]),  # much slower somewhere
         ((0.9, 1.2, 1.2), ["quick", "dense"]),  # slower on average
         ((0.8, None, 0.9), ["quick", "dense", "quick"]),  # it cannot run there
+        ((0.8, None, None), ["quick", "dense"]),
         ((1.1, 1.1, 1.1), ["dense"]),  # nothing to gain
         ((0.9, 0.9, 0.9), ["quick"]),
     ],
@@ -110,6 +111,12 @@ def test_no_8_bit_layer_of_the_shipped_table_keeps_a_copy_at_the_usual_patterns(
             lean = lean_routes_of(replace(layer, us={"dense": layer.us["dense"], "hopper": own}))
             assert [route.backend for route in lean] == ["hopper"], f"{layer.dtype} {layer.out_features} {pattern}"
     assert seen > 50
+
+
+def test_a_gap_between_packed_forms_is_dense_though_nothing_says_how_long_dense_takes() -> None:
+    layer = _layer(dense=(None,) * 3, quick=(1.0, None, None), other=(None, 1.0, 1.0))
+    assert lean_routes_of(layer) == routes_of(layer)
+    assert [route.backend for route in lean_routes_of(layer)] == ["quick", "dense", "other"]
 
 
 def test_two_packed_forms_may_run_without_a_dense_copy() -> None:

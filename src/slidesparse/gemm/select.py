@@ -114,7 +114,7 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         InputError: Unknown backend or fallback.
         UnsupportedError: The backend asked for cannot run the problem; the message says why.
     """
-    _check_fallback(fallback)
+    check_fallback(fallback, "unknown fallback")
     if not isinstance(backend, str) or backend != "auto":
         reason = get_backend(backend).why_not(problem)
         if reason is not None:
@@ -131,9 +131,9 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     if measured is None:
         return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED)
     if fallback != "none":
-        routes, all_routes = lean_routes_of(measured.layer), routes_of(measured.layer)
-        routes = all_routes if fallback == "fastest" else routes
-        reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == all_routes else NO_COPY)
+        quickest = routes_of(measured.layer)
+        routes = quickest if fallback == "fastest" else lean_routes_of(measured.layer)
+        reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
         return Choice(routes, reason, measured.layer)
     name = fastest(measured.layer)
     if name is not None:
@@ -143,16 +143,21 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
     """Return the backends between which only times can decide, dense first; none where :func:`choose` asks for none."""
-    _check_fallback(fallback)
+    check_fallback(fallback, "unknown fallback")
     if backend != "auto" or not problem.slid or not can_be_timed(problem.device):
         return []
     able = [name for name, why_not in _ask_accelerated(problem).items() if why_not is None]
     return ["dense", *able] if len(able) > (fallback == "none") else []
 
 
-def _check_fallback(fallback: object) -> None:
-    if not isinstance(fallback, str) or fallback not in FALLBACKS:
-        raise InputError("unknown fallback", got=shown(fallback), needed="dense, fastest or none")
+def check_fallback(value: object, where: str) -> None:
+    """Refuse anything but the values of :data:`Fallback`.
+
+    Raises:
+        InputError: With the place where it was given.
+    """
+    if not isinstance(value, str) or value not in FALLBACKS:
+        raise InputError(where, got=shown(value), needed="dense, fastest or none")
 
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:

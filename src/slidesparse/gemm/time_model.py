@@ -7,16 +7,16 @@ at an M that happens to have been measured.
 One packed form, the fastest over all M's, runs wherever no other backend is faster by :data:`MARGIN`. The margin keeps
 what noise could turn around: a model's layers stay on one backend, and the same batch always takes the same way.
 
-A dense copy of a packed weight doubles the memory of a layer, and layers that change their backend
-fall out of their chains, which costs the host. So :func:`lean_routes_of` keeps one only where the packed form needs it.
-As served, 6:8 of a 7B model in INT8 took 12.7 s for a mixed load without copies and 13.1 s with them, where layers
-alone had promised 10 % to the copies (results/h200/serve/qwen2.5-7b-int8-6of8-one-form.jsonl).
+A dense copy of a packed weight doubles the memory of a layer, and layers that change their backend fall out of their
+chains, which costs the host. So :func:`lean_routes_of` keeps one only where the packed form needs it. As served, 6:8 of
+a 7B model in INT8 took 12.7 s for a mixed load without copies and 13.1 s with them
+(results/h200/serve/qwen2.5-7b-int8-6of8-one-form.jsonl and -two-forms.jsonl).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise
@@ -105,22 +105,21 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
 @lru_cache(maxsize=1024)
 def lean_routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     """Return :func:`routes_of` a layer, without its dense routes where the packed forms do not need them."""
-    routes = routes_of(layer)
-    if DENSE not in {route.backend for route in routes} or len(routes) == 1 or _needs_dense(layer):
+    routes, packed = routes_of(layer), {name: us for name, us in layer.us.items() if name != DENSE}
+    if len(routes) == 1:
         return routes
-    return routes_of(replace(layer, us={name: us for name, us in layer.us.items() if name != DENSE}))
+    lean = routes_of(replace(layer, us=packed))
+    if DENSE in {route.backend for route in lean}:  # the packed forms lack a time somewhere
+        return routes
+    best = (min((us for us in at if us), default=None) for at in zip(*packed.values(), strict=True))
+    shares = [us / dense for us, dense in zip(best, layer.us[DENSE], strict=True) if us and dense]
+    return routes if _much_longer(shares) else lean
 
 
-def _needs_dense(layer: LayerSpeed) -> bool:
-    """Return whether the packed forms lack a time somewhere, or take much longer there than dense, or on average."""
-    shares = []
-    for dense, *packed in zip(layer.us[DENSE], *(us for name, us in layer.us.items() if name != DENSE), strict=True):
-        known = [us for us in packed if us is not None]
-        if not known:
-            return True
-        shares += [] if dense is None else [min(known) / dense]
-    average = math.exp(sum(map(math.log, shares)) / len(shares))
-    return max(shares) >= NEEDS_A_COPY or average >= NEEDS_A_COPY_ON_AVERAGE
+def _much_longer(shares: Sequence[float]) -> bool:
+    """Return whether shares of dense's time need a dense copy: one of them, or their geometric mean."""
+    average = math.exp(sum(map(math.log, shares)) / max(1, len(shares)))
+    return max(shares, default=0.0) >= NEEDS_A_COPY or average >= NEEDS_A_COPY_ON_AVERAGE
 
 
 def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:

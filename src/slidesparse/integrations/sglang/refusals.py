@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm.select import BACKENDS, FALLBACKS, Fallback
+from slidesparse.gemm.select import BACKENDS, Fallback, check_fallback
 
 OPTIONS = "slidesparse"
 """The key of ``--json-model-override-args`` that holds our options: SGLang has no other place for a plugin's."""
@@ -42,8 +42,7 @@ class SGLangOptions:
         options = cls(**given)
         if options.backend != "auto" and options.backend not in BACKENDS:
             raise InputError(f"backend of {where}", got=repr(options.backend), needed=f"auto, {', '.join(BACKENDS)}")
-        if options.fallback not in FALLBACKS:
-            raise InputError(f"fallback of {where}", got=repr(options.fallback), needed="dense, fastest or none")
+        check_fallback(options.fallback, f"fallback of {where}")
         return options
 
 

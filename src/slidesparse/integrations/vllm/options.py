@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from slidesparse.errors import InputError
-from slidesparse.gemm.select import BACKENDS, FALLBACKS, Fallback
+from slidesparse.gemm.select import BACKENDS, Fallback, check_fallback
 from slidesparse.integrations.vllm.host_bound import HOST_US
 from slidesparse.tuning.at_load import Tune, check_tune
 
@@ -55,8 +55,7 @@ class Options:
         options = cls(**given)
         if options.backend != "auto" and options.backend not in BACKENDS:
             _refuse("backend", options.backend, f"auto, {', '.join(BACKENDS)}")
-        if options.fallback not in FALLBACKS:
-            _refuse("fallback", options.fallback, "dense, fastest or none")
+        check_fallback(options.fallback, "fallback in --additional-config")
         if not isinstance(options.fuse, bool):
             _refuse("fuse", options.fuse, "true or false")
         check_tune(options.tune, "tune in --additional-config")
