@@ -24,6 +24,7 @@ from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.errors import InputError
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Stored, write_json
 from slidesparse.files.generation_settings import generation_settings
@@ -180,6 +181,12 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
+    if options.match and ranks.world > 1:
+        raise InputError(
+            "layers are matched by one process",
+            got=f"{ranks.world} processes",
+            remedy="run without torchrun, or leave out --match",
+        )
     prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
@@ -263,4 +270,5 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
     if options.calibration is None or windows is None:
         return options.method
     samples, length = windows.shape
-    return f"{options.method}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
+    steps = f" and {options.match} steps of matching a layer" if options.match else ""
+    return f"{options.method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"

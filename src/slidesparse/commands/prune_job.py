@@ -23,6 +23,7 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling
@@ -70,6 +71,7 @@ class PruneJob:
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
+        self.matching = _matching(options)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -107,6 +109,7 @@ class PruneJob:
                 self.device,
                 progress=progress,
                 ranks=ranks,
+                matching=self.matching,
             )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
@@ -305,3 +308,22 @@ class PruneJob:
             **config,
             MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
         }
+
+
+def _matching(options: PruneOptions) -> Matching | None:
+    """Return how layers are matched, or None.
+
+    Raises:
+        InputError: The number of steps is none, or there is no calibration text to match on.
+    """
+    if options.match == 0:
+        return None
+    if options.match < 0:
+        raise InputError("steps of matching", got=options.match, needed="0 or more")
+    if options.calibration is None:
+        raise InputError(
+            "matching needs calibration text",
+            got=f"--method {options.method}",
+            remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --match",
+        )
+    return Matching(options.match, options.calibration.seed)

@@ -14,6 +14,7 @@ import torch
 
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.data_digest import data_digest
+from slidesparse.files.layer_stream import windows_of_a_batch
 from slidesparse.pattern import DENSE
 from slidesparse.prune import Linears
 from slidesparse.quant import QUANTISED, quantize_weight
@@ -71,9 +72,13 @@ def estimate_time(job: PruneJob) -> PruneTime:
 
 
 def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
-    """Return the time of running the layers twice, of the gram matrices, and of the method."""
+    """Return the time of running the layers, of the gram matrices, of the method, and of matching."""
     assert job.windows is not None
     tokens, linears = job.windows.numel(), job.targets.linears
+    runs = 2.0 * tokens
+    if job.matching is not None:
+        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
+        runs += tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
     shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
     side = min(SIDE, max(columns for _, columns in shapes))
     generator = torch.Generator().manual_seed(0)
@@ -87,7 +92,7 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
     seconds = 0.0
     for rows, columns in shapes:
-        seconds += tokens * (2 * rows * columns * product + columns**2 * square)
+        seconds += runs * rows * columns * product + tokens * columns**2 * square
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
         # matrix to solve for what it keeps: columns^2 (rows + columns).
         seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)

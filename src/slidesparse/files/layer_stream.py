@@ -34,6 +34,7 @@ from slidesparse.models.layerwise import (
     record_inputs,
     stack_around,
 )
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
@@ -166,6 +167,7 @@ def prune_layers_from_disk(
     *,
     progress: bool | None = None,
     ranks: Ranks = ALONE,
+    matching: Matching | None = None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
@@ -179,6 +181,7 @@ def prune_layers_from_disk(
         device: Where layers run, one at a time.
         progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
         ranks: The processes that prune together; each runs some of the windows.
+        matching: How each layer is matched with the dense one, by one process alone; None: not at all.
 
     Raises:
         InputError: The model or its activations cannot be used.
@@ -192,7 +195,7 @@ def prune_layers_from_disk(
     compute = _compute_dtype(model.config.dtype, device)
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks)
     _prepare(model, layer_list, store, device)
-    batches = windows.split(_windows_of_a_batch(windows))
+    batches = windows.split(windows_of_a_batch(windows))
     losses = []
     with (
         _explained(model),
@@ -202,7 +205,7 @@ def prune_layers_from_disk(
         shared = SharedLayers(tensors, len(batches))
         own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
         samples = record_inputs(model, layer_list, own)
-        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store, shared.prune_layer)
+        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store, shared.prune_layer, matching)
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes
             here = store.losses(name)
@@ -211,7 +214,7 @@ def prune_layers_from_disk(
     return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)
 
 
-def _windows_of_a_batch(windows: torch.Tensor) -> int:
+def windows_of_a_batch(windows: torch.Tensor) -> int:
     """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
     samples, length = windows.shape
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
