@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import itertools
 import platform
 import random
 import re
@@ -71,10 +72,8 @@ def cases() -> Iterator[Case]:
 
 def matching_cases() -> Iterator[Case]:
     """SparseGPT with and without matching, on little text and on more."""
-    for seed in SEEDS:
-        for sentences in (400, 1600):
-            for match in (0, 200):
-                yield from (Case(pattern, "sparsegpt", seed, sentences, match) for pattern in ("6:8", "4:6", "2:4"))
+    for seed, sentences, match in itertools.product(SEEDS, (400, 1600), (0, 200)):
+        yield from (Case(pattern, "sparsegpt", seed, sentences, match) for pattern in ("6:8", "4:6", "2:4"))
 
 
 def docstrings() -> Iterator[str]:
