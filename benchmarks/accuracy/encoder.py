@@ -71,8 +71,8 @@ def cases() -> Iterator[Case]:
 
 
 def matching_cases() -> Iterator[Case]:
-    """SparseGPT with and without matching, on little text and on more."""
-    for seed, sentences, match in itertools.product(SEEDS, (400, 1600), (0, 200)):
+    """SparseGPT matched, and on more text with and without matching; without both it is among the other cases."""
+    for seed, (sentences, match) in itertools.product(SEEDS, ((400, 200), (1600, 0), (1600, 200))):
         yield from (Case(pattern, "sparsegpt", seed, sentences, match) for pattern in ("6:8", "4:6", "2:4"))
 
 

@@ -57,8 +57,8 @@ class PruneSummary:
         resumed: Shards that an interrupted run had finished.
         source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
             None where the source has none.
-        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
-            empty without calibration.
+        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
+            before their layer is matched; empty without calibration.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
     """
