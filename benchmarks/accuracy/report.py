@@ -202,7 +202,7 @@ def matching_table(records: list[Record]) -> str:
     for record in records:
         groups.setdefault((record["pattern"], record["sentences"], record["match"]), []).append(record)
     order = sorted(groups, key=lambda group: (Pattern.parse(group[0]).sparsity, *group[1:]))
-    rows = [[*map(str, group), *(cell([r[name] for r in groups[group]], 4, "") for name in measures)] for group in order]
+    rows = [[*map(str, key), *(cell([r[name] for r in groups[key]], 4, "") for name in measures)] for key in order]
     return table(("pattern", "sentences", "steps", "cosine", "Spearman", "cosine, INT8", "Spearman, INT8"), rows)
 
 

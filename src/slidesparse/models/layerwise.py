@@ -35,7 +35,7 @@ class SetLoss:
     Attributes:
         names: The linears.
         pattern: Their pattern.
-        loss: Squared error of their outputs over their energy, on the calibration inputs, before their layer is matched.
+        loss: Squared error of their outputs over their energy, on the calibration inputs, before matching.
     """
 
     names: tuple[str, ...]
