@@ -7,6 +7,7 @@ their experts, SiLU * up is part of the second lift, and one kernel sums the pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -114,6 +115,29 @@ class SlideExperts(nn.Module):
     ) -> torch.Tensor:
         lifted = linear.lift(x, prologue)
         return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
+
+
+def split_rows(packed: PackedWeight, count: int) -> list[PackedWeight]:
+    """Return the weights of experts that were packed as one, [count * out, K], without copies.
+
+    Raises:
+        InputError: The rows do not divide.
+    """
+    rows, columns = packed.shape
+    if count < 1 or rows % count:
+        raise InputError("rows of experts packed as one", got=rows, needed=f"a multiple of {count}")
+    out = rows // count
+
+    def part(expert: int) -> PackedWeight:
+        own = slice(expert * out, (expert + 1) * out)
+        segments = tuple(
+            replace(segment, values=segment.values[own], code=None if segment.code is None else segment.code[own])
+            for segment in packed.segments
+        )
+        scale = None if packed.scale is None else packed.scale[own]
+        return replace(packed, shape=(out, columns), segments=segments, scale=scale)
+
+    return [part(expert) for expert in range(count)]
 
 
 def _check_alike(name: str, experts: Sequence[PackedWeight]) -> None:

@@ -7,7 +7,8 @@ import torch
 from expert_weights import one_by_one, packed_experts, routed
 
 from slidesparse import InputError, UnsupportedError
-from slidesparse.experts import SlideExperts
+from slidesparse.experts import SlideExperts, split_rows
+from slidesparse.packed import pack_segments
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 HIDDEN, INNER, EXPERTS = 48, 32, 5
@@ -81,3 +82,15 @@ def test_tokens_that_do_not_fit_are_refused() -> None:
         made(torch.randn(3, HIDDEN + 1), torch.rand(3, 2), routed(3, EXPERTS, 2))
     with pytest.raises(InputError, match=r"tokens of a mixture"):
         made(torch.randn(3, HIDDEN), torch.rand(3, 1), routed(3, EXPERTS, 2))
+
+
+def test_experts_may_be_packed_as_one() -> None:
+    alone = packed_experts(3, 16, HIDDEN, INT8)
+    weight, scale = torch.cat([one.unpack() for one in alone]), torch.cat([one.scale for one in alone])
+    for one, part in zip(alone, split_rows(pack_segments(weight, "6:8", scale=scale), 3), strict=True):
+        assert part.shape == one.shape
+        assert torch.equal(part.unpack(), one.unpack())
+        assert torch.equal(part.columns(), one.columns())
+        assert torch.equal(part.scale, one.scale)
+    with pytest.raises(InputError, match="rows of experts packed as one; got 48; needed a multiple of 5"):
+        split_rows(pack_segments(weight, "6:8", scale=scale), 5)

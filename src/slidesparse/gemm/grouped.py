@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,7 +53,7 @@ class GroupedProduct(Protocol):
         scale: torch.Tensor,
         at: Arrangement,
         out_dtype: torch.dtype,
-        tile: TokenTile,
+        tile: Any,
     ) -> torch.Tensor:
         """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e the expert of row p.
 
