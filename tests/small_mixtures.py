@@ -6,7 +6,7 @@ from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
-"""Why these are refused in 8 bits: scales have no place in one tensor of all experts."""
+"""Why these are refused in 8 bits: vLLM reads them as one tensor of all experts, where scales have no place."""
 
 INT8 = "transformers 5.23 cannot load INT8 experts"
 """Why transformers alone does not load the others."""
@@ -45,9 +45,7 @@ MIXTURES: dict[str, A] = {
         },
         alone=INT8,
     ),
-    "granitemoe": A(
-        "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, not_quantised=FUSED
-    ),
+    "granitemoe": A("GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
     "granitemoehybrid": A(
         "GraniteMoeHybridForCausalLM",
         {
@@ -55,7 +53,7 @@ MIXTURES: dict[str, A] = {
             **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
             **{"mamba_chunk_size": 8},
         },
-        not_quantised=FUSED,
+        alone=INT8,
     ),
     "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
     "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),
@@ -81,7 +79,7 @@ MIXTURES: dict[str, A] = {
     "llama4-text": A(
         "Llama4ForCausalLM",
         {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [1]},
-        not_quantised=FUSED,
+        alone=INT8,
     ),
     "llama4": A(
         "Llama4ForConditionalGeneration",
@@ -92,6 +90,17 @@ MIXTURES: dict[str, A] = {
                 "projector_output_dim": 64,
             },
         },
-        not_quantised=FUSED,
+        alone=INT8,
+    ),
+    "qwen3-vl-moe": A(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "rope_parameters": ROPE_3D},
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
+                **{"patch_size": 8, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
+            },
+        },
+        alone=INT8,
     ),
 }

@@ -32,7 +32,16 @@ from slidesparse.models.config_keys import MARKER_KEY
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
-ONE_TENSOR_AN_EXPERT = [name for name, one in MIXTURES.items() if one.not_quantised is None]
+NAMES = "gate_proj", "up_proj", "down_proj"
+CUT = {
+    "granitemoe": ("model.layers.{}.block_sparse_moe.experts", "w1", "w3", "w2"),
+    "granitemoehybrid": ("model.layers.{}.block_sparse_moe.experts", *NAMES),
+    "llama4-text": ("model.layers.{}.feed_forward.experts", *NAMES),
+    "llama4": ("language_model.model.layers.{}.feed_forward.experts", *NAMES),
+    "qwen3-vl-moe": ("model.language_model.layers.{}.mlp.experts", *NAMES),
+}
+"""Mixtures with one tensor for all experts of a layer -> where vLLM's loader looks for each, and for its matrices."""
+ONE_TENSOR_AN_EXPERT = [name for name, one in MIXTURES.items() if one.not_quantised is None and name not in CUT]
 
 
 def masked(weight: torch.Tensor, columns: int = -1) -> torch.Tensor:
@@ -72,21 +81,34 @@ def test_transformers_loads_the_masked_experts(tmp_path: Path, name: str) -> Non
     assert {tensor: source.stored(tensor) for tensor in source.files} == {t: pruned.stored(t) for t in pruned.files}
 
 
+def shared_form(path: Path, model: Any) -> None:
+    """Write a model's state as it is in memory, with one tensor for all experts of a layer."""
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
+    with TensorWriter(path / "model.safetensors", forms) as writer:
+        for name, value in state.items():
+            writer.write(name, value)
+
+
 def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path) -> None:
     """Qwen3.5 has them so on the hub; transformers reads both forms and writes the other."""
     model = make(tmp_path / "m", ARCHITECTURES["qwen3.5-moe"], torch.float32)
-    state = {name: value.contiguous() for name, value in model.state_dict().items()}
-    assert state["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
-    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
-    with TensorWriter(tmp_path / "m/model.safetensors", forms) as writer:
-        for name, value in state.items():
-            writer.write(name, value)
-    with pytest.raises(UnsupportedError, match=MIXTURES["gpt-oss"].not_quantised):
-        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "one each", PruneOptions("6:8", "fp8"))
+    shared_form(tmp_path / "m", model)
+    prune_checkpoint(tmp_path / "m", tmp_path / "cut", PruneOptions("6:8", "fp8"))
+    first, second = tensors(tmp_path / "one each"), tensors(tmp_path / "cut")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value.float(), second[key].float()) for key, value in first.items())
+    theirs = type(model).from_pretrained(tmp_path / "cut", dtype="auto").state_dict()
+    ours = slidesparse.load(tmp_path / "cut").state_dict()
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
     found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
     assert len(summary.experts) == 4
-    assert all(torch.equal(found[layer], masked(state[layer])) for layer in summary.experts)
+    for layer in summary.experts:
+        expected = masked(model.state_dict()[layer])
+        assert torch.equal(found[layer], expected)
+        assert torch.allclose(theirs[layer].float(), expected, rtol=0.07, atol=1e-3)
+        assert torch.allclose(ours[layer].float(), theirs[layer].float(), rtol=1e-2, atol=1e-4)
 
 
 # -- quantised ---------------------------------------------------------------------------------------------------------
@@ -112,6 +134,59 @@ def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, d
     routers = [key for key in source if key.endswith((".gate.weight", "router.weight", "router.layer.weight"))]
     assert routers
     assert all(torch.equal(source[key], found[key]) for key in routers)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
+    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert would.experts["6:8"].destination_bytes < would.experts["6:8"].source_bytes / 3.7
+    assert "transformers cannot load experts in this form: vLLM" in summary.describe()
+    assert "transformers cannot load experts in this form: vLLM" in would.describe()
+    assert "transformers 5.23 cannot load experts" in (tmp_path / "s/README.md").read_text()
+    found, expected = tensors(tmp_path / "s"), set()
+    place, gate, up, down = CUT[name]
+    for layer in summary.experts:
+        weight = model.state_dict()[layer]
+        weight = masked(weight.transpose(1, 2) if name in TRANSPOSED else weight)
+        assert len(weight) == 4
+        begin = place.format(re.findall(r"\d", layer)[0])
+        for expert, one in enumerate(weight):
+            cut = {down: one} if layer.endswith("down_proj") else dict(zip((gate, up), one.chunk(2), strict=True))
+            for leaf, part in cut.items():
+                key = f"{begin}.{expert}.{leaf}.weight"
+                largest = part.abs().amax(1, keepdim=True)
+                limit = torch.full_like(largest, 127)
+                assert torch.equal(found[f"{key}_scale"], largest / limit)
+                assert torch.equal(found[key].float(), (part * (limit / largest)).round())
+                expected |= {key, f"{key}_scale"}
+    assert {key for key in found if ".experts." in key} == expected
+    assert not any("input_linear" in key or "gate_up_proj" in key for key in found if "shared" not in key)
+    marked = {
+        re.sub(r"experts\.\d", "experts.*", key.removesuffix(".weight")) for key in expected if "scale" not in key
+    }
+    assert {*Marker.require(Checkpoint(tmp_path / "s").config, "s").experts} == marked
+    assert inspect_checkpoint(tmp_path / "s").ok
+    ours = slidesparse.load(tmp_path / "s").state_dict()
+    for layer in summary.experts:
+        assert ours[layer].shape == model.state_dict()[layer].shape
+        dense = masked(model.state_dict()[layer], -2 if name in TRANSPOSED else -1)
+        assert torch.allclose(ours[layer], dense, atol=float(dense.abs().max()) / 250)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["granitemoe"])
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    found, checkpoint = tensors(tmp_path / "s"), Checkpoint(tmp_path / "s")
+    stored = {name: checkpoint.stored(name) for name in found if ".0.block_sparse_moe.experts.2.w3." not in name}
+    found = {name: found[name].clone() for name in stored}
+    with TensorWriter(tmp_path / "s/model.safetensors", stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    told = r"shape of model\.layers\.0\.block_sparse_moe\.experts\.gate_up_proj; got \[2, 304, 64\]; needed \[4,"
+    with pytest.raises(slidesparse.errors.CheckpointError, match=told):
+        slidesparse.load(tmp_path / "s")
 
 
 def test_transformers_loads_fp8_experts(tmp_path: Path) -> None:
@@ -170,11 +245,13 @@ def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, name: str, monkeypatc
     assert max(read) <= one
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("mixtral", "bf16"), ("gpt-oss", "bf16"), ("granitemoe", "int8")])
+def test_a_run_that_was_interrupted_goes_on(
+    tmp_path: Path, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(tmp_path / "one", ARCHITECTURES[name])
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
-    options = PruneOptions("6:8", "bf16")
+    options = PruneOptions("6:8", dtype)
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
     write, calls = ExpertJob.write, []
 

@@ -36,6 +36,9 @@ from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
 EXPERTS_RUN_DENSE = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
+NOT_IN_TRANSFORMERS = (
+    "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class PruneSummary:
         patterns: Treated layer -> pattern.
         experts: Treated weights of experts -> pattern, of a mixture.
         treated_experts: Lines that describe them.
+        in_transformers: Whether transformers reads them.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         not_copied: Files of the source that hold other copies of the weights.
@@ -67,6 +71,7 @@ class PruneSummary:
     patterns: dict[str, str]
     experts: dict[str, str]
     treated_experts: list[str]
+    in_transformers: bool
     dense: dict[str, str]
     other: dict[str, str]
     not_copied: list[str]
@@ -88,6 +93,7 @@ class PruneSummary:
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_RUN_DENSE] if self.experts else []
+        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
@@ -196,6 +202,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
         treated_experts=job.experts.describe(),
+        in_transformers=job.experts.in_transformers,
         dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
         not_copied=list(files.not_copied),
@@ -252,6 +259,7 @@ def _write_the_rest(
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
         experts=job.experts.describe(),
+        in_transformers=job.experts.in_transformers,
         left=describe_dense(job.left),
         sizes=(checkpoint.n_bytes, prepared.n_bytes),
         source_card=None if kept_card is None else work.output / kept_card,

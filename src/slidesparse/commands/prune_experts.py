@@ -1,7 +1,8 @@
 """How ``slidesparse prune`` treats the experts of a mixture: each is a linear, pruned and quantised on its own.
 
 Experts are many, and most of a model, so one is in memory at a time. Pruned without quantising they keep names and
-shapes. Quantised ones are one tensor an expert with a scale for each channel, as vLLM reads them.
+shapes. Quantised ones are one tensor an expert with a scale for each channel, as vLLM reads them: those that share a
+tensor are cut into such.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.single_experts import SingleExperts, single_experts
 from slidesparse.models.experts import describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
@@ -112,16 +114,31 @@ class ExpertJob:
                     got=dtype_name(self.dtype),
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
-        elif len(stored.shape) == 3 or tensor.transposed or not name.endswith(".weight"):
+        elif not self._can_be_quantised(name, tensor):
             raise UnsupportedError(
                 f"experts that are stored as {name} cannot be quantised",
                 got=f"one tensor {list(stored.shape)}" if len(stored.shape) == 3 else f"{list(stored.shape)}",
-                needed="one tensor an expert [out, in], to which vLLM and transformers know scales",
+                needed="experts that vLLM reads as one tensor each [out, in], where it knows scales",
                 remedy=f"use --dtype bf16, which keeps them as they are stored, or add {LEAVE_DENSE}",
             )
 
+    def _can_be_quantised(self, name: str, tensor: ExpertTensor) -> bool:
+        if self._is_one_expert(name):
+            return not tensor.transposed and name.endswith(".weight")
+        return self.source_dtype is None and self._single(name) is not None
+
+    def _single(self, name: str) -> SingleExperts | None:
+        return single_experts(type(self.meta.model).__name__, name)
+
     def _refuse_part_of_a_layer(self) -> None:
-        """Refuse experts of one layer of which some are quantised and some not: servers have one type for all."""
+        """Refuse experts of which some are quantised and some not, where servers have one type or one form for all."""
+        left = [tensor.layer for name, tensor in self.tensors.items() if tensor.layer in self.dense]
+        if left and not all(self._is_one_expert(name) for name in self.tensors):
+            raise InputError(
+                "experts of some layers are left alone, and others are quantised to one tensor an expert",
+                got=left[0],
+                needed="all of the model, or none: vLLM reads experts in one form",
+            )
         for one in dict.fromkeys(tensor.experts.name for tensor in self.tensors.values()):
             here = {tensor.layer: None for tensor in self.tensors.values() if tensor.experts.name == one}
             left = [layer for layer in here if layer in self.dense]
@@ -154,10 +171,28 @@ class ExpertJob:
 
     def outputs(self, name: str, stored: Stored) -> dict[str, Stored]:
         """Return the type and shape of every tensor that a tensor of the source becomes."""
-        out = {name: Stored(STORED_NAMES[self.dtype], stored.shape)}
-        if self.dtype in QUANTISED and self.source_dtype is None:
-            out[f"{name}_scale"] = Stored("F32", (stored.shape[0], 1))
+        if self.dtype not in QUANTISED:
+            return {name: stored}
+        rows, columns = stored.shape[-2:]
+        out: dict[str, Stored] = {}
+        for one in self._written(name):
+            if len(stored.shape) == 3:
+                shape = (columns, rows) if self.tensors[name].transposed else (rows, columns)
+                shape = shape[0] // len(one), shape[1]
+            else:
+                shape = rows, columns
+            for part in one:
+                out[part] = Stored(STORED_NAMES[self.dtype], shape)
+                if self.source_dtype is None:
+                    out[f"{part}_scale"] = Stored("F32", (shape[0], 1))
         return out
+
+    def _written(self, name: str) -> list[list[str]]:
+        """Return the tensors that a tensor of the source becomes, a list for each expert in it."""
+        single = None if self.dtype not in QUANTISED or self._is_one_expert(name) else self._single(name)
+        if single is None:
+            return [[name]]
+        return [single.names(name, expert) for expert in range(self.checkpoint.stored(name).shape[0])]
 
     def write(
         self, writer: TensorWriter, name: str, pruner: Pruner, device: torch.device, advance: Callable[[int], None]
@@ -179,17 +214,21 @@ class ExpertJob:
                 writer.write(name, next(parts))
             advance(writer.tensors[name].n_bytes)
             return
-        (weight,) = weights
-        for key, value in self._quantised(name, weight, pruned, pattern).items():
-            writer.write(key, value.cpu())
-            advance(writer.tensors[key].n_bytes)
+        for weight, names in zip(weights, self._written(name), strict=True):
+            for key, value in self._quantised(names, weight, pruned, pattern).items():
+                writer.write(key, value.cpu())
+                advance(writer.tensors[key].n_bytes)
 
     def _quantised(
-        self, name: str, weight: torch.Tensor, pruned: Callable[[torch.Tensor], torch.Tensor], pattern: Pattern
+        self, names: list[str], weight: torch.Tensor, pruned: Callable[[torch.Tensor], torch.Tensor], pattern: Pattern
     ) -> dict[str, torch.Tensor]:
+        """Return one expert's weight as it is stored, cut into as many tensors as there are names."""
         if self.source_dtype is None:
-            values, scale = quantize_weight(pruned(weight), self.dtype, name=name)
-            return {name: values, f"{name}_scale": scale}
+            found: dict[str, torch.Tensor] = {}
+            for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
+                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name)
+            return found
+        (name,) = names
         if pattern == DENSE:
             return {name: weight}
         scale = self.checkpoint.tensor(f"{name}_scale", weight.device)
@@ -218,8 +257,9 @@ class ExpertJob:
     def marker(self) -> dict[str, Pattern]:
         """Return what the marker says of the experts."""
         return {
-            marker_name(name, 2 if self._is_one_expert(name) else 3): self.patterns[tensor.layer]
+            marker_name(part, 3 if part == name and not self._is_one_expert(name) else 2): self.patterns[tensor.layer]
             for name, tensor in self._treated()
+            for part in self._written(name)[0]
         }
 
     def ignore_entries(self) -> list[str]:
@@ -229,6 +269,14 @@ class ExpertJob:
         left = {name: tensor for name, tensor in self.tensors.items() if tensor.layer in self.dense}
         hub = [marker_name(name, 2).partition(".*.")[0] for name in left if self._is_one_expert(name)]
         return ignore_entries([*(one.experts.name for one in left.values()), *hub], every=False)
+
+    @property
+    def in_transformers(self) -> bool:
+        """Whether transformers reads the treated experts as they are written; version 5.23 reads none in INT8."""
+        if self.dtype not in QUANTISED or not self.layers:
+            return True
+        cut = [self._single(name) for name, _ in self._treated() if not self._is_one_expert(name)]
+        return self.dtype != torch.int8 and all(one is not None and one.in_transformers for one in cut)
 
     def _is_one_expert(self, name: str) -> bool:
         return len(self.checkpoint.stored(name).shape) == 2

@@ -149,17 +149,17 @@ class PruneJob:
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
-        out: dict[str, Stored] = {}
-        for tensor, stored in shard.items():
-            if self.experts.treats(tensor):
-                out |= self.experts.outputs(tensor, stored)
-                continue
-            if tensor not in self.layer_of:
-                out[tensor] = stored
-                continue
-            out[tensor] = Stored(STORED_NAMES[self.dtype], stored.shape)
-            if self.dtype in QUANTISED and self.source_dtype is None:
-                out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
+        return {name: one for tensor, stored in shard.items() for name, one in self.stored_as(tensor, stored).items()}
+
+    def stored_as(self, tensor: str, stored: Stored) -> dict[str, Stored]:
+        """Return the type and shape of every tensor that one of the source becomes."""
+        if self.experts.treats(tensor):
+            return self.experts.outputs(tensor, stored)
+        if tensor not in self.layer_of:
+            return {tensor: stored}
+        out = {tensor: Stored(STORED_NAMES[self.dtype], stored.shape)}
+        if self.dtype in QUANTISED and self.source_dtype is None:
+            out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
         return out
 
     def write_shard(

@@ -1,0 +1,101 @@
+"""Store experts that share a tensor as one tensor each, the only form in which servers know scales of experts.
+
+A hub has the experts of a layer as ``[experts, 2 * inner, hidden]``, gate above up, or transposed. Where the stock
+loader of vLLM also reads one tensor an expert, its name and the cut into gate and up follow from the architecture.
+Source: ``load_weights`` of ``qwen3_5.py``, ``qwen3_vl_moe.py``, ``llama4.py``, ``granitemoe.py`` and
+``granitemoehybrid.py`` in vLLM. gpt-oss is missing: its loader takes experts of one tensor, in a float type or MXFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from slidesparse.base.traced_tensor import TracedTensor
+
+
+@dataclass(frozen=True)
+class SingleExperts:
+    """How the experts of one tensor are named when each has tensors of its own.
+
+    Attributes:
+        shared: End of the name of the tensor with all experts.
+        parts: Ends of an expert's names, ``{}`` for its number; the rows of its weight are cut among them.
+        transposed: Whether the shared tensor is [experts, in, out]; what stands alone is [out, in] always.
+        in_transformers: Whether transformers reads tensors that stand alone too.
+    """
+
+    shared: str
+    parts: tuple[str, ...]
+    transposed: bool = False
+    in_transformers: bool = False
+
+    def names(self, tensor: str, expert: int) -> list[str]:
+        """Return the tensors of one expert of a shared tensor.
+
+        >>> SingleExperts(".experts.up", (".experts.{}.up.weight",)).names("layers.0.experts.up", 3)
+        ['layers.0.experts.3.up.weight']
+        """
+        return [tensor.removesuffix(self.shared) + part.format(expert) for part in self.parts]
+
+
+def _projections(around: str, *, transposed: bool, in_transformers: bool = False) -> tuple[SingleExperts, ...]:
+    def part(leaf: str) -> str:
+        return f".{around}.experts.{{}}.{leaf}.weight"
+
+    gate_up, down = (part("gate_proj"), part("up_proj")), (part("down_proj"),)
+    return (
+        SingleExperts(f".{around}.experts.gate_up_proj", gate_up, transposed, in_transformers),
+        SingleExperts(f".{around}.experts.down_proj", down, transposed, in_transformers),
+    )
+
+
+def _granite(gate: str, up: str, down: str) -> tuple[SingleExperts, ...]:
+    experts = ".block_sparse_moe.experts.{}"
+    return (
+        SingleExperts(".block_sparse_moe.input_linear.weight", (f"{experts}.{gate}.weight", f"{experts}.{up}.weight")),
+        SingleExperts(".block_sparse_moe.output_linear.weight", (f"{experts}.{down}.weight",)),
+    )
+
+
+SINGLE: Mapping[str, tuple[SingleExperts, ...]] = {
+    "Qwen3_5MoeForCausalLM": _projections("mlp", transposed=False, in_transformers=True),
+    "Qwen3_5MoeForConditionalGeneration": _projections("mlp", transposed=False, in_transformers=True),
+    "Qwen3VLMoeForConditionalGeneration": _projections("mlp", transposed=True),
+    "Llama4ForCausalLM": _projections("feed_forward", transposed=True),
+    "Llama4ForConditionalGeneration": _projections("feed_forward", transposed=True),
+    "GraniteMoeForCausalLM": _granite("w1", "w3", "w2"),
+    "GraniteMoeHybridForCausalLM": _granite("gate_proj", "up_proj", "down_proj"),
+}
+"""Class of transformers -> its experts' tensors."""
+
+
+def single_experts(architecture: str, tensor: str) -> SingleExperts | None:
+    """Return how the experts of a tensor stand alone; None where vLLM does not read them so.
+
+    Args:
+        architecture: Class of transformers.
+        tensor: Name of a tensor with all experts of a layer.
+    """
+    return next((one for one in SINGLE.get(architecture, ()) if tensor.endswith(one.shared)), None)
+
+
+def joined(architecture: str, state: Mapping[str, TracedTensor]) -> dict[str, torch.Tensor]:
+    """Return a state whose experts that stand alone are joined to the tensors that transformers knows.
+
+    Where an expert is missing the joined tensor is too short, or is not there, which others say in words.
+    """
+    found: dict[str, torch.Tensor] = dict(state)
+    for one in SINGLE.get(architecture, ()):
+        first = one.parts[0].format(0)
+        for begin in [name.removesuffix(first) for name in state if name.endswith(first)]:
+            shared = f"{begin}{one.shared}"
+            experts: list[torch.Tensor] = []
+            while found.keys() >= {*(names := one.names(shared, len(experts)))}:
+                experts.append(torch.cat([found.pop(name) for name in names]))
+            if experts:
+                stacked = torch.stack(experts)
+                found[shared] = stacked.transpose(1, 2) if one.transposed else stacked
+    return found
