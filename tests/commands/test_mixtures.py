@@ -303,10 +303,20 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
     }
 
 
+def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
+    """vLLM reads the experts of a Llama 4 or Qwen3.5 in one form."""
+    make(tmp_path / "m", ARCHITECTURES["llama4"])
+    options = PruneOptions("6:8", "int8", ignore=(r"re:.*layers\.1\..*experts",))
+    with pytest.raises(
+        InputError, match=r"are left alone, and others are quantised to one tensor an expert; got .*s\.1\."
+    ):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (PruneOptions("6:8", "int8", method="wanda"), "wanda cannot prune experts.*--method magnitude"),
         (PruneOptions("6:8@50%", "int8"), "partial pattern cannot be that of experts.*uniform"),
         (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
         (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),

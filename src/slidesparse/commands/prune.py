@@ -8,6 +8,7 @@ written, and taken over by a resumed run, on its own.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.config_keys import MARKER_VERSION
+from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
@@ -62,6 +64,7 @@ class PruneSummary:
             None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
             empty without calibration.
+        borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
     """
@@ -80,6 +83,7 @@ class PruneSummary:
     resumed: list[str]
     source_card: str | None
     losses: dict[str, float]
+    borrowed: dict[str, str]
     source_bytes: int
     destination_bytes: int
 
@@ -98,6 +102,10 @@ class PruneSummary:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+        if self.borrowed:
+            name, words = next(iter(self.borrowed.items()))
+            count = f"{len(self.borrowed)} of the experts' weights"
+            lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
         lines += describe_dense({**self.dense, **self.other})
         lines += (
             [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
@@ -211,9 +219,16 @@ def prune_checkpoint(
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        borrowed=_borrowed(job.calibrated.losses) if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )
+
+
+def _borrowed(losses: Iterable[SetLoss]) -> dict[str, str]:
+    """Return the experts' weights whose inputs are filled up from their layer, fewest tokens first."""
+    few = sorted((one for one in losses if one.borrowed), key=lambda one: one.tokens or 0)
+    return {one.names[0]: f"{one.tokens} tokens of {(one.tokens or 0) + one.borrowed}" for one in few}
 
 
 def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: bool | None) -> list[str]:

@@ -8,6 +8,7 @@ tensor are cut into such.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,13 +17,13 @@ from slidesparse.base.traced_tensor import sources
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import SingleExperts, single_experts
 from slidesparse.models.experts import describe_treated, find_experts, ignore_entries
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.prune import Linears, Pruner
 from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
 from slidesparse.support import check_weight
 
@@ -80,18 +81,12 @@ class ExpertJob:
         """Refuse options that experts cannot follow, before anything is written.
 
         Raises:
-            InputError: A method that needs calibration, or the ternary recipe.
+            InputError: The ternary recipe, or a part of the experts where servers have one form for all.
             UnsupportedError: Experts of one layer that nobody stores quantised in this form.
             CheckpointError: A type that cannot be pruned.
         """
         if not self.layers:
             return
-        if options.method != "magnitude":
-            raise InputError(
-                f"{options.method} cannot prune experts, which see only some tokens",
-                got=f"{len(self.layers)} weights such as {self.layers[0]}",
-                remedy=f"use --method magnitude, or leave them dense with {LEAVE_DENSE}",
-            )
         if options.recipe == "ternary":
             raise InputError("the ternary recipe is not for experts", got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
         for name, tensor in self._treated():
@@ -165,6 +160,12 @@ class ExpertJob:
                     remedy="add --layer 're:.*experts=6:8'",
                 )
 
+    def to_calibrate(self) -> ExpertRowsByName | None:
+        """Return where the weights are that are pruned with what is routed to them; None where there are none."""
+        pruned = {name: one for name, one in self._treated() if self.patterns[one.layer] != DENSE}
+        rows = find_expert_rows(self.found, self.meta, self.checkpoint, pruned)
+        return ExpertRowsByName(rows, pruned) if rows else None
+
     def treats(self, name: str) -> bool:
         """Say whether a tensor of the source holds experts that are treated."""
         return name in self.tensors and self.tensors[name].layer in self.patterns
@@ -195,27 +196,40 @@ class ExpertJob:
         return [single.names(name, expert) for expert in range(self.checkpoint.stored(name).shape[0])]
 
     def write(
-        self, writer: TensorWriter, name: str, pruner: Pruner, device: torch.device, advance: Callable[[int], None]
+        self,
+        writer: TensorWriter,
+        name: str,
+        prune: Callable[[torch.Tensor, int], torch.Tensor],
+        device: torch.device,
+        advance: Callable[[int], None],
     ) -> None:
-        """Prune the experts of one tensor and write them, one at a time."""
+        """Prune the experts of one tensor and write them, one at a time.
+
+        Args:
+            writer: Writes them.
+            name: The tensor.
+            prune: Gets an expert's weight [out, in] and its place in the tensor, and returns it pruned.
+            device: Where weights are pruned.
+            advance: Gets the number of bytes that were written.
+        """
         tensor, stored = self.tensors[name], self.checkpoint.stored(name)
         pattern = self.patterns[tensor.layer]
 
-        def pruned(weight: torch.Tensor) -> torch.Tensor:
+        def pruned(weight: torch.Tensor, index: int) -> torch.Tensor:
             check_weight(weight, name)
-            return weight if pattern == DENSE else pruner.prune(Linears({name: weight}, pattern))[name]
+            return weight if pattern == DENSE else prune(weight, index)
 
         weights = read_experts(self.checkpoint, name, tensor, device)
         if self.dtype not in QUANTISED:
-            parts = (tensor.matrix(pruned(weight)).cpu() for weight in weights)
+            parts = (tensor.matrix(pruned(weight, index)).cpu() for index, weight in enumerate(weights))
             if len(stored.shape) == 3:
                 writer.write_parts(name, parts)
             else:
                 writer.write(name, next(parts))
             advance(writer.tensors[name].n_bytes)
             return
-        for weight, names in zip(weights, self._written(name), strict=True):
-            for key, value in self._quantised(names, weight, pruned, pattern).items():
+        for index, (weight, names) in enumerate(zip(weights, self._written(name), strict=True)):
+            for key, value in self._quantised(names, weight, partial(pruned, index=index), pattern).items():
                 writer.write(key, value.cpu())
                 advance(writer.tensors[key].n_bytes)
 

@@ -45,6 +45,17 @@ class Experts:
         """
         return f"{self.name}.{'*.' if self.members else ''}{leaf.removesuffix('.weight')}"
 
+    def expert(self, leaf: str, expert: int | str) -> str:
+        """Return the name of one expert's weight.
+
+        >>> Experts("mlp.experts", 2, {"down_proj": (2, 8, 4)}).expert("down_proj", 1)
+        'mlp.experts.down_proj.1'
+        >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).expert("up.weight", 1)
+        'mlp.experts.1.up'
+        """
+        layer = self.layer(leaf)
+        return layer.replace(f"{self.name}.*.", f"{self.name}.{expert}.") if self.members else f"{layer}.{expert}"
+
     def columns(self, leaf: str) -> int:
         """Return K of one of ``weights``, whose orientation must be known."""
         return self.weights[leaf][-2 if self.transposed else -1]
