@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
-from slidesparse.files.calibration import Calibration
+from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.marker import Marker
 from slidesparse.linear import SlideLinear
@@ -381,16 +382,75 @@ def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["expert_layers"]
     assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
+    add_tokenizer(tmp_path / "s")
+    assert main(["eval", str(tmp_path / "s"), "--text", str(write_text(tmp_path / "text.txt"))]) == 0
+    words = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
+    said = capsys.readouterr().out
+    assert f"{words}; their inputs keep the model's type here, and vLLM rounds them" in said
+    assert words in summary.describe()
+    assert words in would.describe()
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_plan_refuses_and_names_the_remedy(tmp_path: Path, name: str) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+def test_plan_gives_the_experts_of_a_layer_one_pattern(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    with pytest.raises(UnsupportedError, match=r"plan does not measure .* experts; got 2 x model.*--pattern"):
-        plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", PlanOptions(Target(speedup=1.1), text))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
+    patterns = ("6:8", "2:4", "6:8@50%")
+    options = PlanOptions(Target(sparsity=0.3), text, "magnitude", patterns)
+    plan = plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", options)
+    assert 0.3 <= plan.sparsity < 0.35
+    experts = {key: str(pattern) for key, pattern in plan.patterns.items() if "experts" in key}
+    layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert sorted(experts) == sorted(f"{layer}.{leaf}" for layer in layers for leaf in ("gate_up_proj", "down_proj"))
+    assert all(experts[f"{layer}.gate_up_proj"] == experts[f"{layer}.down_proj"] for layer in layers)
+    lines = (tmp_path / "plan.sensitivities.jsonl").read_text().splitlines()
+    measured = {(one["names"][0], one["pattern"]): one for one in map(json.loads, lines[1:])}
+    assert {pattern for key, pattern in measured if "experts" in key} == {"6:8", "2:4"}
+    found = measured[f"{layers[1]}.gate_up_proj", "2:4"]
+    assert found["names"] == [f"{layers[1]}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    # The damage by its definition, of a model whose experts are masked.
+    ids = calibration_windows(tmp_path / "m", model.config, replace(text, samples=8))[:4]
+    with torch.no_grad():
+        before = model.eval()(ids).logits.float().log_softmax(-1)
+        for leaf in ("gate_up_proj", "down_proj"):
+            weight = model.get_parameter(f"{layers[1]}.{leaf}")
+            rows = (weight.movedim(-2, -1) if name in TRANSPOSED else weight).reshape(-1, 4)
+            kept = torch.where(rows.abs() >= rows.abs().sort(1).values[:, 2:3], rows, 0)
+            turned = kept.reshape(weight.movedim(-2, -1).shape if name in TRANSPOSED else weight.shape)
+            weight.copy_(turned.movedim(-2, -1) if name in TRANSPOSED else turned)
+        after = model(ids).logits.float().log_softmax(-1)
+    assert found["damage"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
+    words = ["prune", tmp_path / "m", tmp_path / "s", "--plan", tmp_path / "plan.json", "--dtype", "fp32"]
+    assert main([*map(str, words)]) == 0
+    assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
+        key: pattern if pattern != "dense" else None for key, pattern in experts.items()
+    }
+    capsys.readouterr()
+
+
+def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.2", "--calibration", text]
+    words += ["--samples", "4", "--length", "16", "--patterns", "6:8", "--method", "wanda"]
+    assert main([*map(str, words), "--ignore", "re:.*experts"]) == 0
+    assert "experts count" not in capsys.readouterr().out
+    assert not any("experts" in name for name in json.loads((tmp_path / "plan.json").read_text())["layers"])
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "plan.sensitivities.jsonl").unlink()
+    assert main([*map(str, words), "--ignore", "re:.*experts.down_proj"]) == 1
+    assert (
+        "experts of a layer get one pattern; got --ignore of model.layers.0.mlp.experts.down_proj"
+        in capsys.readouterr().err
+    )
+    assert main([*map(str, words)]) == 0
+    assert (
+        "experts count as if they were multiplied sparse: nothing multiplies them sparse yet" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -400,7 +460,7 @@ def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: 
     slidesparse.sparsify_(model, "6:8", "int8")
     assert torch.equal(model.get_parameter("model.layers.0.mlp.experts.down_proj"), before)
     assert any(isinstance(module, SlideLinear) for module in model.modules())
-    assert "experts stay dense in memory" in caplog.text
+    assert "experts stay dense in memory: nothing multiplies them sparse yet" in caplog.text
     model.save_pretrained(tmp_path / "s")
     assert r"re:.*\.experts\..*" in Checkpoint(tmp_path / "s").config["quantization_config"]["ignore"]
     loaded = slidesparse.load(tmp_path / "s")

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import EXPERTS_RUN_DENSE, NOT_IN_TRANSFORMERS, Prepared, plan_of, prepare
+from slidesparse.commands.prune import NOT_IN_TRANSFORMERS, Prepared, plan_of, prepare
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
@@ -20,6 +20,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
 from slidesparse.files.write_errors import innermost_folder, require_space
+from slidesparse.models.experts import EXPERTS_RUN_DENSE
 from slidesparse.quant import dtype_name
 
 

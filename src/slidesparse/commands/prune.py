@@ -33,11 +33,11 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.config_keys import MARKER_VERSION
+from slidesparse.models.experts import EXPERTS_RUN_DENSE
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
-EXPERTS_RUN_DENSE = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
 NOT_IN_TRANSFORMERS = (
     "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
 )

@@ -7,7 +7,7 @@ tensor are cut into such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -21,13 +21,25 @@ from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import SingleExperts, single_experts
-from slidesparse.models.experts import describe_treated, find_experts, ignore_entries
+from slidesparse.models.experts import Experts, describe_treated, find_experts, ignore_entries, linears_inside
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
 from slidesparse.support import check_weight
 
 LEAVE_DENSE = "--ignore 're:.*experts'"
+
+
+def entries_for_linears(entries: Iterable[str], found: Iterable[Experts], model: nn.Module) -> list[str]:
+    """Return an ignore list without the entries that match nothing but experts."""
+    found = list(found)
+    names, inside = [one.layer(leaf) for one in found for leaf in one.weights], linears_inside(model, found)
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
+
+    def matches(names: list[str], entry: str) -> bool:
+        return any(matches_entry(name, entry) for name in names)
+
+    return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
 
 class ExpertJob:
@@ -247,16 +259,6 @@ class ExpertJob:
             return {name: weight}
         scale = self.checkpoint.tensor(f"{name}_scale", weight.device)
         return {name: requantize(pruned(dequantize(weight, scale)), scale, self.dtype)}
-
-    def without_own_entries(self, entries: Iterable[str], model: nn.Module, inside: Container[str]) -> list[str]:
-        """Return an ignore list without the entries that match nothing but experts."""
-        names = [one.layer(leaf) for one in self.found for leaf in one.weights]
-        linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
-
-        def matches(found: list[str], entry: str) -> bool:
-            return any(matches_entry(name, entry) for name in found)
-
-        return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
     def stored(self, layer: str) -> list[str]:
         """Return the tensors of the source that hold experts' weights of one kind, treated or not."""

@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.prune_experts import ExpertJob
+from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -90,7 +90,7 @@ class PruneJob:
             return find_targets(model, ignore, options.lm_head, also, part=options.part, keep=keep, without=inside)
 
         inside = linears_inside(model, self.experts.found)
-        ignore = self.experts.without_own_entries(options.ignore, model, inside)
+        ignore = entries_for_linears(options.ignore, self.experts.found, model)
         stored_otherwise = self.meta.why_stored_otherwise() | self.routers
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})

@@ -14,6 +14,7 @@ import torch
 
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.data_digest import data_digest
+from slidesparse.models.experts import experts_of_a_token
 from slidesparse.models.parts import text_config
 from slidesparse.pattern import DENSE
 from slidesparse.prune import Linears
@@ -100,13 +101,12 @@ def _expert_work(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
     """Return for each weight of experts the tokens that reach it on the average, its rows and its columns."""
     if job.expert_rows is None:
         return []
-    config = text_config(getattr(job.meta.model, "config", None))
-    routed = getattr(config, "num_experts_per_tok", 1)
+    routed = experts_of_a_token(text_config(getattr(job.meta.model, "config", None)))
     work = []
     for one in job.experts.found:
         for leaf in (leaf for leaf in one.weights if one.layer(leaf) in job.expert_rows.layers):
-            rows, columns = math.prod(one.weights[leaf][-2:]) // one.columns(leaf), one.columns(leaf)
-            work += [(tokens * routed // one.count, rows, columns)] * one.count
+            rows, columns = one.rows(leaf)
+            work += [(tokens * routed // one.count, rows // one.count, columns)] * one.count
     return work
 
 
