@@ -6,7 +6,7 @@ from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
-"""Why these are refused in 8 bits: vLLM reads them as one tensor of all experts, where scales have no place."""
+"""Why these are refused in 8 bits: vLLM, or some release, reads only one tensor of all experts, without scales."""
 
 INT8 = "transformers 5.23 cannot load INT8 experts"
 """Why transformers alone does not load the others."""
@@ -45,7 +45,9 @@ MIXTURES: dict[str, A] = {
         },
         alone=INT8,
     ),
-    "granitemoe": A("GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
+    "granitemoe": A(
+        "GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}, not_quantised=FUSED
+    ),
     "granitemoehybrid": A(
         "GraniteMoeHybridForCausalLM",
         {
@@ -53,7 +55,7 @@ MIXTURES: dict[str, A] = {
             **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
             **{"mamba_chunk_size": 8},
         },
-        alone=INT8,
+        not_quantised=FUSED,
     ),
     "olmoe": A("OlmoeForCausalLM", {**TEXT, "num_experts": 4, "num_experts_per_tok": 2}, alone=INT8),
     "phimoe": A("PhimoeForCausalLM", {**TEXT, "num_local_experts": 4}, alone=INT8),

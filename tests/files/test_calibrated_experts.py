@@ -29,10 +29,10 @@ from slidesparse.prune import Linears, get_pruner
 
 FORMS = {
     "mixtral": "one tensor an expert, gate and up apart",
-    "granitemoe": "one tensor for all, cut in 8 bits",
+    "granitemoe": "one tensor for all",
     "gpt-oss": "transposed, gate and up between each other",
-    "llama4-text": "transposed",
-    "qwen3-vl-moe": "transposed in the checkpoint alone",
+    "llama4-text": "transposed, cut in 8 bits",
+    "qwen3-vl-moe": "transposed in the checkpoint alone, cut in 8 bits",
 }
 SAMPLES, LENGTH = 16, 16
 
@@ -134,7 +134,7 @@ def test_sparsegpt_keeps_more_of_what_is_routed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name: str) -> None:
     text = source(tmp_path, name)
-    dtype = "fp32" if name == "gpt-oss" else "int8"
+    dtype = "fp32" if name in ("gpt-oss", "granitemoe") else "int8"
     would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, "wanda", text))
     assert would.time.seconds > 0
     summary = pruned(tmp_path, text, "wanda", dtype)

@@ -53,7 +53,6 @@ CASES = [
     *(("Qwen3MoeForCausalLM", dtype, ()) for dtype in ("int8", "fp8", "bf16")),
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
     ("GraniteMoeForCausalLM", "bf16", ()),
-    ("GraniteMoeForCausalLM", "int8", ()),
     ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
 ]
 

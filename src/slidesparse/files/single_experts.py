@@ -2,8 +2,9 @@
 
 A hub has the experts of a layer as ``[experts, 2 * inner, hidden]``, gate above up, or transposed. Where the stock
 loader of vLLM also reads one tensor an expert, its name and the cut into gate and up follow from the architecture.
-Source: ``load_weights`` of ``qwen3_5.py``, ``qwen3_vl_moe.py``, ``llama4.py``, ``granitemoe.py`` and
-``granitemoehybrid.py`` in vLLM. gpt-oss is missing: its loader takes experts of one tensor, in a float type or MXFP4.
+Source: ``load_weights`` of ``qwen3_5.py``, ``qwen3_vl_moe.py`` and ``llama4.py`` in vLLM. gpt-oss is missing, since its
+loader takes experts of one tensor, in a float type or MXFP4. Granite is missing, since releases look for other names
+(vLLM #50037, #52706), or lost them for a while (#54047).
 """
 
 from __future__ import annotations
@@ -52,22 +53,12 @@ def _projections(around: str, *, transposed: bool, in_transformers: bool = False
     )
 
 
-def _granite(gate: str, up: str, down: str) -> tuple[SingleExperts, ...]:
-    experts = ".block_sparse_moe.experts.{}"
-    return (
-        SingleExperts(".block_sparse_moe.input_linear.weight", (f"{experts}.{gate}.weight", f"{experts}.{up}.weight")),
-        SingleExperts(".block_sparse_moe.output_linear.weight", (f"{experts}.{down}.weight",)),
-    )
-
-
 SINGLE: Mapping[str, tuple[SingleExperts, ...]] = {
     "Qwen3_5MoeForCausalLM": _projections("mlp", transposed=False, in_transformers=True),
     "Qwen3_5MoeForConditionalGeneration": _projections("mlp", transposed=False, in_transformers=True),
     "Qwen3VLMoeForConditionalGeneration": _projections("mlp", transposed=True),
     "Llama4ForCausalLM": _projections("feed_forward", transposed=True),
     "Llama4ForConditionalGeneration": _projections("feed_forward", transposed=True),
-    "GraniteMoeForCausalLM": _granite("w1", "w3", "w2"),
-    "GraniteMoeHybridForCausalLM": _granite("gate_proj", "up_proj", "down_proj"),
 }
 """Class of transformers -> its experts' tensors."""
 
