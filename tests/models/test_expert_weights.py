@@ -16,7 +16,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.models.expert_grams import expert_inputs, in_parts
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, calibrated_experts, expert_weights
-from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Linears, get_pruner
 
@@ -95,14 +95,8 @@ def test_every_mixture_is_seen(name: str) -> None:
                 torch.testing.assert_close(grams.get(key, torch.zeros(x.shape[1], x.shape[1])), x.T @ x)
     for layer in layers:
         used = sum(count for key, count in counts.items() if key.rpartition(".")[0] == layer)
-        assert used == TOKENS * ARCHITECTURES[name].config.get("num_experts_per_tok", per_token(model))
+        assert used == TOKENS * experts_of_a_token(model.config.get_text_config())
         assert {weights[f"{layer}.{expert}"].reads_inside for expert in range(4)} == {layer.endswith("down_proj")}
-
-
-def per_token(model: Any) -> int:
-    """How many experts a token reaches."""
-    found: int = model.config.get_text_config().num_experts_per_tok
-    return found
 
 
 def test_experts_that_are_modules() -> None:

@@ -209,5 +209,8 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
 
 def experts_of_a_token(config: Any) -> int:
     """Return to how many experts of a layer a token is routed; 1 where the config does not say."""
-    found = getattr(config, "num_experts_per_tok", None)
-    return found if isinstance(found, int) and found > 0 else 1
+    for key in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"):
+        found = getattr(config, key, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    return 1
