@@ -94,6 +94,15 @@ MIXTURES: dict[str, A] = {
         },
         alone=INT8,
     ),
+    "gemma4-moe": A(
+        "Gemma4ForCausalLM",
+        {
+            **{**TEXT, "head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 96},
+            **{"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+        },
+        not_quantised=FUSED,
+    ),
     "qwen3-vl-moe": A(
         "Qwen3VLMoeForConditionalGeneration",
         {

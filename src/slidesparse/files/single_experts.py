@@ -3,8 +3,8 @@
 A hub has the experts of a layer as ``[experts, 2 * inner, hidden]``, gate above up, or transposed. Where the stock
 loader of vLLM also reads one tensor an expert, its name and the cut into gate and up follow from the architecture.
 Source: ``load_weights`` of ``qwen3_5.py``, ``qwen3_vl_moe.py`` and ``llama4.py`` in vLLM. gpt-oss is missing, since its
-loader takes experts of one tensor, in a float type or MXFP4. Granite is missing, since releases look for other names
-(vLLM #50037, #52706), or lost them for a while (#54047).
+loader takes experts of one tensor, in a float type or MXFP4. Granite and Gemma 4 are missing, since releases look for
+other names (vLLM #50037, #52706, #55911), or lost them for a while (#54047).
 """
 
 from __future__ import annotations
