@@ -65,7 +65,7 @@ def find_expert_rows(
                 experts = [parameter] if member is not None else list(parameter)
                 for expert, weight in enumerate(experts):
                     name = one.expert(leaf, expert if member is None else member)
-                    rows += numbers.found(name, weight.flatten().tolist())
+                    rows += numbers.found(name, weight.flatten())
     return rows
 
 
@@ -97,13 +97,14 @@ class _Numbers:
         numbers = numbers.transpose(1, 2) if self.tensors[name].transposed else numbers
         return numbers[0] if len(self.shapes[name]) == 2 else numbers
 
-    def found(self, weight: str, numbers: list[int]) -> Iterable[ExpertRows]:
+    def found(self, weight: str, numbers: torch.Tensor) -> Iterable[ExpertRows]:
         """Yield which tensors an expert's rows are from, by their numbers."""
         begin = 0
         while begin < len(numbers):
-            name, index, height = self.firsts.get(numbers[begin], ("", 0, 0))
+            first = int(numbers[begin])
+            name, index, height = self.firsts.get(first, ("", 0, 0))
             end = begin + height
-            if not height or numbers[begin:end] != list(range(numbers[begin], numbers[begin] + height)):
+            if not height or not torch.equal(numbers[begin:end], torch.arange(first, first + height)):
                 raise UnsupportedError(
                     f"the rows of {weight} come from the checkpoint in an order of their own",
                     needed="whole tensors below each other",
