@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,18 @@ from checkpoints import add_tokenizer, write_text
 from small_models import make
 
 import slidesparse
+from slidesparse.base.traced_tensor import TracedTensor, origin_of
 from slidesparse.commands.dry_run import dry_run
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, PruneSummary, prune_checkpoint
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_rows import ExpertRows, find_expert_rows
+from slidesparse.files.expert_tensors import ExpertTensor
 from slidesparse.files.layer_stream import CheckpointLayerStore
 from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import Experts
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -155,6 +160,33 @@ def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name:
     for layer in summary.experts:
         near = 1e-5 if dtype == "fp32" else float(expected[layer].abs().max()) / 200
         torch.testing.assert_close(found[layer].float(), expected[layer], rtol=1e-3, atol=near)
+
+
+def rows_of(one: Experts, state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> list[ExpertRows]:
+    """The rows of experts whose parameters were computed so from tensors of these shapes."""
+    meta: Any = SimpleNamespace(names=SimpleNamespace(origins={key: origin_of(value) for key, value in state.items()}))
+    checkpoint: Any = SimpleNamespace(stored=lambda name: SimpleNamespace(shape=shapes[name]))
+    tensors = {name: ExpertTensor(one, "layer", name.endswith("turned")) for name in shapes}
+    return find_expert_rows([one], meta, checkpoint, tensors)
+
+
+def test_rows_of_experts_that_are_modules() -> None:
+    shapes = {f"hub.{expert}": (6, 4) for expert in range(2)}
+    state = {f"experts.{i}.up.weight": TracedTensor.named(f"hub.{i}", (6, 4)) for i in range(2)}
+    one = Experts("experts", 2, {"up.weight": (6, 4)}, False, ("0", "1"))
+    assert rows_of(one, dict(state), shapes) == [ExpertRows(f"experts.{i}.up", f"hub.{i}", 0, 0, 6) for i in range(2)]
+
+
+def test_rows_of_experts_that_are_joined_and_turned() -> None:
+    shapes = {"gate.turned": (2, 4, 3), "up": (2, 5, 4)}
+    gate, up = (TracedTensor.named(name, shape) for name, shape in shapes.items())
+    one = Experts("experts", 2, {"gate_up_proj": (2, 8, 4)})
+    found = rows_of(one, {"experts.gate_up_proj": torch.cat([gate.transpose(1, 2), up], 1)}, shapes)
+    assert found == [
+        ExpertRows(f"experts.gate_up_proj.{expert}", tensor, expert, begin, end)
+        for expert in range(2)
+        for tensor, begin, end in (("gate.turned", 0, 3), ("up", 3, 8))
+    ]
 
 
 def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
