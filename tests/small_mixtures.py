@@ -81,7 +81,6 @@ MIXTURES: dict[str, A] = {
     "llama4-text": A(
         "Llama4ForCausalLM",
         {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [1]},
-        alone=INT8,
     ),
     "llama4": A(
         "Llama4ForConditionalGeneration",
@@ -92,7 +91,6 @@ MIXTURES: dict[str, A] = {
                 "projector_output_dim": 64,
             },
         },
-        alone=INT8,
     ),
     "gemma4-moe": A(
         "Gemma4ForCausalLM",

@@ -20,7 +20,7 @@ from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, Tenso
 from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.single_experts import SingleExperts, single_experts
+from slidesparse.files.single_experts import SingleExperts, single_experts, transformers_reads
 from slidesparse.models.experts import Experts, describe_treated, find_experts, ignore_entries, linears_inside
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
@@ -288,11 +288,11 @@ class ExpertJob:
 
     @property
     def in_transformers(self) -> bool:
-        """Whether transformers reads the treated experts as they are written; version 5.23 reads none in INT8."""
+        """Whether transformers reads the treated experts as they are written."""
         if self.dtype not in QUANTISED or not self.layers:
             return True
-        cut = [self._single(name) for name, _ in self._treated() if not self._is_one_expert(name)]
-        return self.dtype != torch.int8 and all(one is not None and one.in_transformers for one in cut)
+        cut = any(not self._is_one_expert(name) for name, _ in self._treated())
+        return transformers_reads(type(self.meta.model).__name__, self.dtype, cut=cut)
 
     def _is_one_expert(self, name: str) -> bool:
         return len(self.checkpoint.stored(name).shape) == 2

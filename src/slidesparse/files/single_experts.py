@@ -25,13 +25,11 @@ class SingleExperts:
         shared: End of the name of the tensor with all experts.
         parts: Ends of an expert's names, ``{}`` for its number; the rows of its weight are cut among them.
         transposed: Whether the shared tensor is [experts, in, out]; what stands alone is [out, in] always.
-        in_transformers: Whether transformers reads tensors that stand alone too.
     """
 
     shared: str
     parts: tuple[str, ...]
     transposed: bool = False
-    in_transformers: bool = False
 
     def names(self, tensor: str, expert: int) -> list[str]:
         """Return the tensors of one expert of a shared tensor.
@@ -42,25 +40,43 @@ class SingleExperts:
         return [tensor.removesuffix(self.shared) + part.format(expert) for part in self.parts]
 
 
-def _projections(around: str, *, transposed: bool, in_transformers: bool = False) -> tuple[SingleExperts, ...]:
+def _projections(around: str, *, transposed: bool) -> tuple[SingleExperts, ...]:
     def part(leaf: str) -> str:
         return f".{around}.experts.{{}}.{leaf}.weight"
 
-    gate_up, down = (part("gate_proj"), part("up_proj")), (part("down_proj"),)
     return (
-        SingleExperts(f".{around}.experts.gate_up_proj", gate_up, transposed, in_transformers),
-        SingleExperts(f".{around}.experts.down_proj", down, transposed, in_transformers),
+        SingleExperts(f".{around}.experts.gate_up_proj", (part("gate_proj"), part("up_proj")), transposed),
+        SingleExperts(f".{around}.experts.down_proj", (part("down_proj"),), transposed),
     )
 
 
 SINGLE: Mapping[str, tuple[SingleExperts, ...]] = {
-    "Qwen3_5MoeForCausalLM": _projections("mlp", transposed=False, in_transformers=True),
-    "Qwen3_5MoeForConditionalGeneration": _projections("mlp", transposed=False, in_transformers=True),
+    "Qwen3_5MoeForCausalLM": _projections("mlp", transposed=False),
+    "Qwen3_5MoeForConditionalGeneration": _projections("mlp", transposed=False),
     "Qwen3VLMoeForConditionalGeneration": _projections("mlp", transposed=True),
     "Llama4ForCausalLM": _projections("feed_forward", transposed=True),
     "Llama4ForConditionalGeneration": _projections("feed_forward", transposed=True),
 }
 """Class of transformers -> its experts' tensors."""
+
+JOINED_BY_TRANSFORMERS = frozenset({"Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"})
+"""Classes that transformers reads in both forms."""
+
+LINEARS_IN_TRANSFORMERS = frozenset({"Llama4ForCausalLM", "Llama4ForConditionalGeneration"})
+"""Classes whose experts transformers makes linears where they are quantised."""
+
+
+def transformers_reads(architecture: str, dtype: torch.dtype, *, cut: bool) -> bool:
+    """Say whether transformers 5.23 reads quantised experts that stand alone.
+
+    Args:
+        architecture: Class of transformers.
+        dtype: Type of the experts. Into a tensor of all experts it reads none in INT8.
+        cut: Whether the dense checkpoint has one tensor for all experts.
+    """
+    if architecture in LINEARS_IN_TRANSFORMERS:
+        return True
+    return dtype != torch.int8 and (not cut or architecture in JOINED_BY_TRANSFORMERS)
 
 
 def single_experts(architecture: str, tensor: str) -> SingleExperts | None:
