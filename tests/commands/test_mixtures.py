@@ -401,7 +401,7 @@ def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
     add_tokenizer(tmp_path / "s")
     assert main(["eval", str(tmp_path / "s"), "--text", str(write_text(tmp_path / "text.txt"))]) == 0
-    words = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
+    words = "experts follow their pattern and run dense: nothing multiplies them sparse by default"
     said = capsys.readouterr().out
     assert f"{words}; their inputs keep the model's type here, and vLLM rounds them" in said
     assert words in summary.describe()
@@ -466,7 +466,8 @@ def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.Cap
     )
     assert main([*map(str, words)]) == 0
     assert (
-        "experts count as if they were multiplied sparse: nothing multiplies them sparse yet" in capsys.readouterr().out
+        "experts count as if they were multiplied sparse: nothing multiplies them sparse by default"
+        in capsys.readouterr().out
     )
 
 
@@ -477,7 +478,7 @@ def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: 
     slidesparse.sparsify_(model, "6:8", "int8")
     assert torch.equal(model.get_parameter("model.layers.0.mlp.experts.down_proj"), before)
     assert any(isinstance(module, SlideLinear) for module in model.modules())
-    assert "experts stay dense in memory: nothing multiplies them sparse yet" in caplog.text
+    assert "experts stay dense in memory: nothing multiplies them sparse by default" in caplog.text
     model.save_pretrained(tmp_path / "s")
     assert r"re:.*\.experts\..*" in Checkpoint(tmp_path / "s").config["quantization_config"]["ignore"]
     loaded = slidesparse.load(tmp_path / "s")

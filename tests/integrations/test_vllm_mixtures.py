@@ -28,11 +28,16 @@ MODELS = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": {"num_experts": 4},
     "GraniteMoeForCausalLM": {"num_local_experts": 4},
+    "Llama4ForCausalLM": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
 }
+SHARED = {"Llama4ForCausalLM": [f"feed_forward.shared_expert.{leaf}" for leaf in ("down_proj", "gate_up_proj")]}
+"""Linears of a layer that every token goes through, besides its attention."""
+
 ROUTERS = {
     "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.gate"),
     "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.gate"),
     "GraniteMoeForCausalLM": ("block_sparse_moe.router.layer", "block_sparse_moe.gate"),
+    "Llama4ForCausalLM": ("feed_forward.router", "feed_forward.router"),
 }
 """Where the checkpoint and vLLM have what chooses among the experts."""
 
@@ -56,6 +61,7 @@ CASES = [
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
     ("GraniteMoeForCausalLM", "bf16", ()),
     ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
+    ("Llama4ForCausalLM", "int8", ()),  # cut from tensors of all experts
 ]
 
 
@@ -108,7 +114,8 @@ def test_attention_is_packed_and_experts_are_loaded(
             pytest.skip("this release has no FP8 linears for a CPU")
         raise
     packed = sorted(layer for layer, module in model.named_modules() if hasattr(module, "slide"))
-    assert packed == [f"model.layers.{i}.self_attn.{leaf}" for i in range(2) for leaf in ("o_proj", "qkv_proj")]
+    leaves = [*SHARED.get(name, []), "self_attn.o_proj", "self_attn.qkv_proj"]
+    assert packed == [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in leaves]
     state = model.state_dict()
     for layer in range(2):
         stored, held = ROUTERS[name]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-NO_KERNEL = "nothing multiplies them sparse yet"
+NO_KERNEL = "nothing multiplies them sparse by default"
 EXPERTS_RUN_DENSE = f"experts follow their pattern and run dense: {NO_KERNEL}"
 """What every command says of pruned experts."""
 
