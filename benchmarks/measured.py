@@ -107,20 +107,7 @@ def milliseconds(one: Comparison) -> str:
 
 
 SEVEN = {"int8": "q7-int8-auto.jsonl", "fp8": "q7-fp8-auto.jsonl"}
-LONG = [("prefill", m) for m in (4096, 8192, 16384, 32768, 65536)] + [("decode", m) for m in (64, 128, 256)]
-HEADLINE = (("prefill", 16384), ("decode", 64))
-WORDS = {"prefill": "prefill of {} tokens", "decode": "a decoding step of {} sequences"}
-
-
-def headline() -> str:
-    """README: Qwen2.5-7B over stock vLLM."""
-    rows = []
-    for kind, tokens in HEADLINE:
-        for dtype, name in SEVEN.items():
-            one = engines(name)[kind, tokens]
-            cells = [f"{speedup(one, pattern):.2f}x" for pattern in PATTERNS]
-            rows.append([f"{WORDS[kind].format(tokens)}, {TYPES[dtype]}", *cells])
-    return markdown(("one step of Qwen2.5-7B, over stock dense vLLM", *PATTERNS), rows)
+LONG = [("prefill", m) for m in (4096, 16384, 65536)] + [("decode", m) for m in (64, 128, 256)]
 
 
 def seven() -> str:
@@ -153,15 +140,10 @@ def rounds(name: str, keys: Iterable[tuple[str, int]]) -> str:
     return markdown(("INT8", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
 
 
-def short() -> str:
-    """Qwen2.5-7B, few tokens."""
-    return rounds("q7-int8-short.jsonl", [("prefill", m) for m in (512, 1024, 2048)])
-
-
 def one_b() -> str:
     """Llama-3.2-1B."""
-    keys = [("prefill", m) for m in (512, 1024, 2048, 4096, 8192, 16384)]
-    return rounds("llama-3.2-1b-int8-auto.jsonl", keys + [("decode", m) for m in (64, 128, 256, 512)])
+    keys = [("prefill", m) for m in (512, 2048, 4096, 16384)]
+    return rounds("llama-3.2-1b-int8-auto.jsonl", keys + [("decode", m) for m in (64, 256)])
 
 
 def graphs() -> str:
@@ -173,19 +155,12 @@ def graphs() -> str:
     return markdown(("INT8, graphs up to 2048 tokens", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
 
 
-def memory() -> str:
-    """Gigabytes of weights of Qwen2.5-7B in INT8."""
-    one = engines(SEVEN["int8"])["prefill", 16384]
-    sizes = [timed(one, variant) for variant in (DENSE_VARIANT, *PATTERNS)]
-    cells = [f"{record.n_bytes / 1e9:.1f}" for record in sizes if record is not None]
-    return markdown(("", "dense", *PATTERNS), [["weights on the GPU, GB", *cells]])
-
-
 # -- served loads --------------------------------------------------------------------------------------------------
 
-SERVED = H200 / "serve/qwen2.5-7b-int8-quick.jsonl"
+SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 OURS = (CONTROL, "6:8", "4:6", "2:4")
+GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
     "burst": "burst: 16 prompts of 1024 tokens",
     "mixed": "mixed load: 1000 requests",
@@ -196,46 +171,72 @@ LOADS = {
 SPARSE_GEMM = "sparse_gemm"
 
 
-@lru_cache(maxsize=1)
-def served_group() -> Group:
-    """The engines that served, with what they served."""
-    (group,) = groups(read(ServeRecord, [SERVED]))
+@lru_cache(maxsize=2)
+def served_group(dtype: str) -> Group:
+    """The engines of a type that served, with what they served."""
+    (group,) = groups(read(ServeRecord, [SERVED[dtype]]))
     return group
 
 
-def started(engine: str) -> datetime:
+def started(dtype: str, engine: str) -> datetime:
     """When an engine was started."""
-    return datetime.fromisoformat(served_group().records[engine]["mixed"].started)
+    return datetime.fromisoformat(served_group(dtype).records[engine]["mixed"].started)
 
 
-def nearer_stock(engine: str) -> str:
-    """The stock engine that was started nearer in time: the host was slower for the second one."""
-    return min((STOCK, AGAIN), key=lambda stock: abs(started(stock) - started(engine)))
+def nearer_stock(dtype: str, engine: str) -> str:
+    """The stock engine that was started nearer in time: another machine served the second one."""
+    return min((STOCK, AGAIN), key=lambda stock: abs(started(dtype, stock) - started(dtype, engine)))
 
 
-def served_speedup(engine: str, load: str) -> float:
+def served_speedup(dtype: str, engine: str, load: str) -> float:
     """Over the nearer stock engine."""
-    over = served_group().over(nearer_stock(engine), engine, load)
+    over = served_group(dtype).over(nearer_stock(dtype, engine), engine, load)
     assert over is not None
     return over
 
 
 def served_headline() -> str:
     """README: engines under load."""
-    rows = [[words, *(f"{served_speedup(engine, load):.2f}x" for engine in OURS)] for load, words in LOADS.items()]
-    return markdown(("served: Qwen2.5-7B in INT8, over stock dense vLLM", *OURS), rows)
+    rows = [
+        [f"{words}, {dtype.upper()}", *(f"{served_speedup(dtype, engine, load):.2f}x" for engine in OURS)]
+        for load, words in LOADS.items()
+        for dtype in SERVED
+    ]
+    return markdown(("Qwen2.5-7B under load, over stock dense vLLM", *OURS), rows)
 
 
 def served() -> str:
     """Every load: milliseconds, and over the nearer stock engine."""
-    group = served_group()
     rows = []
     for load, words in LOADS.items():
-        ms = {engine: 1e3 * (group.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN, *OURS)}
-        text = {engine: f"{value:.2f}" if value < 10 else f"{value:.0f}" for engine, value in ms.items()}
-        ours = [f"{text[engine]} ({served_speedup(engine, load):.2f})" for engine in OURS]
-        rows.append([f"{words}, ms", text[STOCK], text[AGAIN], *ours])
-    return markdown(("Qwen2.5-7B, INT8", STOCK, AGAIN, *OURS), rows)
+        for dtype in SERVED:
+            group = served_group(dtype)
+            ms = {engine: 1e3 * (group.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN, GRAPHS, *OURS)}
+            text = {engine: f"{value:.2f}" if value < 10 else f"{value:.0f}" for engine, value in ms.items()}
+            ours = [f"{text[engine]} ({served_speedup(dtype, engine, load):.2f})" for engine in OURS]
+            rows.append([f"{words}, ms", dtype.upper(), text[STOCK], text[AGAIN], text[GRAPHS], *ours])
+    return markdown(("Qwen2.5-7B", "type", STOCK, AGAIN, GRAPHS, *OURS), rows, 2)
+
+
+def served_targets() -> str:
+    """The mixed load, over what may be blamed for a gain: stock, stock with as many graphs, the control."""
+    rows = []
+    for dtype in SERVED:
+        group = served_group(dtype)
+        for pattern in ("6:8", "4:6", "2:4"):
+            over = (group.over(GRAPHS, pattern, "mixed"), group.over(CONTROL, pattern, "mixed"))
+            frugal = _joules(group, AGAIN) / _joules(group, pattern)
+            ratios = (served_speedup(dtype, pattern, "mixed"), *over, frugal)
+            rows.append([dtype.upper(), pattern, *(f"{ratio or 0.0:.2f}" for ratio in ratios)])
+    head = ("over stock", "over stock with graphs to 1024", "over the control", "tokens a joule, over stock")
+    return markdown(("mixed load", "pattern", *head), rows, 2)
+
+
+def _joules(group: Group, engine: str) -> float:
+    """What the mixed load took; every engine was asked for the same tokens."""
+    power = group.records[engine]["mixed"].power
+    assert power is not None
+    return power.energy_j
 
 
 def mixed_steps() -> str:
@@ -436,15 +437,13 @@ def fp4_spans() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "headline": headline,
     "qwen2.5-7b": seven,
-    "short": short,
     "llama-1b": one_b,
     "graphs": graphs,
     "served-headline": served_headline,
     "served": served,
+    "served-targets": served_targets,
     "mixed-steps": mixed_steps,
-    "memory": memory,
     "layers": layers,
     "decoding": decoding,
     "gemm": gemm,

@@ -6,7 +6,7 @@ from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
-"""Why these are refused in 8 bits: scales have no place in one tensor of all experts."""
+"""Why these are refused in 8 bits: vLLM, or some release, reads only one tensor of all experts, without scales."""
 
 INT8 = "transformers 5.23 cannot load INT8 experts"
 """Why transformers alone does not load the others."""
@@ -81,7 +81,6 @@ MIXTURES: dict[str, A] = {
     "llama4-text": A(
         "Llama4ForCausalLM",
         {**TEXT, "num_local_experts": 4, "intermediate_size_mlp": 128, "head_dim": 16, "moe_layers": [1]},
-        not_quantised=FUSED,
     ),
     "llama4": A(
         "Llama4ForConditionalGeneration",
@@ -92,6 +91,25 @@ MIXTURES: dict[str, A] = {
                 "projector_output_dim": 64,
             },
         },
+    ),
+    "gemma4-moe": A(
+        "Gemma4ForCausalLM",
+        {
+            **{**TEXT, "head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 96},
+            **{"hidden_size_per_layer_input": 32, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+        },
         not_quantised=FUSED,
+    ),
+    "qwen3-vl-moe": A(
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **EXPERTS, "num_experts": 4, "head_dim": 16, "rope_parameters": ROPE_3D},
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4},
+                **{"patch_size": 8, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
+            },
+        },
+        alone=INT8,
     ),
 }

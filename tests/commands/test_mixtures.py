@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from slidesparse.commands.plan import PlanOptions, plan_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
-from slidesparse.files.calibration import Calibration
+from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
 from slidesparse.files.marker import Marker
 from slidesparse.linear import SlideLinear
@@ -32,7 +33,14 @@ from slidesparse.models.config_keys import MARKER_KEY
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
-ONE_TENSOR_AN_EXPERT = [name for name, one in MIXTURES.items() if one.not_quantised is None]
+NAMES = "gate_proj", "up_proj", "down_proj"
+CUT = {
+    "llama4-text": ("model.layers.{}.feed_forward.experts", *NAMES),
+    "llama4": ("language_model.model.layers.{}.feed_forward.experts", *NAMES),
+    "qwen3-vl-moe": ("model.language_model.layers.{}.mlp.experts", *NAMES),
+}
+"""Mixtures with one tensor for all experts of a layer -> where vLLM's loader looks for each, and for its matrices."""
+ONE_TENSOR_AN_EXPERT = [name for name, one in MIXTURES.items() if one.not_quantised is None and name not in CUT]
 
 
 def masked(weight: torch.Tensor, columns: int = -1) -> torch.Tensor:
@@ -72,21 +80,34 @@ def test_transformers_loads_the_masked_experts(tmp_path: Path, name: str) -> Non
     assert {tensor: source.stored(tensor) for tensor in source.files} == {t: pruned.stored(t) for t in pruned.files}
 
 
+def shared_form(path: Path, model: Any) -> None:
+    """Write a model's state as it is in memory, with one tensor for all experts of a layer."""
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
+    with TensorWriter(path / "model.safetensors", forms) as writer:
+        for name, value in state.items():
+            writer.write(name, value)
+
+
 def test_experts_in_one_tensor_where_transformers_writes_one_each(tmp_path: Path) -> None:
     """Qwen3.5 has them so on the hub; transformers reads both forms and writes the other."""
     model = make(tmp_path / "m", ARCHITECTURES["qwen3.5-moe"], torch.float32)
-    state = {name: value.contiguous() for name, value in model.state_dict().items()}
-    assert state["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
-    forms = {name: Stored("F32", tuple(value.shape)) for name, value in state.items()}
-    with TensorWriter(tmp_path / "m/model.safetensors", forms) as writer:
-        for name, value in state.items():
-            writer.write(name, value)
-    with pytest.raises(UnsupportedError, match=MIXTURES["gpt-oss"].not_quantised):
-        prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp8"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "one each", PruneOptions("6:8", "fp8"))
+    shared_form(tmp_path / "m", model)
+    prune_checkpoint(tmp_path / "m", tmp_path / "cut", PruneOptions("6:8", "fp8"))
+    first, second = tensors(tmp_path / "one each"), tensors(tmp_path / "cut")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value.float(), second[key].float()) for key, value in first.items())
+    theirs = type(model).from_pretrained(tmp_path / "cut", dtype="auto").state_dict()
+    ours = slidesparse.load(tmp_path / "cut").state_dict()
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp32"))
     found = type(model).from_pretrained(tmp_path / "s", dtype="auto").state_dict()
     assert len(summary.experts) == 4
-    assert all(torch.equal(found[layer], masked(state[layer])) for layer in summary.experts)
+    for layer in summary.experts:
+        expected = masked(model.state_dict()[layer])
+        assert torch.equal(found[layer], expected)
+        assert torch.allclose(theirs[layer].float(), expected, rtol=0.07, atol=1e-3)
+        assert torch.allclose(ours[layer].float(), theirs[layer].float(), rtol=1e-2, atol=1e-4)
 
 
 # -- quantised ---------------------------------------------------------------------------------------------------------
@@ -112,6 +133,78 @@ def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, d
     routers = [key for key in source if key.endswith((".gate.weight", "router.weight", "router.layer.weight"))]
     assert routers
     assert all(torch.equal(source[key], found[key]) for key in routers)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_experts_of_one_tensor_are_cut_as_vllm_names_them(tmp_path: Path, name: str) -> None:
+    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert would.experts["6:8"].destination_bytes < would.experts["6:8"].source_bytes / 3.7
+    told = [summary.describe(), would.describe(), (tmp_path / "s/README.md").read_text()]
+    unread = [re.search("transformers .*cannot load experts in this form", text) is not None for text in told]
+    assert unread == [name == "qwen3-vl-moe"] * 3
+    found, expected = tensors(tmp_path / "s"), set()
+    place, gate, up, down = CUT[name]
+    for layer in summary.experts:
+        weight = model.state_dict()[layer]
+        weight = masked(weight.transpose(1, 2) if name in TRANSPOSED else weight)
+        assert len(weight) == 4
+        begin = place.format(re.findall(r"\d", layer)[0])
+        for expert, one in enumerate(weight):
+            cut = {down: one} if layer.endswith("down_proj") else dict(zip((gate, up), one.chunk(2), strict=True))
+            for leaf, part in cut.items():
+                key = f"{begin}.{expert}.{leaf}.weight"
+                largest = part.abs().amax(1, keepdim=True)
+                limit = torch.full_like(largest, 127)
+                assert torch.equal(found[f"{key}_scale"], largest / limit)
+                assert torch.equal(found[key].float(), (part * (limit / largest)).round())
+                expected |= {key, f"{key}_scale"}
+    assert {key for key in found if ".experts." in key} == expected
+    assert not any("input_linear" in key or "gate_up_proj" in key for key in found if "shared" not in key)
+    marked = {
+        re.sub(r"experts\.\d", "experts.*", key.removesuffix(".weight")) for key in expected if "scale" not in key
+    }
+    assert {*Marker.require(Checkpoint(tmp_path / "s").config, "s").experts} == marked
+    assert inspect_checkpoint(tmp_path / "s").ok
+    ours = slidesparse.load(tmp_path / "s").state_dict()
+    for layer in summary.experts:
+        assert ours[layer].shape == model.state_dict()[layer].shape
+        dense = masked(model.state_dict()[layer], -2 if name in TRANSPOSED else -1)
+        assert torch.allclose(ours[layer], dense, atol=float(dense.abs().max()) / 250)
+
+
+@pytest.mark.parametrize("name", ["llama4", "qwen3-vl-moe"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_what_is_said_of_transformers_is_so(tmp_path: Path, name: str, dtype: str) -> None:
+    """It loads the cut experts of Llama 4 as linears, and makes up those of Qwen3-VL."""
+    found = ARCHITECTURES[name]
+    make(tmp_path / "m", found)
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    known = getattr(transformers, found.model)
+    theirs, info = known.from_pretrained(tmp_path / "s", dtype="auto", output_loading_info=True)
+    assert summary.in_transformers == (not info["missing_keys"]) == (name == "llama4")
+    if summary.in_transformers:
+        with torch.no_grad():
+            both = [
+                model.eval()(**found.inputs()).logits.flatten(0, -2)
+                for model in (slidesparse.load(tmp_path / "s"), theirs)
+            ]
+        assert float(torch.nn.functional.cosine_similarity(*both, dim=-1).min()) > 0.95
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["qwen3-vl-moe"])
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    found, checkpoint = tensors(tmp_path / "s"), Checkpoint(tmp_path / "s")
+    stored = {name: checkpoint.stored(name) for name in found if ".0.mlp.experts.2.up_proj." not in name}
+    found = {name: found[name].clone() for name in stored}
+    with TensorWriter(tmp_path / "s/model.safetensors", stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    told = r"shape of model\.language_model\.layers\.0\.mlp\.experts\.gate_up_proj; got \[2, .*\]; needed \[4,"
+    with pytest.raises(slidesparse.errors.CheckpointError, match=told):
+        slidesparse.load(tmp_path / "s")
 
 
 def test_transformers_loads_fp8_experts(tmp_path: Path) -> None:
@@ -170,11 +263,13 @@ def test_one_expert_is_in_memory_at_a_time(tmp_path: Path, name: str, monkeypatc
     assert max(read) <= one
 
 
-@pytest.mark.parametrize("name", STORED)
-def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("mixtral", "bf16"), ("gpt-oss", "bf16"), ("qwen3-vl-moe", "int8")])
+def test_a_run_that_was_interrupted_goes_on(
+    tmp_path: Path, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(tmp_path / "one", ARCHITECTURES[name])
     model.save_pretrained(tmp_path / "m", max_shard_size="60KB")
-    options = PruneOptions("6:8", "bf16")
+    options = PruneOptions("6:8", dtype)
     prune_checkpoint(tmp_path / "m", tmp_path / "whole", options)
     write, calls = ExpertJob.write, []
 
@@ -226,10 +321,20 @@ def test_experts_can_be_left_alone_or_get_another_pattern(tmp_path: Path) -> Non
     }
 
 
+def test_a_part_of_the_experts_is_not_cut(tmp_path: Path) -> None:
+    """vLLM reads the experts of a Llama 4 or Qwen3.5 in one form."""
+    make(tmp_path / "m", ARCHITECTURES["llama4"])
+    options = PruneOptions("6:8", "int8", ignore=(r"re:.*layers\.1\..*experts",))
+    with pytest.raises(
+        InputError, match=r"are left alone, and others are quantised to one tensor an expert; got .*s\.1\."
+    ):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (PruneOptions("6:8", "int8", method="wanda"), "wanda cannot prune experts.*--method magnitude"),
         (PruneOptions("6:8@50%", "int8"), "partial pattern cannot be that of experts.*uniform"),
         (PruneOptions("6:8", "int8", recipe="ternary"), "ternary recipe is not for experts"),
         (PruneOptions("6:8", "int8", ignore=("re:.*experts.down_proj",)), "some are quantised; got .*down_proj"),
@@ -294,16 +399,76 @@ def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["expert_layers"]
     assert [one["name"].rpartition(".")[2] for one in found] == ["gate_up_proj", "down_proj"] * 2
+    add_tokenizer(tmp_path / "s")
+    assert main(["eval", str(tmp_path / "s"), "--text", str(write_text(tmp_path / "text.txt"))]) == 0
+    words = "experts follow their pattern and run dense: nothing multiplies them sparse by default"
+    said = capsys.readouterr().out
+    assert f"{words}; their inputs keep the model's type here, and vLLM rounds them" in said
+    assert words in summary.describe()
+    assert words in would.describe()
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_plan_refuses_and_names_the_remedy(tmp_path: Path, name: str) -> None:
-    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+def test_plan_gives_the_experts_of_a_layer_one_pattern(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     add_tokenizer(tmp_path / "m")
     text = Calibration(str(write_text(tmp_path / "text.txt")), 4, 16)
-    with pytest.raises(UnsupportedError, match=r"plan does not measure .* experts; got 2 x model.*--pattern"):
-        plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", PlanOptions(Target(speedup=1.1), text))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "text.txt"]
+    patterns = ("6:8", "2:4", "6:8@50%")
+    options = PlanOptions(Target(sparsity=0.3), text, "magnitude", patterns)
+    plan = plan_checkpoint(tmp_path / "m", tmp_path / "plan.json", options)
+    assert 0.3 <= plan.sparsity < 0.35
+    experts = {key: str(pattern) for key, pattern in plan.patterns.items() if "experts" in key}
+    layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert sorted(experts) == sorted(f"{layer}.{leaf}" for layer in layers for leaf in ("gate_up_proj", "down_proj"))
+    assert all(experts[f"{layer}.gate_up_proj"] == experts[f"{layer}.down_proj"] for layer in layers)
+    lines = (tmp_path / "plan.sensitivities.jsonl").read_text().splitlines()
+    measured = {(one["names"][0], one["pattern"]): one for one in map(json.loads, lines[1:])}
+    assert {pattern for key, pattern in measured if "experts" in key} == {"6:8", "2:4"}
+    found = measured[f"{layers[1]}.gate_up_proj", "2:4"]
+    assert found["names"] == [f"{layers[1]}.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    # The damage by its definition, of a model whose experts are masked.
+    ids = calibration_windows(tmp_path / "m", model.config, replace(text, samples=8))[:4]
+    with torch.no_grad():
+        before = model.eval()(ids).logits.float().log_softmax(-1)
+        for leaf in ("gate_up_proj", "down_proj"):
+            weight = model.get_parameter(f"{layers[1]}.{leaf}")
+            rows = (weight.movedim(-2, -1) if name in TRANSPOSED else weight).reshape(-1, 4)
+            kept = torch.where(rows.abs() >= rows.abs().sort(1).values[:, 2:3], rows, 0)
+            turned = kept.reshape(weight.movedim(-2, -1).shape if name in TRANSPOSED else weight.shape)
+            weight.copy_(turned.movedim(-2, -1) if name in TRANSPOSED else turned)
+        after = model(ids).logits.float().log_softmax(-1)
+    assert found["damage"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
+    words = ["prune", tmp_path / "m", tmp_path / "s", "--plan", tmp_path / "plan.json", "--dtype", "fp32"]
+    assert main([*map(str, words)]) == 0
+    assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
+        key: pattern if pattern != "dense" else None for key, pattern in experts.items()
+    }
+    capsys.readouterr()
+
+
+def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.2", "--calibration", text]
+    words += ["--samples", "4", "--length", "16", "--patterns", "6:8", "--method", "wanda"]
+    assert main([*map(str, words), "--ignore", "re:.*experts"]) == 0
+    assert "experts count" not in capsys.readouterr().out
+    assert not any("experts" in name for name in json.loads((tmp_path / "plan.json").read_text())["layers"])
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "plan.sensitivities.jsonl").unlink()
+    assert main([*map(str, words), "--ignore", "re:.*experts.down_proj"]) == 1
+    assert (
+        "experts of a layer get one pattern; got --ignore of model.layers.0.mlp.experts.down_proj"
+        in capsys.readouterr().err
+    )
+    assert main([*map(str, words)]) == 0
+    assert (
+        "experts count as if they were multiplied sparse: nothing multiplies them sparse by default"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -313,7 +478,7 @@ def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: 
     slidesparse.sparsify_(model, "6:8", "int8")
     assert torch.equal(model.get_parameter("model.layers.0.mlp.experts.down_proj"), before)
     assert any(isinstance(module, SlideLinear) for module in model.modules())
-    assert "experts stay dense in memory" in caplog.text
+    assert "experts stay dense in memory: nothing multiplies them sparse by default" in caplog.text
     model.save_pretrained(tmp_path / "s")
     assert r"re:.*\.experts\..*" in Checkpoint(tmp_path / "s").config["quantization_config"]["ignore"]
     loaded = slidesparse.load(tmp_path / "s")

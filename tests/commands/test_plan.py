@@ -354,11 +354,11 @@ def test_linears_can_be_ignored_after_others_were_measured(source: Path, monkeyp
     calls = []
     damage = sensitivity._damage
 
-    def counted(model: Any, names: tuple[str, ...], *rest: Any) -> float:
-        calls.append(names)
-        if names == ("model.layers.1.self_attn.o_proj",):
+    def counted(model: Any, sets: dict[str, Any], *rest: Any) -> float:
+        calls.append([*sets])
+        if [*sets] == ["model.layers.1.self_attn.o_proj"]:
             raise InputError("cannot measure o_proj", remedy="put it on the ignore list")
-        return float(damage(model, names, *rest))
+        return float(damage(model, sets, *rest))
 
     monkeypatch.setattr(sensitivity, "_damage", counted)
     out = source.parent / "plan.json"
@@ -486,3 +486,17 @@ def test_a_pruned_source_is_refused(source: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="pruned or quantised already"):
         plan_checkpoint(source, source.parent / "plan.json", options(source))
+
+
+def test_experts_cost_a_token_what_reaches_it_and_a_file_all_of_them() -> None:
+    """Of a linear and eight experts as large, a token multiplies by the linear and by two of the experts."""
+    choices = (PatternChoice(DENSE, 0.0), PatternChoice(Pattern.parse("2:4"), 1.0))
+    linear = PlanSet(("l",), ((64, 64),), choices[:1])
+    experts = PlanSet(("e",), ((8 * 64, 64),), choices, Fraction(2, 8))
+    plan = choose_patterns([linear, experts], Target(sparsity=8 / 9 / 2))
+    assert plan.has_experts
+    assert plan.sparsity == pytest.approx(8 / 9 / 2)
+    assert plan.speedup == pytest.approx(3 / (1 + 2 / 2))
+    assert choose_patterns([linear, experts], Target(speedup=1.49)).patterns["e"] == Pattern.parse("2:4")
+    with pytest.raises(InputError, match=r"at best 1.500x, 44.4% zeros"):
+        choose_patterns([linear, experts], Target(speedup=1.51))

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
+from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, make_checkpoint, write_text
 from rank_processes import Ended, run_ranks
+from small_models import make
 
 from slidesparse.base import apart, join, ranks
 from slidesparse.cli import main, together
@@ -118,6 +120,23 @@ def test_more_processes_than_batches(
     ended = prune(tmp_path, source, 4, options)
     assert [(one.status, one.err) for one in ended] == [(0, "")] * 4
     assert contents(tmp_path / "s") == alone(options)
+
+
+def test_experts_get_the_bytes_of_one_process(tmp_path: Path) -> None:
+    """Each process sees what is routed to an expert in its part of the text; some experts borrow from their layer."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt", 2000)
+    options = calibrated(tmp_path, "wanda")
+    options[options.index("256")] = "64"  # two batches
+    ended = prune(tmp_path, tmp_path / "m", 2, options)
+    assert [(one.status, one.err) for one in ended] == [(0, "")] * 2
+    assert "saw few tokens, and borrowed from their layer: 1 of the experts' weights" in ended[0].out
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "alone"), "--quiet", *options]) == 0
+    torch.set_num_threads(threads)
+    assert contents(tmp_path / "s") == contents(tmp_path / "alone")
 
 
 # -- kills and restarts --------------------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ class Told:
         return 1000 + tiles
 
 
+NO_EXPERTS = {"experts": None, "used": None}
 SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "group": 15}
 
 
@@ -161,9 +162,10 @@ def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> No
     launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
     first, second = told.launches
     addresses = {"x": 1, "dense": 3, "sparse": 4, "scale_x": 2, "scale_w": 5, "bias": 6, "y": 8, "bias_type": 7}
-    assert first == (SIZES | addresses, 1132, STREAM + 3)
+    assert first == (SIZES | addresses | NO_EXPERTS, 1132, STREAM + 3)
     addresses = {"x": 21, "dense": 23, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
-    assert second == (SIZES | addresses | {"bias_type": 0}, 1132, STREAM + 3)  # nothing of the launch before
+    addresses |= {"bias_type": 0} | NO_EXPERTS
+    assert second == (SIZES | addresses, 1132, STREAM + 3)  # nothing of the launch before
 
 
 ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)

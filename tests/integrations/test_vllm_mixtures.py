@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from vllm_models import REFERENCE, configured, loaded
 
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
@@ -26,11 +28,16 @@ MODELS = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen3MoeForCausalLM": {"num_experts": 4},
     "GraniteMoeForCausalLM": {"num_local_experts": 4},
+    "Llama4ForCausalLM": {"num_local_experts": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
 }
+SHARED = {"Llama4ForCausalLM": [f"feed_forward.shared_expert.{leaf}" for leaf in ("down_proj", "gate_up_proj")]}
+"""Linears of a layer that every token goes through, besides its attention."""
+
 ROUTERS = {
     "MixtralForCausalLM": ("block_sparse_moe.gate", "block_sparse_moe.gate"),
     "Qwen3MoeForCausalLM": ("mlp.gate", "mlp.gate"),
     "GraniteMoeForCausalLM": ("block_sparse_moe.router.layer", "block_sparse_moe.gate"),
+    "Llama4ForCausalLM": ("feed_forward.router", "feed_forward.router"),
 }
 """Where the checkpoint and vLLM have what chooses among the experts."""
 
@@ -54,6 +61,7 @@ CASES = [
     ("Qwen3MoeForCausalLM", "int8", ("re:.*experts",)),
     ("GraniteMoeForCausalLM", "bf16", ()),
     ("GraniteMoeForCausalLM", "int8", ("re:.*experts",)),
+    ("Llama4ForCausalLM", "int8", ()),  # cut from tensors of all experts
 ]
 
 
@@ -106,7 +114,8 @@ def test_attention_is_packed_and_experts_are_loaded(
             pytest.skip("this release has no FP8 linears for a CPU")
         raise
     packed = sorted(layer for layer, module in model.named_modules() if hasattr(module, "slide"))
-    assert packed == [f"model.layers.{i}.self_attn.{leaf}" for i in range(2) for leaf in ("o_proj", "qkv_proj")]
+    leaves = [*SHARED.get(name, []), "self_attn.o_proj", "self_attn.qkv_proj"]
+    assert packed == [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in leaves]
     state = model.state_dict()
     for layer in range(2):
         stored, held = ROUTERS[name]
@@ -134,3 +143,77 @@ def test_stock_vllm_loads_it_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(hasattr(module, "slide") for module in model.modules())
     scales = [k for k in model.state_dict() if k.endswith(("w13_weight_scale", "w2_weight_scale"))]
     assert len(scales) == 4
+
+
+SPARSE = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "sparse"}}
+
+
+def experts_of(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "w13_weight_scale")}
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_are_packed_on_request_and_compute_what_they_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
+    found = experts_of(model)
+    assert len(found) == 2
+    torch.manual_seed(1)
+    x, chosen, weights = torch.randn(9, 128).bfloat16(), torch.rand(9, 4).argsort(1)[:, :2], torch.rand(9, 2)
+    for index, layer in enumerate(found.values()):
+        assert not hasattr(layer, "w13_weight")
+        method = layer.quant_method
+        assert type(method).__name__ == "CompressedTensorsW8A8Int8MoEMethod"
+        assert method.maybe_make_prepare_finalize(routing_tables=None) is None
+        y = method.apply(layer, x, weights, chosen.int(), None, None)
+        dense = expected(path, index)
+        weight = {k: dense[f"{k}_weight"].float() * dense[f"{k}_weight_scale"].float() for k in ("w13", "w2")}
+        exact = torch.zeros(9, 128)
+        for token, pair in enumerate(chosen.tolist()):
+            for k, expert in enumerate(pair):
+                gate, up = (weight["w13"][expert] @ x[token].float()).chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+                exact[token] += weights[token, k] * (weight["w2"][expert] @ inner)
+        assert (y.float() - exact).norm() < 0.03 * exact.norm()
+        if index == 0:  # expert parallel: an expert that is elsewhere counts nothing
+            elsewhere = SimpleNamespace(expert_map=torch.full((4,), -1, dtype=torch.int32))
+            assert not method.apply(elsewhere, x, weights, chosen.int(), None, None).any()
+    assert "6 of 6 layers run sparse" in caplog.text
+    said = "mlp.experts: sparse, 4 experts, 6:8: grouped products for any number of tokens; asked for (2 layers)"
+    assert said in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    checkpoint = tmp_path / "sparse" / "model.safetensors"
+    tensors = load_file(checkpoint)
+    for name, tensor in tensors.items():
+        if "experts" in name and tensor.dtype == torch.int8:
+            tensor.fill_(1)
+    save_file(tensors, checkpoint, {"format": "pt"})
+    model = loaded(configured(tmp_path / "sparse", quantization="slidesparse"), SPARSE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "mlp.experts: dense, experts: their weights satisfy no pattern (2 layers)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"activation": "gelu"}, "their activation is gelu, not silu"),
+        ({"apply_router_weight_on_input": True}, "the router's weights apply to their input"),
+        ({"w13_bias": torch.zeros(1)}, "they have a bias"),
+        ({"w13_input_scale": torch.ones(1)}, "their activations have a fixed scale"),
+        ({"w2_weight_scale": torch.ones(2, 1)}, "their weights need one scale a channel"),
+    ],
+)
+def test_why_experts_cannot_be_packed(changed: dict[str, Any], why: str | None) -> None:
+    from slidesparse.integrations.vllm.experts import why_not
+
+    weights = {"w13_weight": torch.ones(2, 8, 4), "w2_weight": torch.ones(2, 4, 4)}
+    scales = {"w13_weight_scale": torch.ones(2, 8, 1), "w2_weight_scale": torch.ones(2, 4, 1)}
+    plain = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False}
+    assert why_not(SimpleNamespace(**{**weights, **scales, **plain, **changed})) == why

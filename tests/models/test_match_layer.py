@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_source
+from architectures import ARCHITECTURES
+from checkpoints import add_tokenizer, make_source
 from correlated_linears import correlated_inputs
+from small_models import make
 from torch import nn
 
 from slidesparse.base.ranks import Ranks
@@ -129,6 +131,18 @@ def hidden(path: Path, ids: torch.Tensor) -> torch.Tensor:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     states: torch.Tensor = model.model(ids).last_hidden_state
     return states
+
+
+def test_layers_whose_experts_are_pruned_are_refused_in_one_line(tmp_path: Path) -> None:
+    make_source(tmp_path, "llama", torch.float32)
+    make(tmp_path / "mixture", ARCHITECTURES["qwen3-moe"], torch.float32)
+    add_tokenizer(tmp_path / "mixture")
+    with pytest.raises(InputError, match="leave out --match, or leave experts dense with --ignore") as error:
+        prune_checkpoint(tmp_path / "mixture", tmp_path / "s", options(tmp_path, 10))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("s*"))
+    dense = options(tmp_path, 1, ignore=("re:.*experts",))
+    assert prune_checkpoint(tmp_path / "mixture", tmp_path / "s", dense).losses
 
 
 def test_what_cannot_be_matched_is_refused_in_one_line(tmp_path: Path) -> None:

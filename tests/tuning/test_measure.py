@@ -15,7 +15,7 @@ from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import measure
-from slidesparse.tuning.measure import LONG_FROM, LONG_S, SHORT_S, LayerMeasurement, TakenTimes, sizes_up_to
+from slidesparse.tuning.measure import LONG_FROM, LONG_S, SHORT_S, LayerMeasurement, TakenTimes, _Form, sizes_up_to
 
 OUT, K = 24, 64
 
@@ -199,3 +199,12 @@ def test_sizes_end_with_the_engines_largest_batch() -> None:
     assert sizes_up_to(5000)[-1] == 4096
     assert sizes_up_to(10**6) == list(measure.SIZES)
     assert sizes_up_to(8) == [8]
+
+
+def test_activations_are_nobodys_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(_Form, "run", lambda form, module, x: seen.append(x) or x)
+    taken(FakeStopwatch(by(dense=1.0, quick=1.0)), [16])
+    for seed in range(100):  # as scripts draw them, `bench serve` among them
+        drawn = torch.randn(OUT, K, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(seed))
+        assert (seen[0] * drawn[:16]).mean().abs() < 0.2

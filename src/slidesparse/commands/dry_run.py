@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import EXPERTS_RUN_DENSE, Prepared, plan_of, prepare
+from slidesparse.commands.prune import NOT_IN_TRANSFORMERS, Prepared, plan_of, prepare
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
@@ -20,6 +20,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
 from slidesparse.files.write_errors import innermost_folder, require_space
+from slidesparse.models.experts import EXPERTS_RUN_DENSE
 from slidesparse.quant import dtype_name
 
 
@@ -48,6 +49,7 @@ class DryRun:
         treated: Pattern -> the linears that would get it.
         experts: Pattern -> the tensors of experts that would get it.
         treated_experts: Lines that describe them.
+        in_transformers: Whether transformers will read them.
         left: Reason -> the layers that would be left alone for it.
         others: Everything else that would be copied: embeddings, norms, biases.
         files: Other files that would be copied, and their bytes.
@@ -63,6 +65,7 @@ class DryRun:
     treated: dict[str, Tensors]
     experts: dict[str, Tensors]
     treated_experts: list[str]
+    in_transformers: bool
     left: dict[str, Tensors]
     others: Tensors
     files: Tensors
@@ -89,6 +92,7 @@ class DryRun:
             lines.append(f"would treat {_line(what, 'tensors of experts')} at {pattern}")
         lines += [f"experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_RUN_DENSE] if self.experts else []
+        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -133,6 +137,7 @@ def dry_run(
         },
         experts={pattern: _tensors(prepared, names) for pattern, names in experts.items()},
         treated_experts=job.experts.describe(),
+        in_transformers=job.experts.in_transformers,
         left={
             reason: _tensors(prepared, [t for name in weights if left[name] == reason for t in weights[name]], count)
             for reason, count in Counter(left.values()).most_common()
@@ -160,7 +165,8 @@ def _tensors(prepared: Prepared, names: list[str], count: int | None = None) -> 
     """Return how large tensors of the source are, there and in the new checkpoint; each counts once."""
     names = list(dict.fromkeys(names))
     stored = {name: one for shard in prepared.outputs.values() for name, one in shard.items()}
-    new = [name for name in names for name in (name, f"{name}_scale") if name in stored]
+    become = [part for name in names for part in prepared.job.stored_as(name, prepared.checkpoint.stored(name))]
+    new = [name for name in (*become, *(f"{name}_scale" for name in names)) if name in stored]
     return Tensors(
         len(names) if count is None else count,
         sum(prepared.checkpoint.stored(name).n_bytes for name in names),

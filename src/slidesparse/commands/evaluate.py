@@ -21,11 +21,12 @@ from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, 
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.load import load
-from slidesparse.files.marker import is_bitnet, quantisation_dtype
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.files.texts import as_text, read_documents
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.experts import EXPERTS_RUN_DENSE
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 
@@ -38,12 +39,14 @@ class Evaluation:
         text: The text on which perplexity was measured, or None.
         perplexity: The perplexity on that text, or None.
         tasks: Task -> metric -> value, of lm-evaluation-harness.
+        experts: How pruned experts ran, in words; None for models without.
     """
 
     model: str
     text: str | None
     perplexity: Perplexity | None
     tasks: dict[str, dict[str, float]]
+    experts: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and the loss, perplexity and bits per byte that follow from them."""
@@ -56,7 +59,10 @@ class Evaluation:
                 "perplexity": measured.perplexity if math.isfinite(measured.perplexity) else None,  # JSON has no Inf
                 "bits_per_byte": measured.bits_per_byte,
             }
-        return {"model": self.model, "text": self.text, "perplexity": derived or None, "tasks": self.tasks}
+        return {
+            **{"model": self.model, "text": self.text, "perplexity": derived or None},
+            **{"tasks": self.tasks, "experts": self.experts},
+        }
 
     def describe(self) -> str:
         """Return the evaluation as text."""
@@ -67,7 +73,7 @@ class Evaluation:
                 f" ({p.tokens} tokens of {self.text}, windows of {p.window} every {p.stride})"
             )
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
-        return "\n".join(lines)
+        return "\n".join(lines if self.experts is None else [*lines, self.experts])
 
 
 def evaluate(
@@ -138,10 +144,21 @@ def evaluate(
                 advance=advance,
             )
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    evaluation = Evaluation(str(path), None if text is None else str(text), measured, found)
+    experts = _experts_words(Checkpoint(path))
+    evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
     if noted is not None:
         add_measurements(noted, _card_rows(evaluation, limit))
     return evaluation
+
+
+def _experts_words(checkpoint: Checkpoint) -> str | None:
+    """Return how the pruned experts of a checkpoint run here; None for one without."""
+    marker = Marker.from_config(checkpoint.config)
+    if marker is None or not marker.experts:
+        return None
+    if quantisation_dtype(checkpoint.config) is None:
+        return EXPERTS_RUN_DENSE
+    return f"{EXPERTS_RUN_DENSE}; their inputs keep the model's type here, and vLLM rounds them"
 
 
 def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str, str]]:

@@ -48,6 +48,7 @@ def write_card(
     quantised: bool,
     method: str,
     experts: Sequence[str],
+    in_transformers: bool,
     left: Sequence[str],
     sizes: tuple[int, int],
     source_card: Path | None,
@@ -62,6 +63,7 @@ def write_card(
         quantised: Whether the weights are quantised.
         method: How weights were chosen, with the text that the method saw.
         experts: Lines that say which experts' weights were treated.
+        in_transformers: Whether transformers reads them.
         left: Lines that say what stays dense.
         sizes: Bytes of the source's tensors and of the pruned ones.
         source_card: The source's own card, or None.
@@ -97,7 +99,7 @@ vllm serve THIS_FOLDER
 ```
 
 vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it.
-{_transformers(dtype, experts)}
+{_transformers(in_transformers)}
 
 ```python
 import slidesparse as ss
@@ -119,10 +121,10 @@ model = ss.load("THIS_FOLDER", device="cuda")
     replace_file(folder / FILE_NAME, text)
 
 
-def _transformers(dtype: str, experts: Sequence[str]) -> str:
+def _transformers(reads: bool) -> str:
     """Return what transformers does with the folder."""
-    if experts and dtype == "int8":
-        return "transformers 5.23 cannot load INT8 experts."
+    if not reads:
+        return "transformers 5.23 cannot load experts in this form."
     return "transformers loads the folder dense, with compressed-tensors."
 
 

@@ -21,25 +21,36 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
+from slidesparse.commands.prune_experts import entries_for_linears
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
+from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.marker import quantisation_dtype
-from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import refuse_experts
+from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import (
+    NO_KERNEL,
+    Experts,
+    experts_of_a_token,
+    find_experts,
+    find_routers,
+    linears_inside,
+)
 from slidesparse.models.layerwise import find_layer_list
-from slidesparse.models.sensitivity import measure_sensitivities
+from slidesparse.models.parts import text_config
+from slidesparse.models.sensitivity import may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import find_targets
+from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
@@ -48,6 +59,8 @@ CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%
 
 HELD_OUT = 4
 """Windows of text on which predictions are compared; the pruning method does not see them."""
+
+EXPERTS_COUNTED = f"experts count as if they were multiplied sparse: {NO_KERNEL}"
 
 PLAN_VERSION = 1
 
@@ -111,50 +124,53 @@ def plan_checkpoint(
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     meta = build_meta_model(checkpoint)
-    refuse_experts(
-        meta.model,
-        "plan does not measure the damage in experts",
-        "prune with one --pattern, and --layer 're:.*experts=PATTERN' for another one of the experts",
-    )
     refuse_faults(meta, checkpoint)
     generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, "copy")  # what prune never copies
     refuse_masked(type(meta.model))
-    keep = meta.why_stored_otherwise()
+    experts = find_experts(meta.model)
+    planned = _planned_experts(experts, meta, checkpoint, options)
+    inside, ignore = linears_inside(meta.model, experts), entries_for_linears(options.ignore, experts, meta.model)
+    keep = meta.why_stored_otherwise() | find_routers(meta.model, experts)
     keep |= read_without_calling(
-        meta.model, find_targets(meta.model, options.ignore, keep=keep).linears, run_once(meta.model)
+        meta.model, find_targets(meta.model, ignore, keep=keep, without=inside).linears, run_once(meta.model)
     )
-    linears = find_targets(meta.model, options.ignore, keep=keep).linears
+    linears = find_targets(meta.model, ignore, keep=keep, without=inside).linears
     shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
     if options.backend is not None:
         _require_backend(options.backend, patterns, shapes, device)
     # The sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case.
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     run = run_once(meta.model)
-    everything = find_targets(meta.model).linears  # prune leaves dense what the plan does not name
+    everything = find_targets(meta.model, without=inside).linears  # prune leaves dense what the plan does not name
     require_alike(meta.model, everything, {name: coupled.get(name, DENSE) for name in everything}, run)
     sets = sets_to_prune(meta.model, linears, coupled, get_pruner("wanda"), run)
-    undamaged = {(name, str(pattern)): 0.0 for name in linears for pattern in patterns}
-    require_reachable(_plan_sets(sets, shapes, patterns, undamaged), options.target, options.mma_gain)
-    find_layer_list(meta.model, linears)
+    sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
+    shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
+    reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
+    undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
+    require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, options.mma_gain)
+    find_layer_list(meta.model, shapes)
     config: Any = meta.model.config
     windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
     model = load_any(source, device)
     require_causal(model)
+    weights = calibrated_experts(model, reached)
     about = _about(checkpoint, options, windows)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
-    total = len(sets) * len(patterns)
+    total = sum(may_have(pattern, experts=names[0] in reached) for names in sets for pattern in patterns)
     with opened_measurements(sensitivity_file(out), about) as file:
         _refuse_existing(out)  # by a run that was still measuring
         known = file.damages_of(sets)
         with progress_bar("plan", total, unit="measurements", show=progress) as advance:
             for found in measure_sensitivities(
-                model, sets, patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], known
+                model, sets, patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], known, weights
             ):
                 file.add(found)
                 advance(1, f"{found.pattern} {found.damage:.1e}")
         damages = file.damages_of(sets)
-        plan = choose_patterns(_plan_sets(sets, shapes, patterns, damages), options.target, options.mma_gain)
+        chosen = _plan_sets(sets, shapes, patterns, damages, reached)
+        plan = choose_patterns(chosen, options.target, options.mma_gain)
         write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
 
@@ -166,22 +182,55 @@ def _refuse_existing(out: Path) -> None:
         )
 
 
+def _planned_experts(
+    found: Sequence[Experts], meta: MetaModel, checkpoint: Checkpoint, options: PlanOptions
+) -> list[Experts]:
+    """Return the experts that get a pattern, those of a layer one together.
+
+    Raises:
+        InputError: Some weights of a layer's experts are on the ignore list, and others are not.
+        UnsupportedError: Nobody can tell along which dimension an expert multiplies.
+    """
+    planned = []
+    for one in found:
+        layers = [one.layer(leaf) for leaf in one.weights]
+        left = [name for name in layers if any(matches_entry(name, entry) for entry in options.ignore)]
+        if left and len(left) < len(layers):
+            raise InputError(
+                "the experts of a layer get one pattern", got=f"--ignore of {left[0]}", needed="all or none"
+            )
+        if not left:
+            tensors_of(one, meta, checkpoint)
+            planned.append(one)
+    return planned
+
+
+def _reached(experts: Experts, model: Any) -> Fraction:
+    """Return the share of a layer's experts to which a token is routed."""
+    return Fraction(min(experts_of_a_token(text_config(model.config)), experts.count), experts.count)
+
+
 def _plan_sets(
     sets: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, int]],
     patterns: Sequence[Pattern],
     damages: Mapping[tuple[str, str], float],
+    reached: Mapping[str, Fraction],
 ) -> list[PlanSet]:
     """Return the sets with the patterns that each may get, dense among them."""
-    dense = PatternChoice(DENSE, 0.0)
-    return [
-        PlanSet(
-            tuple(names),
-            tuple(shapes[name] for name in names),
-            (dense, *(PatternChoice(pattern, damages[names[0], str(pattern)]) for pattern in patterns)),
+    made = []
+    for names in sets:
+        allowed = [pattern for pattern in patterns if may_have(pattern, experts=names[0] in reached)]
+        choices = (PatternChoice(pattern, damages[names[0], str(pattern)]) for pattern in allowed)
+        made.append(
+            PlanSet(
+                tuple(names),
+                tuple(shapes[name] for name in names),
+                (PatternChoice(DENSE, 0.0), *choices),
+                reached.get(names[0], Fraction(1)),
+            )
         )
-        for names in sets
-    ]
+    return made
 
 
 @dataclass(frozen=True)
@@ -229,6 +278,7 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     return "\n".join(
         [
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
+            *([EXPERTS_COUNTED] if plan.has_experts else []),
             f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
             f" predicted damage {plan.damage:.4f} nats a token",
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"

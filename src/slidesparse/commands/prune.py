@@ -8,6 +8,7 @@ written, and taken over by a resumed run, on its own.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,14 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.config_keys import MARKER_VERSION
+from slidesparse.models.experts import EXPERTS_RUN_DENSE
+from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
 
-EXPERTS_RUN_DENSE = "experts follow their pattern and run dense: nothing multiplies them sparse yet"
+NOT_IN_TRANSFORMERS = (
+    "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class PruneSummary:
         patterns: Treated layer -> pattern.
         experts: Treated weights of experts -> pattern, of a mixture.
         treated_experts: Lines that describe them.
+        in_transformers: Whether transformers reads them.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         not_copied: Files of the source that hold other copies of the weights.
@@ -59,6 +65,7 @@ class PruneSummary:
             None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
             before their layer is matched; empty without calibration.
+        borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
     """
@@ -68,6 +75,7 @@ class PruneSummary:
     patterns: dict[str, str]
     experts: dict[str, str]
     treated_experts: list[str]
+    in_transformers: bool
     dense: dict[str, str]
     other: dict[str, str]
     not_copied: list[str]
@@ -76,6 +84,7 @@ class PruneSummary:
     resumed: list[str]
     source_card: str | None
     losses: dict[str, float]
+    borrowed: dict[str, str]
     source_bytes: int
     destination_bytes: int
 
@@ -89,10 +98,15 @@ class PruneSummary:
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_RUN_DENSE] if self.experts else []
+        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+        if self.borrowed:
+            name, words = next(iter(self.borrowed.items()))
+            count = f"{len(self.borrowed)} of the experts' weights"
+            lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
         lines += describe_dense({**self.dense, **self.other})
         lines += (
             [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
@@ -203,6 +217,7 @@ def prune_checkpoint(
         patterns={name: str(pattern) for name, pattern in job.patterns.items()},
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
         treated_experts=job.experts.describe(),
+        in_transformers=job.experts.in_transformers,
         dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
         not_copied=list(files.not_copied),
@@ -211,9 +226,16 @@ def prune_checkpoint(
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        borrowed=_borrowed(job.calibrated.losses) if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )
+
+
+def _borrowed(losses: Iterable[SetLoss]) -> dict[str, str]:
+    """Return the experts' weights whose inputs are filled up from their layer, fewest tokens first."""
+    few = sorted((one for one in losses if one.borrowed), key=lambda one: one.tokens or 0)
+    return {one.names[0]: f"{one.tokens} tokens of {(one.tokens or 0) + one.borrowed}" for one in few}
 
 
 def _write_shards(prepared: Prepared, work: Workplace, ranks: Ranks, progress: bool | None) -> list[str]:
@@ -259,6 +281,7 @@ def _write_the_rest(
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
         experts=job.experts.describe(),
+        in_transformers=job.experts.in_transformers,
         left=describe_dense(job.left),
         sizes=(checkpoint.n_bytes, prepared.n_bytes),
         source_card=None if kept_card is None else work.output / kept_card,

@@ -1,12 +1,14 @@
 """How ``slidesparse prune`` treats the experts of a mixture: each is a linear, pruned and quantised on its own.
 
 Experts are many, and most of a model, so one is in memory at a time. Pruned without quantising they keep names and
-shapes. Quantised ones are one tensor an expert with a scale for each channel, as vLLM reads them.
+shapes. Quantised ones are one tensor an expert with a scale for each channel, as vLLM reads them: those that share a
+tensor are cut into such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,16 +17,29 @@ from slidesparse.base.traced_tensor import sources
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import describe_treated, find_experts, ignore_entries
+from slidesparse.files.single_experts import SingleExperts, single_experts, transformers_reads
+from slidesparse.models.experts import Experts, describe_treated, find_experts, ignore_entries, linears_inside
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.prune import Linears, Pruner
 from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
 from slidesparse.support import check_weight
 
 LEAVE_DENSE = "--ignore 're:.*experts'"
+
+
+def entries_for_linears(entries: Iterable[str], found: Iterable[Experts], model: nn.Module) -> list[str]:
+    """Return an ignore list without the entries that match nothing but experts."""
+    found = list(found)
+    names, inside = [one.layer(leaf) for one in found for leaf in one.weights], linears_inside(model, found)
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
+
+    def matches(names: list[str], entry: str) -> bool:
+        return any(matches_entry(name, entry) for name in names)
+
+    return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
 
 class ExpertJob:
@@ -78,18 +93,12 @@ class ExpertJob:
         """Refuse options that experts cannot follow, before anything is written.
 
         Raises:
-            InputError: A method that needs calibration, or the ternary recipe.
+            InputError: The ternary recipe, or a part of the experts where servers have one form for all.
             UnsupportedError: Experts of one layer that nobody stores quantised in this form.
             CheckpointError: A type that cannot be pruned.
         """
         if not self.layers:
             return
-        if options.method != "magnitude":
-            raise InputError(
-                f"{options.method} cannot prune experts, which see only some tokens",
-                got=f"{len(self.layers)} weights such as {self.layers[0]}",
-                remedy=f"use --method magnitude, or leave them dense with {LEAVE_DENSE}",
-            )
         if options.recipe == "ternary":
             raise InputError("the ternary recipe is not for experts", got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
         for name, tensor in self._treated():
@@ -112,16 +121,31 @@ class ExpertJob:
                     got=dtype_name(self.dtype),
                     needed=f"{stored.dtype}, or int8 or fp8 to quantise",
                 )
-        elif len(stored.shape) == 3 or tensor.transposed or not name.endswith(".weight"):
+        elif not self._can_be_quantised(name, tensor):
             raise UnsupportedError(
                 f"experts that are stored as {name} cannot be quantised",
                 got=f"one tensor {list(stored.shape)}" if len(stored.shape) == 3 else f"{list(stored.shape)}",
-                needed="one tensor an expert [out, in], to which vLLM and transformers know scales",
+                needed="experts that vLLM reads as one tensor each [out, in], where it knows scales",
                 remedy=f"use --dtype bf16, which keeps them as they are stored, or add {LEAVE_DENSE}",
             )
 
+    def _can_be_quantised(self, name: str, tensor: ExpertTensor) -> bool:
+        if self._is_one_expert(name):
+            return not tensor.transposed and name.endswith(".weight")
+        return self.source_dtype is None and self._single(name) is not None
+
+    def _single(self, name: str) -> SingleExperts | None:
+        return single_experts(type(self.meta.model).__name__, name)
+
     def _refuse_part_of_a_layer(self) -> None:
-        """Refuse experts of one layer of which some are quantised and some not: servers have one type for all."""
+        """Refuse experts of which some are quantised and some not, where servers have one type or one form for all."""
+        left = [tensor.layer for name, tensor in self.tensors.items() if tensor.layer in self.dense]
+        if left and not all(self._is_one_expert(name) for name in self.tensors):
+            raise InputError(
+                "experts of some layers are left alone, and others are quantised to one tensor an expert",
+                got=left[0],
+                needed="all of the model, or none: vLLM reads experts in one form",
+            )
         for one in dict.fromkeys(tensor.experts.name for tensor in self.tensors.values()):
             here = {tensor.layer: None for tensor in self.tensors.values() if tensor.experts.name == one}
             left = [layer for layer in here if layer in self.dense]
@@ -148,62 +172,93 @@ class ExpertJob:
                     remedy="add --layer 're:.*experts=6:8'",
                 )
 
+    def to_calibrate(self) -> ExpertRowsByName | None:
+        """Return where the weights are that are pruned with what is routed to them; None where there are none."""
+        pruned = {name: one for name, one in self._treated() if self.patterns[one.layer] != DENSE}
+        rows = find_expert_rows(self.found, self.meta, self.checkpoint, pruned)
+        return ExpertRowsByName(rows, pruned) if rows else None
+
     def treats(self, name: str) -> bool:
         """Say whether a tensor of the source holds experts that are treated."""
         return name in self.tensors and self.tensors[name].layer in self.patterns
 
     def outputs(self, name: str, stored: Stored) -> dict[str, Stored]:
         """Return the type and shape of every tensor that a tensor of the source becomes."""
-        out = {name: Stored(STORED_NAMES[self.dtype], stored.shape)}
-        if self.dtype in QUANTISED and self.source_dtype is None:
-            out[f"{name}_scale"] = Stored("F32", (stored.shape[0], 1))
+        if self.dtype not in QUANTISED:
+            return {name: stored}
+        rows, columns = stored.shape[-2:]
+        out: dict[str, Stored] = {}
+        for one in self._written(name):
+            if len(stored.shape) == 3:
+                shape = (columns, rows) if self.tensors[name].transposed else (rows, columns)
+                shape = shape[0] // len(one), shape[1]
+            else:
+                shape = rows, columns
+            for part in one:
+                out[part] = Stored(STORED_NAMES[self.dtype], shape)
+                if self.source_dtype is None:
+                    out[f"{part}_scale"] = Stored("F32", (shape[0], 1))
         return out
 
+    def _written(self, name: str) -> list[list[str]]:
+        """Return the tensors that a tensor of the source becomes, a list for each expert in it."""
+        single = None if self.dtype not in QUANTISED or self._is_one_expert(name) else self._single(name)
+        if single is None:
+            return [[name]]
+        return [single.names(name, expert) for expert in range(self.checkpoint.stored(name).shape[0])]
+
     def write(
-        self, writer: TensorWriter, name: str, pruner: Pruner, device: torch.device, advance: Callable[[int], None]
+        self,
+        writer: TensorWriter,
+        name: str,
+        prune: Callable[[torch.Tensor, int], torch.Tensor],
+        device: torch.device,
+        advance: Callable[[int], None],
     ) -> None:
-        """Prune the experts of one tensor and write them, one at a time."""
+        """Prune the experts of one tensor and write them, one at a time.
+
+        Args:
+            writer: Writes them.
+            name: The tensor.
+            prune: Gets an expert's weight [out, in] and its place in the tensor, and returns it pruned.
+            device: Where weights are pruned.
+            advance: Gets the number of bytes that were written.
+        """
         tensor, stored = self.tensors[name], self.checkpoint.stored(name)
         pattern = self.patterns[tensor.layer]
 
-        def pruned(weight: torch.Tensor) -> torch.Tensor:
+        def pruned(weight: torch.Tensor, index: int) -> torch.Tensor:
             check_weight(weight, name)
-            return weight if pattern == DENSE else pruner.prune(Linears({name: weight}, pattern))[name]
+            return weight if pattern == DENSE else prune(weight, index)
 
         weights = read_experts(self.checkpoint, name, tensor, device)
         if self.dtype not in QUANTISED:
-            parts = (tensor.matrix(pruned(weight)).cpu() for weight in weights)
+            parts = (tensor.matrix(pruned(weight, index)).cpu() for index, weight in enumerate(weights))
             if len(stored.shape) == 3:
                 writer.write_parts(name, parts)
             else:
                 writer.write(name, next(parts))
             advance(writer.tensors[name].n_bytes)
             return
-        (weight,) = weights
-        for key, value in self._quantised(name, weight, pruned, pattern).items():
-            writer.write(key, value.cpu())
-            advance(writer.tensors[key].n_bytes)
+        for index, (weight, names) in enumerate(zip(weights, self._written(name), strict=True)):
+            for key, value in self._quantised(names, weight, partial(pruned, index=index), pattern).items():
+                writer.write(key, value.cpu())
+                advance(writer.tensors[key].n_bytes)
 
     def _quantised(
-        self, name: str, weight: torch.Tensor, pruned: Callable[[torch.Tensor], torch.Tensor], pattern: Pattern
+        self, names: list[str], weight: torch.Tensor, pruned: Callable[[torch.Tensor], torch.Tensor], pattern: Pattern
     ) -> dict[str, torch.Tensor]:
+        """Return one expert's weight as it is stored, cut into as many tensors as there are names."""
         if self.source_dtype is None:
-            values, scale = quantize_weight(pruned(weight), self.dtype, name=name)
-            return {name: values, f"{name}_scale": scale}
+            found: dict[str, torch.Tensor] = {}
+            for name, rows in zip(names, pruned(weight).chunk(len(names)), strict=True):
+                found[name], found[f"{name}_scale"] = quantize_weight(rows, self.dtype, name=name)
+            return found
+        (name,) = names
         if pattern == DENSE:
             return {name: weight}
         scale = self.checkpoint.tensor(f"{name}_scale", weight.device)
         return {name: requantize(pruned(dequantize(weight, scale)), scale, self.dtype)}
-
-    def without_own_entries(self, entries: Iterable[str], model: nn.Module, inside: Container[str]) -> list[str]:
-        """Return an ignore list without the entries that match nothing but experts."""
-        names = [one.layer(leaf) for one in self.found for leaf in one.weights]
-        linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
-
-        def matches(found: list[str], entry: str) -> bool:
-            return any(matches_entry(name, entry) for name in found)
-
-        return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
     def stored(self, layer: str) -> list[str]:
         """Return the tensors of the source that hold experts' weights of one kind, treated or not."""
@@ -218,8 +273,9 @@ class ExpertJob:
     def marker(self) -> dict[str, Pattern]:
         """Return what the marker says of the experts."""
         return {
-            marker_name(name, 2 if self._is_one_expert(name) else 3): self.patterns[tensor.layer]
+            marker_name(part, 3 if part == name and not self._is_one_expert(name) else 2): self.patterns[tensor.layer]
             for name, tensor in self._treated()
+            for part in self._written(name)[0]
         }
 
     def ignore_entries(self) -> list[str]:
@@ -229,6 +285,14 @@ class ExpertJob:
         left = {name: tensor for name, tensor in self.tensors.items() if tensor.layer in self.dense}
         hub = [marker_name(name, 2).partition(".*.")[0] for name in left if self._is_one_expert(name)]
         return ignore_entries([*(one.experts.name for one in left.values()), *hub], every=False)
+
+    @property
+    def in_transformers(self) -> bool:
+        """Whether transformers reads the treated experts as they are written."""
+        if self.dtype not in QUANTISED or not self.layers:
+            return True
+        cut = any(not self._is_one_expert(name) for name, _ in self._treated())
+        return transformers_reads(type(self.meta.model).__name__, self.dtype, cut=cut)
 
     def _is_one_expert(self, name: str) -> bool:
         return len(self.checkpoint.stored(name).shape) == 2

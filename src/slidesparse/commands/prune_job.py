@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.prune_experts import ExpertJob
+from slidesparse.commands.prune_experts import LEAVE_DENSE, ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -71,7 +71,8 @@ class PruneJob:
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
-        self.matching = _matching(options)
+        self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
+        self.matching = self._matching(options)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -91,26 +92,29 @@ class PruneJob:
             return find_targets(model, ignore, options.lm_head, also, part=options.part, keep=keep, without=inside)
 
         inside = linears_inside(model, self.experts.found)
-        ignore = self.experts.without_own_entries(options.ignore, model, inside)
+        ignore = entries_for_linears(options.ignore, self.experts.found, model)
         stored_otherwise = self.meta.why_stored_otherwise() | self.routers
         read = read_without_calling(model, find(stored_otherwise).linears, run)
         return find({**stored_otherwise, **read})
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks = ALONE) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
-        if self.windows is not None:
-            self.calibrated = prune_layers_from_disk(
-                self.checkpoint,
-                self.sets,
-                self.patterns,
-                self.pruner,
-                self.windows,
-                folder,
-                self.device,
-                progress=progress,
-                ranks=ranks,
-                matching=self.matching,
-            )
+        if self.windows is None:
+            return
+        experts = {} if self.expert_rows is None else self.expert_rows.layer_of
+        self.calibrated = prune_layers_from_disk(
+            self.checkpoint,
+            [*self.sets, *([name] for name in experts)],
+            {**self.patterns, **{name: self.experts.patterns[layer] for name, layer in experts.items()}},
+            self.pruner,
+            self.windows,
+            folder,
+            self.device,
+            progress=progress,
+            ranks=ranks,
+            experts=self.expert_rows,
+            matching=self.matching,
+        )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
@@ -132,6 +136,30 @@ class PruneJob:
         find_layer_list(self.meta.model, self.patterns)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
 
+    def _matching(self, options: PruneOptions) -> Matching | None:
+        """Return how layers are matched, or None.
+
+        Raises:
+            InputError: There cannot be so few steps, no calibration text to match on, or experts in the layers.
+        """
+        if options.match == 0:
+            return None
+        if options.match < 0:
+            raise InputError("steps of matching", got=options.match, needed="0 or more")
+        if options.calibration is None:
+            raise InputError(
+                "matching needs calibration text",
+                got=f"--method {options.method}",
+                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --match",
+            )
+        if self.expert_rows is not None:
+            raise InputError(
+                "layers whose experts are pruned cannot be matched",
+                got=f"experts such as {self.experts.layers[0]}",
+                remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+            )
+        return Matching(options.match, options.calibration.seed)
+
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}
         for tensor in self.layer_of:
@@ -152,17 +180,17 @@ class PruneJob:
 
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
-        out: dict[str, Stored] = {}
-        for tensor, stored in shard.items():
-            if self.experts.treats(tensor):
-                out |= self.experts.outputs(tensor, stored)
-                continue
-            if tensor not in self.layer_of:
-                out[tensor] = stored
-                continue
-            out[tensor] = Stored(STORED_NAMES[self.dtype], stored.shape)
-            if self.dtype in QUANTISED and self.source_dtype is None:
-                out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
+        return {name: one for tensor, stored in shard.items() for name, one in self.stored_as(tensor, stored).items()}
+
+    def stored_as(self, tensor: str, stored: Stored) -> dict[str, Stored]:
+        """Return the type and shape of every tensor that one of the source becomes."""
+        if self.experts.treats(tensor):
+            return self.experts.outputs(tensor, stored)
+        if tensor not in self.layer_of:
+            return {tensor: stored}
+        out = {tensor: Stored(STORED_NAMES[self.dtype], stored.shape)}
+        if self.dtype in QUANTISED and self.source_dtype is None:
+            out[f"{tensor}_scale"] = Stored("F32", (stored.shape[0], 1))
         return out
 
     def write_shard(
@@ -174,7 +202,7 @@ class PruneJob:
             for tensor in shard:
                 if self.experts.treats(tensor):
                     with self._enough_memory([tensor]):
-                        self.experts.write(writer, tensor, self.pruner, self.device, advance)
+                        self.experts.write(writer, tensor, self._prune_expert(tensor), self.device, advance)
                 elif tensor not in self.layer_of:
                     self._write(writer, {tensor: self._copied(tensor)}, advance)
             # A set that spans two shards is pruned once for each, which is cheaper than keeping it.
@@ -183,6 +211,18 @@ class PruneJob:
                 for tensors in treated:
                     self._write(writer, tensors, advance)
         return writer.digests
+
+    def _prune_expert(self, tensor: str) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Return what prunes the weight of an expert, which is at some place of a tensor, or has been pruned."""
+        rows, calibrated = self.expert_rows, self.calibrated
+
+        def prune(weight: torch.Tensor, index: int) -> torch.Tensor:
+            if rows is not None and calibrated is not None:
+                return rows.part(tensor, index, calibrated.weight).to(self.device)
+            pattern = self.experts.patterns[self.experts.tensors[tensor].layer]
+            return self.pruner.prune(Linears({tensor: weight}, pattern))[tensor]
+
+        return prune
 
     def _threads(self) -> int:
         """Return how many sets are pruned at a time: on a GPU one, whose memory may hold no more."""
@@ -308,22 +348,3 @@ class PruneJob:
             **config,
             MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
         }
-
-
-def _matching(options: PruneOptions) -> Matching | None:
-    """Return how layers are matched, or None.
-
-    Raises:
-        InputError: The number of steps is none, or there is no calibration text to match on.
-    """
-    if options.match == 0:
-        return None
-    if options.match < 0:
-        raise InputError("steps of matching", got=options.match, needed="0 or more")
-    if options.calibration is None:
-        raise InputError(
-            "matching needs calibration text",
-            got=f"--method {options.method}",
-            remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --match",
-        )
-    return Matching(options.match, options.calibration.seed)

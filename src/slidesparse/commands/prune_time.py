@@ -15,6 +15,8 @@ import torch
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.data_digest import data_digest
 from slidesparse.files.layer_stream import windows_of_a_batch
+from slidesparse.models.experts import experts_of_a_token
+from slidesparse.models.parts import text_config
 from slidesparse.pattern import DENSE
 from slidesparse.prune import Linears
 from slidesparse.quant import QUANTISED, quantize_weight
@@ -65,7 +67,7 @@ def estimate_time(job: PruneJob) -> PruneTime:
     each = _seconds(treat, job.device) / sample.numel()
     seconds = n_weights * each + copied * digest
     basis = f"measured here on {sample.numel()} weights of {name}"
-    if job.windows is not None and sets:
+    if job.windows is not None and (sets or job.expert_rows):
         seconds += _calibration_seconds(job, sets)
         basis += f", and {TOKENS} tokens through matrices of at most {SIDE} columns; attention is not counted"
     return PruneTime(seconds, f"{basis}; reading and writing are not counted")
@@ -75,12 +77,9 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     """Return the time of running the layers, of the gram matrices, of the method, and of matching."""
     assert job.windows is not None
     tokens, linears = job.windows.numel(), job.targets.linears
-    runs = 2.0 * tokens
-    if job.matching is not None:
-        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
-        runs += tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
     shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
-    side = min(SIDE, max(columns for _, columns in shapes))
+    work = [(tokens, *shape) for shape in shapes] + _expert_work(job, tokens)
+    side = min(SIDE, max(columns for _, _, columns in work))
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(TOKENS, side, generator=generator).to(job.device)
     compute = wide.to(torch.float32 if job.device.type == "cpu" else torch.bfloat16)
@@ -88,15 +87,32 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     gram = wide.T @ wide
     product = _seconds(lambda: compute @ weight.to(compute.dtype), job.device) / (TOKENS * side * side)
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
-    pattern = job.patterns[sets[0][0]]
+    pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
     seconds = 0.0
-    for rows, columns in shapes:
-        seconds += runs * rows * columns * product + tokens * columns**2 * square
+    if job.matching is not None:
+        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
+        runs = tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
+        seconds += runs * product * sum(rows * columns for rows, columns in shapes)
+    for seen, rows, columns in work:
+        seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram
         # matrix to solve for what it keeps: columns^2 (rows + columns).
         seconds += method * (columns / side) ** 2 * (rows + columns) / (2 * side)
     return seconds
+
+
+def _expert_work(job: PruneJob, tokens: int) -> list[tuple[int, int, int]]:
+    """Return for each weight of experts the tokens that reach it on the average, its rows and its columns."""
+    if job.expert_rows is None:
+        return []
+    routed = experts_of_a_token(text_config(getattr(job.meta.model, "config", None)))
+    work = []
+    for one in job.experts.found:
+        for leaf in (leaf for leaf in one.weights if one.layer(leaf) in job.expert_rows.layers):
+            rows, columns = one.rows(leaf)
+            work += [(tokens * routed // one.count, rows // one.count, columns)] * one.count
+    return work
 
 
 def _seconds(work: Callable[[], object], device: torch.device | str) -> float:

@@ -23,7 +23,9 @@ from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
 from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.expert_rows import ExpertRowsByName
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.models.expert_weights import ExpertWeight, calibrated_experts
 from slidesparse.models.gram_tree import SHARES
 from slidesparse.models.layerwise import (
     LayerList,
@@ -59,6 +61,7 @@ class CheckpointLayerStore(LayerStore):
         device: Where layers run.
         compute: The float type in which layers run.
         ranks: The processes that prune together; the first one writes.
+        experts: Where the weights of experts are.
     """
 
     def __init__(
@@ -69,8 +72,9 @@ class CheckpointLayerStore(LayerStore):
         device: torch.device,
         compute: torch.dtype,
         ranks: Ranks = ALONE,
+        experts: ExpertRowsByName | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.experts = ranks, experts
         self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute
 
     def fill(self, names: Sequence[str]) -> None:
@@ -89,9 +93,16 @@ class CheckpointLayerStore(LayerStore):
         empty = {tensor: torch.empty_like(value, device="meta") for tensor, value in layer.state_dict().items()}
         layer.load_state_dict(empty, assign=True)
 
-    def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
+    def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
         """Return the weight to prune, as it is stored, or in float32 when it is stored in 8 bits."""
+        if self.experts is not None and name in self.experts:
+            return self.experts.weight(name, self._read_expert)
         return self._read(f"{self.meta.prefix(name)}.weight")
+
+    def _read_expert(self, tensor: str, index: int) -> torch.Tensor:
+        if len(self.checkpoint.stored(tensor).shape) == 2:
+            return self._read(tensor)
+        return self.checkpoint.part(tensor, index, self.device)
 
     def finished(self, name: str) -> dict[str, torch.Tensor] | None:
         """See :class:`slidesparse.models.layerwise.LayerStore`."""
@@ -167,20 +178,23 @@ def prune_layers_from_disk(
     *,
     progress: bool | None = None,
     ranks: Ranks = ALONE,
+    experts: ExpertRowsByName | None = None,
     matching: Matching | None = None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
     Args:
         checkpoint: The source.
-        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`.
-        patterns: Linear -> pattern, of all that are treated.
+        sets: Linears that read one input, from :func:`slidesparse.models.sparsify.sets_to_prune`; and each expert's
+            weight alone.
+        patterns: Linear or expert's weight -> pattern, of all that are treated.
         pruner: The method.
         windows: Calibration text, int64 [samples, length].
         folder: Gets a file for each pruned layer; those of an interrupted run with the same options are used again.
         device: Where layers run, one at a time.
         progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
         ranks: The processes that prune together; each runs some of the windows.
+        experts: Where the weights of experts among the sets are.
         matching: How each layer is matched with the dense one, by one process alone; None: not at all.
 
     Raises:
@@ -193,7 +207,8 @@ def prune_layers_from_disk(
     layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)
     compute = _compute_dtype(model.config.dtype, device)
-    store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks)
+    store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
+    weights = {} if experts is None else calibrated_experts(model, experts.layers)
     _prepare(model, layer_list, store, device)
     batches = windows.split(windows_of_a_batch(windows))
     losses = []
@@ -205,7 +220,18 @@ def prune_layers_from_disk(
         shared = SharedLayers(tensors, len(batches))
         own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
         samples = record_inputs(model, layer_list, own)
-        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store, shared.prune_layer, matching)
+        steps = prune_layers(
+            model,
+            layer_list,
+            sets,
+            patterns,
+            pruner,
+            samples,
+            store,
+            shared.prune_layer,
+            experts=weights,
+            matching=matching,
+        )
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes
             here = store.losses(name)

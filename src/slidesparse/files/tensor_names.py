@@ -17,6 +17,7 @@ import torch
 
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
 from slidesparse.files.checkpoint import Stored
+from slidesparse.files.single_experts import joined
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
             they go where their weights go.
     """
     scales = {name for name in stored if name.removesuffix("_scale") != name and name.removesuffix("_scale") in stored}
-    state = {name: TracedTensor.named(name, one.shape) for name, one in stored.items() if name not in scales}
+    named = {name: TracedTensor.named(name, one.shape) for name, one in stored.items() if name not in scales}
+    state = joined(known.__name__, named)
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would look for the quantiser's own tensors
@@ -68,7 +70,7 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         elif (origin := origin_of(tensor)) is not None:
             origins[name] = origin
     used = {name for origin in origins.values() for name in sources(origin)}
-    for name in [name for name in tied if name in state and name not in used]:
+    for name in [name for name in tied if name in named and name not in used]:
         origins[name] = name  # transformers 4 ties it all the same
         del tied[name]
         used.add(name)
@@ -82,19 +84,19 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
         tied,
         _computed(known, config, state, made) if made else {},
         tuple(missing),
-        tuple(_unexpected([name for name in state if name not in used], info["unexpected_keys"])),
+        tuple(_unexpected([name for name in named if name not in used], info["unexpected_keys"])),
         misshapen,
     )
 
 
-def _computed(known: Any, config: Any, state: Mapping[str, TracedTensor], names: list[str]) -> dict[str, torch.Tensor]:
+def _computed(known: Any, config: Any, state: Mapping[str, torch.Tensor], names: list[str]) -> dict[str, torch.Tensor]:
     """Return the values that transformers gives to parameters which no checkpoint holds; all others stay without."""
     with _quiet():
         model, _ = _load(known, config, state, device_map={"": "cpu"})
     return {name: model.get_parameter(name).detach() for name in names}
 
 
-def _load(known: Any, config: Any, state: Mapping[str, TracedTensor], **options: Any) -> tuple[Any, Mapping[str, Any]]:
+def _load(known: Any, config: Any, state: Mapping[str, torch.Tensor], **options: Any) -> tuple[Any, Mapping[str, Any]]:
     loaded: tuple[Any, Mapping[str, Any]] = known.from_pretrained(
         None,
         config=config,

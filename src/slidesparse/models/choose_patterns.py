@@ -41,13 +41,15 @@ class PlanSet:
 
     Attributes:
         names: The linears.
-        shapes: [out, in] of each.
+        shapes: [out, in] of each; of experts the rows of all of a layer.
         choices: One for every pattern; dense among them.
+        reached: The share of the rows that a token is multiplied by: of experts those to which it is routed.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     choices: tuple[PatternChoice, ...]
+    reached: Fraction = Fraction(1)
 
 
 def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> Fraction:
@@ -139,6 +141,7 @@ class Plan:
         speedup: Modelled speed-up over dense.
         sparsity: Least share of zeros.
         gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
+        has_experts: Whether some of the patterns are those of experts.
     """
 
     patterns: Mapping[str, Pattern]
@@ -146,6 +149,7 @@ class Plan:
     speedup: float
     sparsity: float
     gigabytes: float
+    has_experts: bool = False
 
 
 def choose_patterns(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> Plan:
@@ -184,11 +188,13 @@ def require_reachable(sets: Sequence[PlanSet], target: Target, mma_gain: Fractio
 
 def _costs(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction) -> tuple[list[list[float]], float]:
     """Return the cost of every choice of every set, and the most that all may cost together."""
-    costs = [
-        [sum(target.cost(choice.pattern, *shape, mma_gain) for shape in one.shapes) for choice in one.choices]
-        for one in sets
-    ]
-    dense = sum(target.cost(DENSE, *shape, mma_gain) for one in sets for shape in one.shapes)
+
+    def cost(one: PlanSet, pattern: Pattern) -> float:
+        share = float(one.reached) if target.speedup is not None else 1.0
+        return share * sum(target.cost(pattern, *shape, mma_gain) for shape in one.shapes)
+
+    costs = [[cost(one, choice.pattern) for choice in one.choices] for one in sets]
+    dense = sum(cost(one, DENSE) for one in sets)
     return costs, target.budget(dense)
 
 
@@ -246,11 +252,15 @@ def _solve_in_units(
 def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) -> Plan:
     taken = [(one, one.choices[i]) for one, i in zip(sets, chosen, strict=True)]
     weights = [(choice.pattern, shape) for one, choice in taken for shape in one.shapes]
+    reached = [(choice.pattern, shape, one.reached) for one, choice in taken for shape in one.shapes]
     total = sum(out * columns for _, (out, columns) in weights)
+    dense = sum(share * modelled_cost(DENSE, *shape, mma_gain) for _, shape, share in reached)
+    sparse = sum(share * modelled_cost(pattern, *shape, mma_gain) for pattern, shape, share in reached)
     return Plan(
         patterns={name: choice.pattern for one, choice in taken for name in one.names},
         damage=sum(choice.damage for _, choice in taken),
-        speedup=float(total / sum(modelled_cost(pattern, *shape, mma_gain) for pattern, shape in weights)),
+        speedup=float(dense / sparse),
         sparsity=sum(out * least_zeros(pattern, columns) for pattern, (out, columns) in weights) / total,
         gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
+        has_experts=any(one.reached != 1 for one in sets),
     )

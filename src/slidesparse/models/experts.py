@@ -6,13 +6,17 @@ of modules. transformers has both, and from its version 5 on mostly the first, w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from slidesparse.errors import UnsupportedError
+NO_KERNEL = "nothing multiplies them sparse by default"
+EXPERTS_RUN_DENSE = f"experts follow their pattern and run dense: {NO_KERNEL}"
+"""What every command says of pruned experts."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,22 @@ class Experts:
         'mlp.experts.*.up'
         """
         return f"{self.name}.{'*.' if self.members else ''}{leaf.removesuffix('.weight')}"
+
+    def expert(self, leaf: str, expert: int | str) -> str:
+        """Return the name of one expert's weight.
+
+        >>> Experts("mlp.experts", 2, {"down_proj": (2, 8, 4)}).expert("down_proj", 1)
+        'mlp.experts.down_proj.1'
+        >>> Experts("mlp.experts", 2, {"up.weight": (4, 8)}, members=("0", "1")).expert("up.weight", 1)
+        'mlp.experts.1.up'
+        """
+        layer = self.layer(leaf)
+        return layer.replace(f"{self.name}.*.", f"{self.name}.{expert}.") if self.members else f"{layer}.{expert}"
+
+    def rows(self, leaf: str) -> tuple[int, int]:
+        """Return the rows of one of ``weights`` of all experts together, and K."""
+        columns = self.columns(leaf)
+        return self.count * math.prod(self.weights[leaf][-2:]) // columns, columns
 
     def columns(self, leaf: str) -> int:
         """Return K of one of ``weights``, whose orientation must be known."""
@@ -187,16 +207,10 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
     ]
 
 
-def refuse_experts(model: nn.Module, what: str, remedy: str) -> None:
-    """Refuse a mixture of experts, most of whose weights would be left out of account.
-
-    Args:
-        model: The model.
-        what: What cannot be done with experts.
-        remedy: What can be done instead.
-
-    Raises:
-        UnsupportedError: The model has experts; the error names them.
-    """
-    if found := find_experts(model):
-        raise UnsupportedError(what, got="; ".join(describe_experts(found)[:2]), remedy=remedy)
+def experts_of_a_token(config: Any) -> int:
+    """Return to how many experts of a layer a token is routed; 1 where the config does not say."""
+    for key in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"):
+        found = getattr(config, key, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    return 1

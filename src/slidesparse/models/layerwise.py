@@ -11,7 +11,7 @@ what these give is half of what a pruned layer is trained to give.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, first_line
+from slidesparse.models.expert_grams import Inputs, add_layer_sums, empty_grams, in_parts, take_inputs, tokens_of
+from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, only_experts
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.models.parts import is_language_model
 from slidesparse.pattern import DENSE, Pattern
@@ -36,11 +38,15 @@ class SetLoss:
         names: The linears.
         pattern: Their pattern.
         loss: Squared error of their outputs over their energy, on the calibration inputs, before matching.
+        tokens: What the router sent to an expert; None for linears, which see all tokens.
+        borrowed: The tokens that an expert borrowed from its layer.
     """
 
     names: tuple[str, ...]
     pattern: str
     loss: float
+    tokens: int | None = None
+    borrowed: int = 0
 
 
 @dataclass
@@ -60,7 +66,7 @@ class LayerStore:
     def release(self, name: str, layer: nn.Module) -> None:
         """Free the weights of a layer that is done."""
 
-    def weight(self, name: str, linear: nn.Linear) -> torch.Tensor:
+    def weight(self, name: str, linear: nn.Linear | ExpertWeight) -> torch.Tensor:
         """Return the weight to prune: [out, in], in the type in which it is stored."""
         return linear.weight.detach()
 
@@ -216,6 +222,7 @@ def prune_layers(
     samples: Sequence[Sample],
     store: LayerStore | None = None,
     prune_layer: PruneLayer | None = None,
+    experts: Mapping[str, ExpertWeight] | None = None,
     matching: Matching | None = None,
 ) -> Iterator[list[SetLoss]]:
     """Prune the linears of all layers in place, layer by layer; yield the losses of each layer after it.
@@ -229,15 +236,21 @@ def prune_layers(
         samples: From :func:`record_inputs`; each layer replaces their hidden states.
         store: Loads the layers' weights, and keeps the pruned ones.
         prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
-        matching: How each layer's outputs are matched with the dense model's on the samples; None: they are not.
+        experts: Weights of experts by name, each of which is a set of its own.
+        matching: How each layer's outputs are matched with the dense model's on the samples; None: they are not. Layers
+            whose experts are pruned cannot be matched.
     """
-    store, prune_layer = store or LayerStore(), prune_layer or _prune_layer
+    store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
     dense = [] if matching is None else [sample.hidden for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
             here = [list(names) for names in sets if names[0].startswith(f"{name}.") and patterns[names[0]] != DENSE]
-            linears: dict[str, Any] = {linear: model.get_submodule(linear) for names in here for linear in names}
+            linears: dict[str, Any] = {
+                linear: experts[linear] if linear in experts else model.get_submodule(linear)
+                for names in here
+                for linear in names
+            }
             if matching is not None:
                 dense = [run_layer(layer, sample, index, hidden) for sample, hidden in zip(samples, dense, strict=True)]
             pruned = store.finished(name)
@@ -296,27 +309,45 @@ def _prune_layer(
     samples: Sequence[Sample],
     store: LayerStore,
 ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
-    grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
     pruned: dict[str, torch.Tensor] = {}
     losses = []
-    for names in sets:
-        originals = {name: store.weight(name, linears[name]) for name in names}
-        pattern, gram = patterns[names[0]], grams.pop(names[0])
-        new = pruner.prune(Linears(originals, pattern, gram))
-        losses.append(SetLoss(tuple(names), str(pattern), output_error(originals, new, gram)))
-        pruned |= new
+    for part in in_parts(sets, only_experts(linears)):
+        grams = collect_grams(layer, index, {names[0]: linears[names[0]] for names in part}, samples)
+        for names in part:
+            inputs = take_inputs(names[0], linears[names[0]], grams)
+            new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs, store)
+            losses.append(loss)
+            pruned |= new
     return pruned, losses
 
 
+def prune_set(
+    names: Sequence[str],
+    linears: Mapping[str, Any],
+    pattern: Pattern,
+    pruner: Pruner,
+    inputs: Inputs,
+    store: LayerStore,
+) -> tuple[dict[str, torch.Tensor], SetLoss]:
+    """Return the pruned weights of a set of linears that read one input, and what the set lost."""
+    originals = {name: store.weight(name, linears[name]) for name in names}
+    new = pruner.prune(Linears(originals, pattern, inputs.gram))
+    loss = output_error(originals, new, inputs.gram)
+    return new, SetLoss(tuple(names), str(pattern), loss, inputs.tokens, inputs.borrowed)
+
+
 def collect_grams(
-    layer: nn.Module, index: int, linears: Mapping[str, nn.Linear], samples: Iterable[Sample]
+    layer: nn.Module, index: int, linears: Mapping[str, nn.Linear | ExpertWeight], samples: Iterable[Sample]
 ) -> dict[str, torch.Tensor]:
     """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
+
+    For experts there are counts and sums too: see :mod:`slidesparse.models.expert_grams`.
 
     Raises:
         InputError: A linear is never called.
     """
-    grams: dict[str, torch.Tensor] = {}
+    experts = only_experts(linears)
+    grams: dict[str, torch.Tensor] = empty_grams(experts)
 
     def collect(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -327,14 +358,22 @@ def collect_grams(
 
         return hook
 
-    handles = [linear.register_forward_pre_hook(collect(name)) for name, linear in linears.items()]
+    def see(name: str, x: torch.Tensor) -> None:
+        wide = x.to(torch.float32)
+        grams[name].addmm_(wide.T, wide)
+        grams[tokens_of(name)] += len(x)
+
+    plain = {name: linear for name, linear in linears.items() if isinstance(linear, nn.Module)}
+    handles = [linear.register_forward_pre_hook(collect(name)) for name, linear in plain.items()]
     try:
-        for sample in samples:
-            run_layer(layer, sample, index)
+        with WatchExperts(experts, see) if experts else nullcontext():
+            for sample in samples:
+                run_layer(layer, sample, index)
     finally:
         for handle in handles:
             handle.remove()
-    silent = [name for name in linears if name not in grams]
+    silent = [name for name in plain if name not in grams]
     if silent:
         raise InputError(f"{silent[0]} is never called, so it cannot be calibrated", remedy="put it on the ignore list")
+    add_layer_sums(grams, experts)
     return grams

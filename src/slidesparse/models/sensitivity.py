@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.errors import InputError
+from slidesparse.models.expert_grams import Inputs, take_inputs
+from slidesparse.models.expert_weights import ExpertWeight
 from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, record_inputs, run_layer
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
@@ -56,17 +58,19 @@ def measure_sensitivities(
     batches: Sequence[Batch],
     held_out: Sequence[Batch],
     known: Mapping[tuple[str, str], float] | None = None,
+    experts: Mapping[str, ExpertWeight] | None = None,
 ) -> Iterator[Sensitivity]:
     """Prune every set to every pattern in turn, the rest of the model dense, and compare the model's predictions.
 
     Args:
         model: A causal language model in memory; it is as before when the iterator ends.
-        sets: Linears that read one input.
-        patterns: The patterns to try; ``DENSE`` needs no measuring and is skipped.
+        sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
+        patterns: The patterns to try; ``DENSE`` needs no measuring and is skipped, and so are partial ones for experts.
         pruner: The method that will prune.
         batches: Inputs whose statistics the method sees.
         held_out: Inputs on which predictions are compared.
         known: (first linear of a set, pattern) -> damage that was measured before.
+        experts: Weights of the experts among the sets, by name.
 
     Yields:
         A sensitivity for every set and pattern, layer by layer.
@@ -74,44 +78,74 @@ def measure_sensitivities(
     Raises:
         InputError: A divergence is NaN or Inf.
     """
-    known = known or {}
+    known, experts = known or {}, experts or {}
     layer_list = find_layer_list(model, [name for names in sets for name in names])
     samples = record_inputs(model, layer_list, batches)
     dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
     for index, (layer_name, layer) in enumerate(layer_list.items()):
-        here = [tuple(names) for names in sets if names[0].startswith(f"{layer_name}.")]
-        grams = collect_grams(layer, index, {names[0]: model.get_submodule(names[0]) for names in here}, samples)
+        here = {tuple(names): _together(names, experts) for names in sets if names[0].startswith(f"{layer_name}.")}
+        weights: dict[str, Any] = {
+            name: experts[name] if name in experts else model.get_submodule(name)
+            for together in here.values()
+            for several in together
+            for name in several
+        }
+        heads = [several[0] for together in here.values() for several in together]
+        grams = collect_grams(layer, index, {head: weights[head] for head in heads}, samples)
         for sample in samples:
             sample.hidden = run_layer(layer, sample, index)
-        for names in here:
-            gram = grams.pop(names[0])
-            for pattern in patterns:
-                if pattern == DENSE:
-                    continue
+        for names, together in here.items():
+            inputs = {several[0]: take_inputs(several[0], weights[several[0]], grams) for several in together}
+            for pattern in (one for one in patterns if may_have(one, experts=names not in together)):
                 damage = known.get((names[0], str(pattern)))
                 if damage is None:
-                    damage = _damage(model, names, pattern, pruner, gram, held_out, dense)
+                    found = {several[0]: {name: weights[name].weight for name in several} for several in together}
+                    damage = _damage(model, found, pattern, pruner, inputs, held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
+
+
+def may_have(pattern: Pattern, *, experts: bool) -> bool:
+    """Say whether a set may have a pattern other than dense: that of experts is uniform."""
+    return pattern != DENSE and (pattern.is_uniform or not experts)
+
+
+def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list[tuple[str, ...]]:
+    """Return what a method sees together of a set: all linears of it, and every expert alone."""
+    alone: list[tuple[str, ...]] = [(name,) for name, one in experts.items() if one.layer in names]
+    return alone or [tuple(names)]
 
 
 def _damage(
     model: Any,
-    names: Sequence[str],
+    sets: Mapping[str, Mapping[str, torch.Tensor]],
     pattern: Pattern,
     pruner: Pruner,
-    gram: torch.Tensor,
+    inputs: Mapping[str, Inputs],
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
-    weights = {name: model.get_submodule(name).weight for name in names}
-    originals = {name: weight.detach().clone() for name, weight in weights.items()}
-    for name, pruned in pruner.prune(Linears(originals, pattern, gram)).items():
-        weights[name].data.copy_(pruned)
+    """Return the damage of pruning some sets together.
+
+    Args:
+        model: The model, which is as before afterwards.
+        sets: First name of what the method sees together -> name -> weight, in the model's memory.
+        pattern: Their pattern.
+        pruner: The method.
+        inputs: First name -> what the method knows of the inputs.
+        held_out: Inputs on which predictions are compared.
+        dense: Predictions of the dense model.
+    """
+    kept = {name: weight.detach().clone() for weights in sets.values() for name, weight in weights.items()}
     try:
+        for head, weights in sets.items():
+            found = Linears({name: kept[name] for name in weights}, pattern, inputs[head].gram)
+            for name, pruned in pruner.prune(found).items():
+                weights[name].data.copy_(pruned)
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
     finally:
-        for name, original in originals.items():
-            weights[name].data.copy_(original)
+        for weights in sets.values():
+            for name, weight in weights.items():
+                weight.data.copy_(kept[name])
 
 
 def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch.Tensor]) -> float:

@@ -16,10 +16,12 @@ from torch import nn
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.rank_tensors import RankTensors
+from slidesparse.models.expert_grams import Inputs, expert_inputs, in_parts, sum_columns, tokens_of
+from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
-from slidesparse.models.layerwise import LayerStore, Sample, SetLoss, collect_grams
+from slidesparse.models.layerwise import LayerStore, Sample, SetLoss, collect_grams, prune_set
 from slidesparse.pattern import Pattern
-from slidesparse.prune import Linears, Pruner, output_error
+from slidesparse.prune import Pruner
 
 
 class SharedLayers:
@@ -43,36 +45,55 @@ class SharedLayers:
         layer: nn.Module,
         index: int,
         sets: Sequence[Sequence[str]],
-        linears: Mapping[str, nn.Linear],
+        linears: Mapping[str, nn.Linear | ExpertWeight],
         patterns: Mapping[str, Pattern],
         pruner: Pruner,
         samples: Sequence[Sample],
         store: LayerStore,
     ) -> tuple[dict[str, torch.Tensor], list[SetLoss]]:
         """Return the pruned weights of a layer, and what its sets lost, at every process."""
-        tree = self._grams(layer, index, {names[0]: linears[names[0]] for names in sets}, samples)
         solver = self._dealt(sets, linears)
         own: dict[str, torch.Tensor] = {}
         told: list[Any] = []
-        grams = {}
-        self.ranks.wait()
-        for names in sets:
-            head = names[0]
-            gram = tree.total(head, linears[head].weight.shape[1], solver[head], self.tensors)
-            if gram is not None:
-                grams[head] = gram
-        for names in sets:
-            if (gram := grams.pop(names[0], None)) is not None:
+        for part in in_parts(sets, only_experts(linears)):
+            tree = self._grams(layer, index, {names[0]: linears[names[0]] for names in part}, samples)
+            self.ranks.wait()
+            inputs = self._inputs(tree, part, linears, solver)
+            for names in (names for names in part if names[0] in inputs):
                 self.ranks.check()
-                originals = {name: store.weight(name, linears[name]) for name in names}
-                new = pruner.prune(Linears(originals, patterns[names[0]], gram))
-                loss = SetLoss(tuple(names), str(patterns[names[0]]), output_error(originals, new, gram))
+                new, loss = prune_set(names, linears, patterns[names[0]], pruner, inputs.pop(names[0]), store)
                 told.append([asdict(loss), _type_name(new[names[0]].dtype)])
                 own |= new
         return self._exchanged(sets, linears, solver, own, told)
 
+    def _inputs(
+        self, tree: GramTree, sets: Sequence[Sequence[str]], linears: Mapping[str, Any], solver: Mapping[str, int]
+    ) -> dict[str, Inputs]:
+        """Return what this process is to know of the inputs of the sets that it prunes, by their first linear."""
+        experts = only_experts({names[0]: linears[names[0]] for names in sets})
+        sums: dict[str, tuple[torch.Tensor, int]] = {}
+        for layer, one in {one.layer: one for one in experts.values()}.items():
+            total = self._everywhere(tree, layer, sum_columns(one))
+            sums[layer] = total, int(self._everywhere(tree, tokens_of(layer), 1))
+        inputs = {}
+        for head in (names[0] for names in sets):
+            gram = tree.total(head, linears[head].weight.shape[1], solver[head], self.tensors)
+            tokens = tree.total(tokens_of(head), 1, solver[head], self.tensors) if head in experts else None
+            if gram is not None and tokens is not None:
+                inputs[head] = expert_inputs(head, gram, int(tokens), *sums[experts[head].layer])
+            elif gram is not None:
+                inputs[head] = Inputs(gram)
+        return inputs
+
+    def _everywhere(self, tree: GramTree, name: str, columns: int) -> torch.Tensor:
+        """Return a sum over all shares at every process."""
+        total = tree.total(name, columns, 0, self.tensors)
+        here = self._empty((columns, columns), torch.float32) if total is None else total
+        self.tensors.broadcast(here, 0)
+        return here
+
     def _grams(
-        self, layer: nn.Module, index: int, linears: Mapping[str, nn.Linear], samples: Sequence[Sample]
+        self, layer: nn.Module, index: int, linears: Mapping[str, nn.Linear | ExpertWeight], samples: Sequence[Sample]
     ) -> GramTree:
         """Return the sums over this process's batches."""
         tree = GramTree(self.shares)
@@ -83,7 +104,7 @@ class SharedLayers:
             tree.add(share, collect_grams(layer, index, linears, here) if here else {})
         return tree
 
-    def _dealt(self, sets: Sequence[Sequence[str]], linears: Mapping[str, nn.Linear]) -> dict[str, int]:
+    def _dealt(self, sets: Sequence[Sequence[str]], linears: Mapping[str, nn.Linear | ExpertWeight]) -> dict[str, int]:
         """Return which process prunes each set, by its first linear."""
         costs = {}
         for names in sets:
@@ -95,7 +116,7 @@ class SharedLayers:
     def _exchanged(
         self,
         sets: Sequence[Sequence[str]],
-        linears: Mapping[str, nn.Linear],
+        linears: Mapping[str, nn.Linear | ExpertWeight],
         solver: Mapping[str, int],
         own: Mapping[str, torch.Tensor],
         told: Sequence[Any],
@@ -103,7 +124,7 @@ class SharedLayers:
         """Return all processes' pruned weights and losses, in the order of the sets."""
         known = {}
         for loss, kind in (one for several in self.ranks.gather(told) for one in several):
-            known[loss["names"][0]] = SetLoss(tuple(loss["names"]), loss["pattern"], loss["loss"]), kind
+            known[loss["names"][0]] = SetLoss(**{**loss, "names": tuple(loss["names"])}), kind
         pruned = {}
         for names in sets:
             dtype = getattr(torch, known[names[0]][1])

@@ -86,8 +86,8 @@ def _draw_waits(group: Group, path: Path) -> bool:
         return False
     axes.set_xlabel("output tokens a second, more is better")
     axes.set_ylabel("wait between tokens, 99th percentile, ms")
+    axes.margins(0.1)
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.1)
     axes.legend(frameon=False, fontsize=9)
     named = "mixed load" if loads == {MIXED_LOAD} else "loads"
     figure.suptitle(f"{group.name}, {named}: throughput and waits", x=0.01, ha="left", fontsize=11)
@@ -99,7 +99,8 @@ def _draw_waits(group: Group, path: Path) -> bool:
 def _draw_line(axes: Any, engine: str, points: list[tuple[float, float]]) -> None:
     style = {"color": _colour(engine), "label": LABELS.get(engine, engine), "marker": MARKERS.get(engine, "x")}
     if engine.startswith(STOCK):
-        style |= {"marker": "s", "markerfacecolor": "white" if engine == AGAIN else BLACK}
+        more_graphs = engine not in (STOCK, AGAIN)
+        style |= {"marker": "^" if more_graphs else "s", "markerfacecolor": "white" if engine == AGAIN else BLACK}
     line = "none" if len(points) == 1 else "--" if engine == CONTROL else "-"
     axes.plot(*zip(*points, strict=True), linestyle=line, markersize=8, **style)
 

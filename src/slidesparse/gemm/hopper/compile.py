@@ -31,8 +31,8 @@ TYPES = {
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
-    """Return the options for NVRTC, which the top of the source lists."""
+def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False) -> list[str]:
+    """Return the options for NVRTC, which the top of the source lists; ``grouped`` for the weights of many experts."""
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
     names = ", ".join(f"%{i}" for i in range(registers))
@@ -45,6 +45,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
         "STAGES": tile.stages,
         "SPLIT": tile.split,
         "BLOCKS": tile.blocks,
+        "GROUPED": int(grouped),
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -58,13 +59,13 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]
     ]
 
 
-def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
+def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False) -> bytes:
     """Return the machine code of a variant, from the cache or the compiler.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype)
+    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped)
     major, minor = nvrtc_version()
     key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"

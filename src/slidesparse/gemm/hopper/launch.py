@@ -41,6 +41,8 @@ class Arguments(ctypes.Structure):
         ("sparse_slabs", ctypes.c_int),
         ("bias_type", ctypes.c_int),
         ("group", ctypes.c_int),
+        ("experts", ctypes.c_void_p),
+        ("used", ctypes.c_void_p),
     )
 
 
@@ -227,8 +229,8 @@ def _launch(
 
 
 @cache
-def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
-    """Return the variant, loaded on a device for the life of the process.
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool = False) -> Kernel:
+    """Return the variant, loaded on a device for the life of the process; ``grouped`` for the weights of many experts.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
@@ -238,7 +240,7 @@ def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: 
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
             remedy="run the layer once with as many tokens before the capture",
         )
-    driver, code = _driver(), cubin(tile, dtype, out_dtype)
+    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped)
     with torch.cuda.device(device):
         status, context = driver.cuDevicePrimaryCtxRetain(device)
         _check(status, "cuDevicePrimaryCtxRetain")
@@ -254,7 +256,9 @@ def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: 
     return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def load_kernels(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
+def load_kernels(
+    tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool = False
+) -> None:
     """Load the variants of many tiles; those that no cache holds are compiled in parallel.
 
     Raises:
@@ -262,9 +266,9 @@ def load_kernels(tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dty
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype), tiles))
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped), tiles))
     for tile in tiles:
-        load_kernel(tile, dtype, out_dtype, device)
+        load_kernel(tile, dtype, out_dtype, device, grouped)
 
 
 @lru_cache(maxsize=1)

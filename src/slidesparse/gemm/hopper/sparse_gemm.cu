@@ -39,8 +39,11 @@
 // With few tokens there are fewer tiles than multiprocessors. Then the SPLIT blocks of a cluster share the steps of a tile
 // and add their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
 //
+// GROUPED is for mixtures of experts: each token tile belongs to one expert, whose weights, scales and bias follow those of
+// the expert before it. Which expert, and how many tiles have work, only the device knows; the other blocks leave at once.
+//
 // The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
-// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT and BLOCKS (of a multiprocessor). Since a preprocessor cannot count, they define the
+// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor) and GROUPED. Since a preprocessor cannot count, they define the
 // accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints
 // "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_4).
 
@@ -128,6 +131,7 @@ constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixteens, and the weights of a tile are contiguous");
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
+static_assert(!GROUPED || SPLIT == 1, "the blocks of a cluster must all have work, or none");
 
 struct Arguments {
     const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
@@ -143,6 +147,8 @@ struct Arguments {
     int sparse_slabs;
     int bias_type;        // 0 none, 1 float32, 2 bfloat16, 3 float16
     int group;            // row tiles that neighbouring tiles cycle through, so that they share them in L2
+    const int* experts;   // GROUPED: [token tiles] the expert of each
+    const int* used;      // GROUPED: [1] token tiles with work, the first ones
 };
 
 // ---- barriers and copies ---------------------------------------------------------------------------------------------
@@ -203,7 +209,8 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 struct Tiles {
     int row_tiles, token_tiles, group;
     __device__ __forceinline__ explicit Tiles(const Arguments& p)
-        : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)), token_tiles(ceil_div(p.tokens, TOKENS)), group(p.group) {}
+        : row_tiles(ceil_div(p.channels, TILE_BLOCKS * ROWS)),
+          token_tiles(GROUPED ? __ldcg(p.used) : ceil_div(p.tokens, TOKENS)), group(p.group) {}
     __device__ __forceinline__ int count() const { return row_tiles * token_tiles; }
     // Tiles are numbered group by group of `group` row tiles; within a group, token tile by token tile.
     __device__ __forceinline__ void locate(int tile, int& row_tile, int& token_tile) const {
@@ -214,6 +221,15 @@ struct Tiles {
         token_tile = within / height;
     }
 };
+
+__device__ __forceinline__ int expert_of(const Arguments& p, int token_tile) {
+    return GROUPED ? __ldcg(p.experts + token_tile) : 0;
+}
+
+// The first row block of an expert, whose weights are padded to whole row tiles.
+__device__ __forceinline__ int first_block(const Arguments& p, int expert) {
+    return GROUPED ? expert * ceil_div(p.channels, W_TILE * ROWS) * W_TILE : 0;
+}
 
 // The slabs of a tile that a block multiplies: [dense, dense_end) and [sparse, sparse_end).
 struct Range {
@@ -262,12 +278,14 @@ struct Producer {
 
     // Load the weights of the first steps, as many as there are stages.
     __device__ __forceinline__ void load_early() const {
+        if (GROUPED && first_tile() >= tiles.count()) return;
         Place place;
         load<WEIGHTS>(place, first_tile(), 0, early_steps());
     }
 
     // Load everything else.
     __device__ __forceinline__ void load_rest() const {
+        if (GROUPED && first_tile() >= tiles.count()) return;
         Place place;
         load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
         int from = early_steps();
@@ -280,7 +298,8 @@ struct Producer {
     __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
-        const int rows = ceil_div(p.tokens, 8) * 8, block = row_tile * TILE_BLOCKS, token = token_tile * TOKENS;
+        const int rows = ceil_div(p.tokens, 8) * 8, token = token_tile * TOKENS;
+        const int block = first_block(p, expert_of(p, token_tile)) + row_tile * TILE_BLOCKS;
         const int x_bytes = min(TOKENS, rows - token) * SLAB;  // no result of the stage's bytes past them is stored
         auto copy_x = [&](int slab) {
             copy(ring.stage(place), p.x + ((i64)slab * rows + token) * SLAB, x_bytes, ring.full_of(place));
@@ -545,12 +564,12 @@ struct Epilogue {
         : p(p), factors((float*)(shared + PIECE_BYTES)), piece(shared), warpgroup(warpgroup) {}
 
     // Fetch this thread's share of a tile's scales and bias, before the multiplication, which hides the latency.
-    __device__ __forceinline__ void fetch(int row_tile, int token) {
+    __device__ __forceinline__ void fetch(int row_tile, int token, int expert) {
         first_channel = (row_tile * TILE_BLOCKS + warpgroup * ROW_BLOCKS) * ROWS;
         first_token = token;
         const int channel = min(first_channel + thread, p.channels - 1);
-        channel_scale = p.scale_w ? p.scale_w[channel] : 1.f;
-        channel_bias = bias_of(p, channel);
+        channel_scale = p.scale_w ? p.scale_w[expert * p.channels + channel] : 1.f;
+        channel_bias = bias_of(p, expert * p.channels + channel);
 #pragma unroll
         for (int i = 0; i < (SHARE + 127) / 128; i++)
             token_scale[i] = p.scale_x ? p.scale_x[min(first_token + thread + i * 128, p.tokens - 1)] : 1.f;
@@ -708,6 +727,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        if (GROUPED) await_activations();  // and what says which tiles there are
         const Producer producer(p, ring, rank);
         const bool leader = threadIdx.x % 128 == 0;
         if (leader) producer.load_early();
@@ -721,6 +741,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+        if (GROUPED) await_activations();
         const Tiles tiles(p);
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
@@ -729,7 +750,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
-            epilogue.fetch(row_tile, token_tile * TOKENS + rank * SHARE);
+            epilogue.fetch(row_tile, token_tile * TOKENS + rank * SHARE, expert_of(p, token_tile));
             const Range range = range_of(p, rank);
 #if SPLIT == 1
             consumer.multiply(range, d);

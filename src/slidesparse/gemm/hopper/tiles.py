@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import torch
 
+from slidesparse.expert_rows import rows_needed
 from slidesparse.gemm.hopper.weights import step_bytes
 from slidesparse.layout import SLAB_BYTES
 
@@ -141,7 +142,10 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
     blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts.
     """
-    blocks = tile.count(tokens, channels) * tile.split
+    return _work(tile, tile.count(tokens, channels) * tile.split, steps)
+
+
+def _work(tile: Tile, blocks: int, steps: int) -> tuple[float, int]:
     most = -(-blocks // MULTIPROCESSORS)
     load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
     return load * steps / tile.split, -(-most // tile.blocks)
@@ -199,3 +203,54 @@ def _cycles(tile: Tile, tokens: torch.Tensor, channels: int, steps: int) -> torc
     most = -(-blocks // MULTIPROCESSORS)
     load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
     return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
+
+
+# -- mixtures of experts ---------------------------------------------------------------------------------------------
+
+WHOLE = tuple(tile for tile in TILES if tile.split == 1)
+"""The tiles of grouped products: a cluster would need all of its blocks to have work, or none."""
+
+
+ROW_STEP = 0.25
+"""Clock cycles of the whole GPU in which a row of a step, 128 lifted bytes and what they are made of, is read and
+written before the product: some 600 bytes at 4 TB/s. By arithmetic, and not measured yet."""
+
+
+def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...]) -> tuple[Tile, ...]:
+    """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
+
+    The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
+    expert one half is empty on average. Rows are lifted whether they have a token or not, so large tiles cost more.
+
+    Args:
+        pairs: Tokens times the experts of each.
+        experts: Experts here.
+        sizes: Of each linear the rows of its weight, and its steps.
+
+    >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
+    ['16x64b3', '16x64b3']
+    >>> [str(tile) for tile in choose_grouped(131072, 128, ((1536, 24), (2048, 9)))]
+    ['160x256', '160x256']
+    """
+
+    def cost(tile: Tile, channels: int, steps: int) -> float:
+        blocks = round(_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels))
+        own, tiles = _work(tile, blocks, steps)
+        return TILES[tile].step * own + TILES[tile].tile * tiles
+
+    best: tuple[float, tuple[Tile, ...]] | None = None
+    for tokens in sorted({tile.tokens for tile in WHOLE}):
+        like = [tile for tile in WHOLE if tile.tokens == tokens]
+        chosen = tuple(min(like, key=lambda tile: cost(tile, *size)) for size in sizes)
+        lifted = rows_needed(pairs, experts, tokens) * sum(steps for _, steps in sizes) * ROW_STEP
+        total = lifted + sum(cost(tile, *size) for tile, size in zip(chosen, sizes, strict=True))
+        if best is None or total < best[0]:
+            best = total, chosen
+    assert best is not None
+    return best[1]
+
+
+def _token_tiles(pairs: int, experts: int, tokens: int) -> float:
+    """Token tiles of all experts, where each pair has a random one."""
+    touched = experts * (1 - (1 - 1 / experts) ** pairs)
+    return max(1.0, touched * max(1.0, pairs / touched / tokens + 0.5))

@@ -24,6 +24,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.engine import prepare_engine
+from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
     NamedLayer,
@@ -95,7 +96,8 @@ class SlideSparseConfig(CompressedTensorsConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
         if self.quantised:
-            return super().get_quant_method(layer, prefix)
+            method = super().get_quant_method(layer, prefix)
+            return self._with_experts(method, layer, prefix)
         if not isinstance(layer, LinearBase):
             return None
         model = self.prepare_model()
@@ -115,6 +117,18 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return scheme
         named = self._find_layer(layer, layer_name, model.status)
         return scheme if named is None else SlideScheme(scheme, named, model)
+
+    def _with_experts(
+        self, method: QuantizeMethodBase | None, layer: torch.nn.Module, prefix: str
+    ) -> QuantizeMethodBase | None:
+        """Return a method that packs experts, where the user wants that of experts which vLLM quantised for us."""
+        if not is_of_experts(method):
+            return method
+        model = self.prepare_model()
+        if model.options.experts == "dense":
+            return method
+        model.status.expect_layer(prefix, layer)
+        return pack_experts_by(method, prefix, model)
 
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.

@@ -1,0 +1,156 @@
+"""The experts of a layer: gate and up, SiLU * up, down, and the sum over the experts of each token.
+
+Two grouped products run them, with the kernels of a linear around them: rows are quantised and lifted in the order of
+their experts, SiLU * up is part of the second lift, and one kernel sums the products of a token in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.expert_rows import Arrangement, arrange
+from slidesparse.expert_sum import weighted_sum
+from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
+from slidesparse.layout import Lifted, LinearTensors
+from slidesparse.lifting import find_lift
+from slidesparse.packed import PackedWeight
+from slidesparse.prologue import Prologue
+
+
+class _Linear(nn.Module):
+    """One linear of all experts, as a product reads it."""
+
+    operand: torch.Tensor
+    scale: torch.Tensor
+    column_map: torch.Tensor
+
+    def __init__(self, experts: Sequence[PackedWeight], product: GroupedProduct) -> None:
+        super().__init__()
+        first = experts[0]
+        order = product.layout.order(first)
+        self.out_features, self.in_features = first.shape
+        self.dtype, self.product = first.dtype, product
+        self._order = () if order is None else tuple(order.numbers)
+        scales = [packed.scale for packed in experts if packed.scale is not None]
+        self.register_buffer("operand", product.prepare(experts), persistent=False)
+        self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
+        self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
+
+    def lift(self, x: torch.Tensor, prologue: Prologue) -> Lifted:
+        found = find_lift(self.product.layout, prologue, len(x), x.dtype, self.dtype, x.device, self._order)
+        return found(x, None, LinearTensors(self.column_map, None, (), None, None, None), 0.0)
+
+
+class SlideExperts(nn.Module):
+    """The experts of a layer of a mixture, packed; routers, shared experts and norms are not part of it.
+
+    Args:
+        gate_up: Of every expert the packed weight [2I, H], gate first.
+        down: Of every expert the packed weight [H, I].
+        product: What multiplies; None: the definition in torch.
+
+    Raises:
+        InputError: No expert, sizes that do not fit each other, or weights that are not quantised.
+        UnsupportedError: Experts of a layer with different patterns, or a partial one: they share the lifted tokens.
+    """
+
+    def __init__(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], product: GroupedProduct | None = None
+    ) -> None:
+        super().__init__()
+        self.product = TorchExperts() if product is None else product
+        for name, experts in (("gate and up", gate_up), ("down", down)):
+            _check_alike(name, experts)
+        (width, hidden), inner = gate_up[0].shape, down[0].shape[1]
+        if len(gate_up) != len(down) or width != 2 * inner or down[0].shape[0] != hidden:
+            raise InputError(
+                "experts",
+                got=f"{len(gate_up)} of {[width, hidden]}, {len(down)} of {list(down[0].shape)}",
+                needed="as many of [2I, H] as of [H, I]",
+            )
+        self.count, self.hidden = len(gate_up), hidden
+        self.gate_up, self.down = _Linear(gate_up, self.product), _Linear(down, self.product)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return ``sum over k of weights[t, k] * expert[chosen[t, k]](x[t])``.
+
+        Args:
+            x: [M, H], bfloat16, float16 or float32.
+            weights: [M, k], of the router.
+            chosen: Integers [M, k], the experts of every token; negative where one is not here.
+
+        Returns:
+            [M, H] in x's type.
+
+        Raises:
+            InputError: Sizes that do not fit each other.
+        """
+        rows = x.dim() == 2 and x.shape[1] == self.hidden
+        if not rows or chosen.shape[:1] != x.shape[:1] or weights.shape != chosen.shape:
+            raise InputError(
+                "tokens of a mixture",
+                got=f"{list(x.shape)}, experts {list(chosen.shape)}, weights {list(weights.shape)}",
+                needed=f"[M, {self.hidden}], [M, k], [M, k]",
+            )
+        if not chosen.numel():
+            return torch.zeros_like(x)
+        first, second = self._tiles(chosen.numel())
+        at = arrange(chosen, self.count, first.tokens)
+        inner = self._multiply(self.gate_up, x[at.tokens], "none", at, first)
+        outer = self._multiply(self.down, inner, "silu_mul", at, second)
+        return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
+
+    def _tiles(self, pairs: int) -> Sequence[TokenTile]:
+        linears = (self.gate_up, self.down)
+        operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
+        return self.product.tiles(pairs, operands, outs)
+
+    def _multiply(
+        self, linear: _Linear, x: torch.Tensor, prologue: Prologue, at: Arrangement, tile: TokenTile
+    ) -> torch.Tensor:
+        lifted = linear.lift(x, prologue)
+        return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
+
+
+def split_rows(packed: PackedWeight, count: int) -> list[PackedWeight]:
+    """Return the weights of experts that were packed as one, [count * out, K], without copies.
+
+    Raises:
+        InputError: The rows do not divide.
+    """
+    rows, columns = packed.shape
+    if count < 1 or rows % count:
+        raise InputError("rows of experts packed as one", got=rows, needed=f"a multiple of {count}")
+    out = rows // count
+
+    def part(expert: int) -> PackedWeight:
+        own = slice(expert * out, (expert + 1) * out)
+        segments = tuple(
+            replace(segment, values=segment.values[own], code=None if segment.code is None else segment.code[own])
+            for segment in packed.segments
+        )
+        scale = None if packed.scale is None else packed.scale[own]
+        return replace(packed, shape=(out, columns), segments=segments, scale=scale)
+
+    return [part(expert) for expert in range(count)]
+
+
+def _check_alike(name: str, experts: Sequence[PackedWeight]) -> None:
+    if not experts or any(packed.scale is None for packed in experts):
+        raise InputError(f"{name} of experts", got=f"{len(experts)} weights", needed="packed INT8 or FP8 weights")
+    kinds = {(packed.shape, packed.dtype, packed.k_offset) for packed in experts}
+    if len(kinds) > 1:
+        raise InputError(f"{name} of experts", got=f"{len(kinds)} kinds", needed="one size, type and offset")
+    patterns = {str(packed.pattern) for packed in experts}
+    if len(patterns) > 1 or len(experts[0].segments) > 1 or experts[0].segments[0].kind != "2:4":
+        raise UnsupportedError(
+            f"{name} of experts that share their lifted tokens",
+            got=", ".join(sorted(patterns)),
+            needed="one uniform pattern, such as 6:8",
+            remedy="prune all experts of a layer to one pattern",
+        )

@@ -1,0 +1,109 @@
+"""What multiplies tokens by the weights of their experts: the protocol, and its definition in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from slidesparse.expert_rows import Arrangement
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.layout import Layout, Lifted
+from slidesparse.packed import PackedWeight
+
+
+class TokenTile(Protocol):
+    """The part of a product that has one expert."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of X."""
+        ...
+
+
+class GroupedProduct(Protocol):
+    """A backend of mixtures: :class:`TorchExperts`, :class:`slidesparse.gemm.hopper.grouped.HopperExperts`.
+
+    Attributes:
+        layout: The layout in which it reads activations.
+    """
+
+    layout: Layout
+
+    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
+        """Return the weights of all experts as one tensor, expert by expert; they have one size, type and pattern."""
+        ...
+
+    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[TokenTile, ...]:
+        """Return a tile for each linear that the same tokens go through, all of one number of tokens.
+
+        Args:
+            pairs: Tokens times the experts of each.
+            operands: Of each linear, from :meth:`prepare`.
+            out_features: Of each linear the rows of a weight.
+        """
+        ...
+
+    def multiply(
+        self,
+        x: Lifted,
+        operand: torch.Tensor,
+        scale: torch.Tensor,
+        at: Arrangement,
+        out_dtype: torch.dtype,
+        tile: Any,
+    ) -> torch.Tensor:
+        """Return ``scale_x[p] * scale[e, n] * sum over k of W[e, n, k] x[p, k]`` [P, N], e the expert of row p.
+
+        Args:
+            x: P rows in the layout, with their scales.
+            operand: From :meth:`prepare`.
+            scale: float32 [experts, N], contiguous.
+            at: The experts of the rows.
+            out_dtype: Type of the result.
+            tile: From :meth:`tiles`; ``at`` was made for it.
+
+        Raises:
+            InputError: Sizes that do not fit each other.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of X."""
+
+    tokens: int
+
+
+class TorchExperts:
+    """The definition: tile by tile in torch, exact for INT8, slow; it waits for the device."""
+
+    layout = Layout(lifted=True)
+
+    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
+        """Return the slid matrices of all experts, zeros in place: [experts, N, K']."""
+        return torch.stack([packed.columns() for packed in experts])
+
+    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Rows, ...]:
+        """Return tiles of four rows."""
+        return tuple(Rows(4) for _ in operands)
+
+    def multiply(
+        self,
+        x: Lifted,
+        operand: torch.Tensor,
+        scale: torch.Tensor,
+        at: Arrangement,
+        out_dtype: torch.dtype,
+        tile: TokenTile,
+    ) -> torch.Tensor:
+        """See :class:`GroupedProduct`; rows past the used tiles are 0."""
+        y = torch.zeros(x.values.shape[0], scale.shape[1], dtype=out_dtype, device=operand.device)
+        for number, expert in enumerate(at.experts[: int(at.used)].tolist()):
+            rows = slice(number * tile.tokens, (number + 1) * tile.tokens)
+            of_rows = None if x.scale is None else x.scale[rows]
+            y[rows] = apply_scales(product(x.values[rows], operand[expert]), of_rows, scale[expert], None, out_dtype)
+        return y

@@ -1,0 +1,99 @@
+"""The grouped product on Hopper: one launch multiplies the tokens of all experts of a mixture by their own weights.
+
+Rows of X stand in the order of their experts, and each token tile has one expert (slidesparse/expert_rows.py). The
+kernel is that of a single weight; it finds the expert of a tile, and the number of tiles with rows, in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from slidesparse.base.torch_private import current_stream, empty, is_current
+from slidesparse.errors import InputError
+from slidesparse.expert_rows import Arrangement
+from slidesparse.gemm.hopper.compile import OUTPUTS
+from slidesparse.gemm.hopper.launch import Arguments, load_kernel, load_kernels
+from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, sparse_steps, step_bytes
+from slidesparse.layout import SLAB_BYTES, Layout, Lifted, check_slabs
+from slidesparse.packed import PackedWeight
+from slidesparse.support import check_vector
+
+
+class HopperExperts:
+    """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
+
+    layout = Layout(lifted=True, multiple=1, slabs=SLABS)
+
+    def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
+        """Return the 2:4 steps of all experts: uint8 [experts, row tiles, slabs, 4, 4096 + metadata]."""
+        steps = torch.stack([sparse_steps(packed) for packed in experts])
+        if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
+            torch.cuda.current_stream(steps.device).synchronize()
+        return steps
+
+    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Tile, ...]:
+        """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
+        sizes = tuple((out, operand.shape[2]) for out, operand in zip(out_features, operands, strict=True))
+        return _tiles(pairs, operands[0].shape[0], sizes)
+
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
+        """Compile and load every tile.
+
+        Raises:
+            UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
+        """
+        load_kernels(WHOLE, dtype, out_dtype, device, grouped=True)
+
+    def multiply(
+        self,
+        x: Lifted,
+        operand: torch.Tensor,
+        scale: torch.Tensor,
+        at: Arrangement,
+        out_dtype: torch.dtype,
+        tile: Tile,
+    ) -> torch.Tensor:
+        """See :class:`slidesparse.gemm.grouped.GroupedProduct`; rows of nobody hold anything."""
+        device = operand.get_device()
+        if not is_current(device):
+            with torch.cuda.device(device):
+                return self.multiply(x, operand, scale, at, out_dtype, tile)
+        (rows, columns), (experts, out), dtype = x.values.shape, scale.shape, x.values.dtype
+        slabs = columns * dtype.itemsize // SLAB_BYTES
+        needed = (experts, -(-out // TILE_ROWS), slabs, 4, step_bytes(dtype.itemsize))
+        if operand.shape != needed or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
+            raise InputError(
+                "grouped product",
+                got=f"activations {[rows, columns]}, weights {list(operand.shape)}, {len(at.experts)} tiles",
+                needed=f"weights {list(needed)}, {rows // tile.tokens} tiles of {tile.tokens} rows",
+            )
+        check_slabs(x.values, SLABS.padded(rows) * SLAB_BYTES * slabs)
+        check_vector("token scales for the grouped product", x.scale, rows, operand.device, (torch.float32,))
+        y = empty(rows, out, out_dtype, device)
+        if not y.numel():
+            return y
+        arguments = Arguments(
+            x=x.values.data_ptr(),
+            sparse=operand.data_ptr(),
+            scale_x=None if x.scale is None else x.scale.data_ptr(),
+            scale_w=scale.data_ptr(),
+            y=y.data_ptr(),
+            tokens=rows,
+            channels=out,
+            sparse_slabs=slabs,
+            group=GROUP,
+            experts=at.experts.data_ptr(),
+            used=at.used.data_ptr(),
+        )
+        kernel = load_kernel(tile, dtype, out_dtype, device, grouped=True)
+        kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
+        return y
+
+
+@lru_cache(maxsize=4096)
+def _tiles(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...]) -> tuple[Tile, ...]:
+    return choose_grouped(pairs, experts, sizes)

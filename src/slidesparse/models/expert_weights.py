@@ -1,0 +1,140 @@
+"""One expert's weight as a linear's, and what reaches it while its layer runs, whatever the class of the experts.
+
+transformers multiplies by slices of one parameter for all experts, or by modules, and has a class for each family. All
+of them call a product of torch with a weight that lies in a parameter which is known. So the products are watched, and
+where the weight lies in memory says which expert it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from slidesparse.models.experts import Experts, find_experts
+
+_METHODS = (torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm, torch.Tensor.__matmul__)
+PRODUCTS: frozenset[Callable[..., Any]] = frozenset((F.linear, torch.matmul, torch.mm, torch.bmm, *_METHODS))
+"""Functions whose second argument may be a weight."""
+
+INNER = re.compile(r"(?:.*\.)?(?:down_proj|w2|fc2|output_linear|c_proj)(?:\.weight)?")
+"""Names of weights that read what is inside of an expert; all others read what the router sends there."""
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """The weight of one expert.
+
+    Attributes:
+        module: The module with the experts of the layer.
+        parameter: The parameter of it that holds the weight.
+        expert: The expert's place in the parameter; None for a parameter of its own.
+        transposed: Whether it is held as [in, out].
+        layer: The name under which the weights of this kind of all experts are pruned.
+    """
+
+    module: nn.Module
+    parameter: str
+    expert: int | None
+    transposed: bool
+    layer: str
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The weight as the model holds it."""
+        parameter = self.module.get_parameter(self.parameter).detach()
+        return parameter if self.expert is None else parameter[self.expert]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in], in the model's memory."""
+        return self.held.T if self.transposed else self.held
+
+    @property
+    def reads_inside(self) -> bool:
+        """Whether its inputs are those of one expert, so that they mean something else in another."""
+        return INNER.fullmatch(self.parameter) is not None
+
+
+def expert_weights(model: nn.Module, found: Iterable[Experts], layers: Container[str]) -> dict[str, ExpertWeight]:
+    """Return the weights of all experts by name, such as ``model.layers.3.mlp.experts.gate_up_proj.7``.
+
+    Args:
+        model: The model.
+        found: Its experts, of which it is known how they multiply.
+        layers: Names of :meth:`Experts.layer`, of those that are wanted.
+    """
+    weights: dict[str, ExpertWeight] = {}
+    for one in found:
+        module, transposed = model.get_submodule(one.name), bool(one.transposed)
+        for leaf in (leaf for leaf in one.weights if one.layer(leaf) in layers):
+            layer = one.layer(leaf)
+            for member in one.members:
+                weight = ExpertWeight(module, f"{member}.{leaf}", None, transposed, layer)
+                weights[one.expert(leaf, member)] = weight
+            for expert in range(0 if one.members else one.count):
+                weights[one.expert(leaf, expert)] = ExpertWeight(module, leaf, expert, transposed, layer)
+    return weights
+
+
+def calibrated_experts(model: nn.Module, layers: Container[str]) -> dict[str, ExpertWeight]:
+    """Return the weights of a model's experts by name, and let experts multiply one after the other.
+
+    Faster ways to run them, which transformers may choose, sort the tokens and multiply by all experts at once.
+
+    Args:
+        model: The model.
+        layers: Names of :meth:`Experts.layer`, of those that are wanted.
+    """
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")
+    return expert_weights(model, find_experts(model), layers)
+
+
+def only_experts(linears: Mapping[str, Any]) -> dict[str, ExpertWeight]:
+    """Return those of some linears that are weights of experts."""
+    return {name: one for name, one in linears.items() if isinstance(one, ExpertWeight)}
+
+
+class WatchExperts(TorchFunctionMode):
+    """While it is active, tells the inputs of experts' weights.
+
+    Args:
+        weights: Name -> weight; the model must hold them.
+        see: Gets a name and its inputs [tokens, in].
+    """
+
+    def __init__(self, weights: Mapping[str, ExpertWeight], see: Callable[[str, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.see = see
+        self.names = {_place(weight.held): name for name, weight in weights.items()}
+        self.parameters = {_place(weight.module.get_parameter(weight.parameter)) for weight in weights.values()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function; note its input when it is a product with an expert's weight."""
+        if func in PRODUCTS and len(args) >= 2:
+            x, weight = args[:2]
+            if weight.dim() == 2:
+                self._note(x.detach().flatten(0, -2), weight)
+            elif _place(weight) in self.parameters:  # all experts at once; zeros are tokens of other experts
+                for rows, one in zip(x.detach(), weight, strict=True):
+                    self._note(rows[(rows != 0).any(1)], one)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        name = self.names.get(_place(weight))
+        if name is not None and len(x):
+            self.see(name, x)
+
+
+def _place(weight: torch.Tensor) -> int:
+    return weight.data_ptr()

@@ -1,0 +1,260 @@
+"""Experts are pruned with what their router sends them, in every form in which a checkpoint has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from checkpoints import add_tokenizer, write_text
+from small_models import make
+
+import slidesparse
+from slidesparse.base.traced_tensor import TracedTensor, origin_of
+from slidesparse.commands.dry_run import dry_run
+from slidesparse.commands.inspect import inspect_checkpoint
+from slidesparse.commands.prune import PruneOptions, PruneSummary, prune_checkpoint
+from slidesparse.errors import UnsupportedError
+from slidesparse.files.calibration import Calibration, calibration_windows
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_rows import ExpertRows, find_expert_rows
+from slidesparse.files.expert_tensors import ExpertTensor
+from slidesparse.files.layer_stream import CheckpointLayerStore
+from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import Experts
+from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.sparsify import run_once, sets_to_prune
+from slidesparse.models.targets import find_targets
+from slidesparse.pattern import Pattern
+from slidesparse.prune import Linears, get_pruner
+
+FORMS = {
+    "mixtral": "one tensor an expert, gate and up apart",
+    "granitemoe": "one tensor for all",
+    "gpt-oss": "transposed, gate and up between each other",
+    "llama4-text": "transposed, cut in 8 bits",
+    "qwen3-vl-moe": "transposed in the checkpoint alone, cut in 8 bits",
+}
+SAMPLES, LENGTH = 16, 16
+
+
+def source(folder: Path, name: str) -> Calibration:
+    """Write a small mixture, and a text of 256 tokens: some experts see fewer than they have columns."""
+    make(folder / "m", ARCHITECTURES[name], torch.float32)
+    add_tokenizer(folder / "m")
+    return Calibration(str(write_text(folder / "text.txt")), SAMPLES, LENGTH)
+
+
+def pruned(folder: Path, text: Calibration, method: str, dtype: str = "fp32", to: str = "s") -> PruneSummary:
+    return prune_checkpoint(folder / "m", folder / to, PruneOptions("6:8", dtype, method, text))
+
+
+def windows(folder: Path, model: Any, text: Calibration) -> torch.Tensor:
+    return calibration_windows(folder / "m", model.config, text)
+
+
+def contents(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.tensor(name) for name in checkpoint.files}
+
+
+# -- against the definition --------------------------------------------------------------------------------------------
+
+
+def routed_grams(folder: Path, text: Calibration) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """A Mixtral, and of layer 0 the gram matrices before and inside of each expert, and the tokens of each."""
+    model = transformers.MixtralForCausalLM.from_pretrained(folder / "m", dtype=torch.float32).eval()
+    experts = model.model.layers[0].mlp.experts
+    before, inner, tokens = ([0] * 4 for _ in range(3))
+
+    def note(_: Any, args: tuple[Any, ...]) -> None:
+        for e in range(4):
+            x = args[0][(args[1] == e).any(1)]
+            gate, up = (x @ experts.gate_up_proj[e].T).chunk(2, 1)
+            h = torch.nn.functional.silu(gate) * up
+            before[e], inner[e], tokens[e] = before[e] + x.T @ x, inner[e] + h.T @ h, tokens[e] + len(x)
+
+    experts.register_forward_pre_hook(note)
+    with torch.no_grad():
+        model(input_ids=windows(folder, model, text))
+    return model, before, inner, tokens
+
+
+def test_wanda_follows_the_definition(tmp_path: Path) -> None:
+    text = source(tmp_path, "mixtral")
+    summary = pruned(tmp_path, text, "wanda")
+    model, before, inner, tokens = routed_grams(tmp_path, text)
+    assert sum(tokens) == 2 * SAMPLES * LENGTH
+    assert min(tokens) < 64 < max(tokens)  # so that one borrows what the router sends, and one does not
+    assert any(64 < count < 152 for count in tokens)
+    state, named = slidesparse.load(tmp_path / "s").state_dict(), {}
+    for e in range(4):
+        outer, inside = before[e].diagonal(), inner[e].diagonal()
+        if tokens[e] < 64:
+            outer = outer + sum(before).diagonal() * ((64 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
+            named[f"gate_up_proj.{e}"] = f"{tokens[e]} tokens of 64"
+        if tokens[e] < 152:
+            inside = inside + sum(inner).trace() / 152 * ((152 - tokens[e]) / sum(tokens))  # type: ignore[attr-defined]
+            named[f"down_proj.{e}"] = f"{tokens[e]} tokens of 152"
+        for leaf, squares in (("gate_up_proj", outer), ("down_proj", inside)):
+            weight = model.state_dict()[f"model.layers.0.mlp.experts.{leaf}"][e]
+            groups = (weight**2 * squares).reshape(len(weight), -1, 8)
+            keep = torch.ones_like(groups).scatter(-1, groups.argsort(-1)[..., :2], 0).reshape(weight.shape)
+            assert torch.equal(state[f"model.layers.0.mlp.experts.{leaf}"][e], weight * keep)
+    first = {key: words for key, words in summary.borrowed.items() if ".0.mlp." in key}
+    assert first == {f"model.layers.0.mlp.experts.{key}": words for key, words in named.items()}
+    assert f"layer: {len(summary.borrowed)} of the experts' weights, such as model." in summary.describe()
+    assert {key for names in summary.losses for key in names.split() if "experts" in key} == {
+        f"model.layers.{i}.mlp.experts.{leaf}.{e}"
+        for i in range(2)
+        for leaf in ("gate_up_proj", "down_proj")
+        for e in range(4)
+    }
+
+
+def test_sparsegpt_keeps_more_of_what_is_routed(tmp_path: Path) -> None:
+    text = source(tmp_path, "mixtral")
+    options = PruneOptions("6:8", "fp32", "sparsegpt", text, ignore=("re:.*layers.1.*",))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    model, before, inner, tokens = routed_grams(tmp_path, text)
+    state = slidesparse.load(tmp_path / "s").state_dict()
+    for leaf, grams in (("gate_up_proj", before), ("down_proj", inner)):
+        for e in (e for e in range(4) if tokens[e] > 32):
+            weight = model.state_dict()[f"model.layers.0.mlp.experts.{leaf}"][e]
+            by_size = get_pruner("magnitude").prune(Linears({"w": weight}, Pattern.parse("6:8")))["w"]
+            ours, theirs = (
+                float((((new - weight) @ grams[e]) * (new - weight)).sum())
+                for new in (state[f"model.layers.0.mlp.experts.{leaf}"][e], by_size)
+            )
+            assert ours < 0.6 * theirs
+
+
+# -- every form --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_written_is_what_a_model_in_memory_becomes(tmp_path: Path, name: str) -> None:
+    text = source(tmp_path, name)
+    dtype = "fp32" if name in ("gpt-oss", "granitemoe") else "int8"
+    would = dry_run(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype, "wanda", text))
+    assert would.time.seconds > 0
+    summary = pruned(tmp_path, text, "wanda", dtype)
+    assert inspect_checkpoint(tmp_path / "s").ok
+    known = getattr(transformers, ARCHITECTURES[name].model)
+    model = known.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    linears = {key: model.get_submodule(key) for key in find_targets(model).linears if key in summary.patterns}
+    weights = calibrated_experts(model, set(summary.experts))
+    patterns = dict.fromkeys([*linears, *weights], Pattern.parse("6:8"))
+    pruner, layers = get_pruner("wanda"), find_layer_list(model, linears)
+    sets = sets_to_prune(model, linears, {key: patterns[key] for key in linears}, pruner, run_once(model))
+    ids = windows(tmp_path, model, text)
+    samples = record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
+    everything = [*sets, *([key] for key in weights)]
+    list(prune_layers(model, layers, everything, patterns, pruner, samples, experts=weights))
+    expected, found = model.state_dict(), slidesparse.load(tmp_path / "s").state_dict()
+    assert len(summary.experts) * 4 == len(weights)
+    for layer in summary.experts:
+        near = 1e-5 if dtype == "fp32" else float(expected[layer].abs().max()) / 200
+        torch.testing.assert_close(found[layer].float(), expected[layer], rtol=1e-3, atol=near)
+
+
+def rows_of(one: Experts, state: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> list[ExpertRows]:
+    """The rows of experts whose parameters were computed so from tensors of these shapes."""
+    meta: Any = SimpleNamespace(names=SimpleNamespace(origins={key: origin_of(value) for key, value in state.items()}))
+    checkpoint: Any = SimpleNamespace(stored=lambda name: SimpleNamespace(shape=shapes[name]))
+    tensors = {name: ExpertTensor(one, "layer", name.endswith("turned")) for name in shapes}
+    return find_expert_rows([one], meta, checkpoint, tensors)
+
+
+def test_rows_of_experts_that_are_modules() -> None:
+    shapes = {f"hub.{expert}": (6, 4) for expert in range(2)}
+    state = {f"experts.{i}.up.weight": TracedTensor.named(f"hub.{i}", (6, 4)) for i in range(2)}
+    one = Experts("experts", 2, {"up.weight": (6, 4)}, False, ("0", "1"))
+    assert rows_of(one, dict(state), shapes) == [ExpertRows(f"experts.{i}.up", f"hub.{i}", 0, 0, 6) for i in range(2)]
+
+
+def test_rows_of_experts_that_are_joined_and_turned() -> None:
+    shapes = {"gate.turned": (2, 4, 3), "up": (2, 5, 4)}
+    gate, up = (TracedTensor.named(name, shape) for name, shape in shapes.items())
+    one = Experts("experts", 2, {"gate_up_proj": (2, 8, 4)})
+    found = rows_of(one, {"experts.gate_up_proj": torch.cat([gate.transpose(1, 2), up], 1)}, shapes)
+    assert found == [
+        ExpertRows(f"experts.gate_up_proj.{expert}", tensor, expert, begin, end)
+        for expert in range(2)
+        for tensor, begin, end in (("gate.turned", 0, 3), ("up", 3, 8))
+    ]
+
+
+def test_rows_that_are_torn_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source(tmp_path, "mixtral")
+    numbers = "slidesparse.files.expert_rows._Numbers.of"
+    monkeypatch.setattr(numbers, lambda self, name: torch.arange(10**6, 10**6 + self._size(name)[1]).reshape(-1, 1))
+    with pytest.raises(
+        UnsupportedError, match=r"rows of model.*gate_up_proj.0 come .* in an order of their own.*--method"
+    ):
+        pruned(tmp_path, text, "wanda")
+
+
+# -- in parts, and again after a kill ----------------------------------------------------------------------------------
+
+
+def test_fewer_experts_at_a_time_make_the_same_of_those_that_borrow_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = source(tmp_path, "mixtral")
+    pruned(tmp_path, text, "wanda", to="whole")
+    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", 1)
+    summary = pruned(tmp_path, text, "wanda")
+    whole, parts = (slidesparse.load(tmp_path / name).state_dict() for name in ("whole", "s"))
+    for leaf in ("gate_up_proj", "down_proj"):
+        for e in range(4):
+            name = f"model.layers.0.mlp.experts.{leaf}"
+            if f"{name}.{e}" not in summary.borrowed:
+                assert torch.equal(whole[name][e], parts[name][e])
+    assert any(".0.mlp" in name for name in summary.borrowed)
+    assert sum(".0.mlp" in name for name in summary.borrowed) < 8
+
+
+def test_a_finished_layer_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = source(tmp_path, "mixtral")
+    pruned(tmp_path, text, "wanda", "int8", "whole")
+    keep = CheckpointLayerStore.keep
+
+    def second(store: CheckpointLayerStore, name: str, *rest: Any) -> None:
+        if name.endswith(".1"):
+            raise KeyboardInterrupt
+        keep(store, name, *rest)
+
+    monkeypatch.setattr(CheckpointLayerStore, "keep", second)
+    with pytest.raises(KeyboardInterrupt):
+        pruned(tmp_path, text, "wanda", "int8")
+    kept: list[str] = []
+    monkeypatch.setattr(
+        CheckpointLayerStore, "keep", lambda store, name, *rest: (kept.append(name), keep(store, name, *rest))
+    )
+    summary = pruned(tmp_path, text, "wanda", "int8")
+    assert kept == ["model.layers.1"]
+    assert any(".0.mlp.experts" in name for name in summary.borrowed)
+    again, whole = contents(tmp_path / "s"), contents(tmp_path / "whole")
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+
+
+def test_a_quantised_mixture_keeps_its_scales(tmp_path: Path) -> None:
+    text = source(tmp_path, "mixtral")
+    prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("14:16", "int8"))
+    config = (tmp_path / "q/config.json").read_text().replace('"slidesparse_config"', '"other"')
+    (tmp_path / "q/config.json").write_text(config)
+    prune_checkpoint(tmp_path / "q", tmp_path / "s", PruneOptions("6:8", None, "wanda", text))
+    prune_checkpoint(tmp_path / "q", tmp_path / "b", PruneOptions("6:8"))
+    before, after, by_size = (contents(tmp_path / name) for name in ("q", "s", "b"))
+    key = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    kept = after[key] != 0
+    assert torch.equal(before[f"{key}_scale"], after[f"{key}_scale"])
+    assert torch.equal(before[key][kept], after[key][kept])
+    assert int(kept.reshape(-1, 8).sum(1).max()) == 6
+    assert not torch.equal(kept, by_size[key] != 0)

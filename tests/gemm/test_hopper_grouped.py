@@ -1,0 +1,119 @@
+"""The grouped product on Hopper without a GPU: it compiles, and weights and launches are as the kernel reads them."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_weights import packed_experts
+from hopper_emulator import weights as read_weights
+
+from slidesparse import InputError
+from slidesparse.expert_rows import arrange, rows_needed
+from slidesparse.gemm.hopper import grouped
+from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
+from slidesparse.gemm.hopper.grouped import HopperExperts
+from slidesparse.gemm.hopper.launch import Arguments
+from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
+from slidesparse.layout import Lifted
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("tile", WHOLE, ids=str)
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype) -> None:
+    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True), "--ptxas-options=-v"])
+    assert code[:4] == b"\x7fELF"
+    assert "0 bytes spill stores, 0 bytes spill loads" in log
+    assert "C75" not in log, log
+    assert "warning" not in log, log
+
+
+def test_weights_stand_expert_by_expert_as_the_kernel_reads_them() -> None:
+    experts = packed_experts(3, 300, 200, INT8)
+    operand = HopperExperts().prepare(experts)
+    assert operand.shape == (3, 2, operand.shape[2], 4, 5120)
+    assert operand.is_contiguous()
+    for packed, steps in zip(experts, operand, strict=True):
+        nothing = torch.empty(2, 0, 4, 4096, dtype=torch.uint8)
+        matrix = torch.from_numpy(read_weights(nothing.numpy(), steps.numpy(), 1)).view(INT8)
+        assert torch.equal(matrix[:300, : packed.columns().shape[1]], packed.columns())
+        assert not matrix[300:].any()
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 131072])
+@pytest.mark.parametrize("experts", [8, 128])
+def test_the_tiles_of_a_layer_have_one_number_of_tokens(pairs: int, experts: int) -> None:
+    tiles = choose_grouped(pairs, experts, ((1536, 24), (2048, 9)))
+    assert len({tile.tokens for tile in tiles}) == 1
+    assert all(tile.split == 1 for tile in tiles)
+
+
+def test_more_tokens_take_larger_tiles() -> None:
+    sizes = [choose_grouped(pairs, 128, ((1536, 24),))[0].tokens for pairs in (512, 4096, 16384, 131072)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 16
+    assert sizes[-1] >= 96
+
+
+class Listener:
+    """A kernel that keeps what it is launched with."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile, self.launches = tile, list[Any]()
+
+    def grid(self, tiles: int) -> int:
+        return tiles
+
+    def launch(self, arguments: Arguments, grid: int, stream: int) -> None:
+        self.launches.append((Arguments.from_buffer_copy(arguments), grid, stream))
+
+
+@pytest.fixture
+def listen(monkeypatch: pytest.MonkeyPatch) -> Listener:
+    listener = Listener(next(tile for tile in WHOLE if tile.tokens == 16))
+    monkeypatch.setattr(grouped, "load_kernel", lambda *_, grouped: listener if grouped else None)
+    monkeypatch.setattr(grouped, "is_current", lambda _: True)
+    monkeypatch.setattr(grouped, "current_stream", lambda _: 7)
+    monkeypatch.setattr(grouped, "empty", lambda rows, columns, dtype, _: torch.empty(rows, columns, dtype=dtype))
+    return listener
+
+
+def lifted(rows: int, columns: int) -> Lifted:
+    return Lifted(torch.zeros(rows, columns, dtype=INT8), torch.ones(rows, 1), None)
+
+
+def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(listen: Listener) -> None:
+    experts, product = packed_experts(4, 320, 256, INT8), HopperExperts()
+    operand, scale = product.prepare(experts), torch.rand(4, 320)
+    at = arrange(torch.randint(0, 4, (9, 2)), 4, 16)
+    x = lifted(rows_needed(18, 4, 16), 384)
+    y = product.multiply(x, operand, scale, at, BF16, listen.tile)
+    assert y.shape == (64, 320)
+    ((said, grid, stream),) = listen.launches
+    assert (grid, stream) == (listen.tile.count(64, 320), 7)
+    places = {"x": x.values, "sparse": operand, "scale_x": x.scale, "scale_w": scale, "y": y, "experts": at.experts}
+    for name, tensor in {**places, "used": at.used}.items():
+        assert getattr(said, name) == tensor.data_ptr(), name
+    assert (said.tokens, said.channels, said.sparse_slabs, said.dense_slabs, said.bias_type) == (64, 320, 3, 0, 0)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 48}, {"columns": 256}, {"experts": 3}])
+def test_what_does_not_fit_is_refused(listen: Listener, wrong: dict[str, int]) -> None:
+    sizes = SimpleNamespace(**({"rows": 64, "columns": 384, "experts": 4} | wrong))
+    product = HopperExperts()
+    operand = product.prepare(packed_experts(4, 320, 256, INT8))
+    at = arrange(torch.randint(0, 4, (9, 2)), 4, 16)
+    with pytest.raises(InputError, match="grouped product; got activations"):
+        product.multiply(
+            lifted(sizes.rows, sizes.columns), operand, torch.rand(sizes.experts, 320), at, BF16, listen.tile
+        )
+    assert not listen.launches
+
+
+def test_the_struct_is_read_to_its_end() -> None:
+    assert ctypes.sizeof(Arguments) == 7 * 8 + 6 * 4 + 2 * 8

@@ -1,0 +1,123 @@
+"""The grouped product on a Hopper GPU: INT8 has the bits of the definition, whatever the routing, in graphs too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_weights import packed_experts, routed
+
+from slidesparse.expert_rows import arrange
+from slidesparse.experts import SlideExperts
+from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.gemm.hopper.grouped import HopperExperts
+from slidesparse.gemm.hopper.tiles import WHOLE, Tile
+from slidesparse.layout import Lifted, LinearTensors
+from slidesparse.lifting import TorchLift
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+EXPERTS, HIDDEN, INNER = 8, 512, 384
+
+ROUTINGS = {
+    "even": lambda: routed(200, EXPERTS, 2, "cuda"),
+    "one token": lambda: routed(1, EXPERTS, 2, "cuda"),
+    "all to one": lambda: torch.full((300, 1), 5, device="cuda"),
+    "experts without tokens": lambda: torch.randint(2, 4, (77, 1), device="cuda"),
+    "experts elsewhere": lambda: torch.randint(-2, EXPERTS, (50, 3), device="cuda").clamp(min=-1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=WHOLE, ids=str)
+def tile(request: pytest.FixtureRequest) -> Tile:
+    chosen: Tile = request.param
+    return chosen
+
+
+def products(dtype: torch.dtype, pattern: str, tile: Tile, chosen: torch.Tensor, out: int = 320):
+    """The products of the kernel and of the definition, on the rows that have a token."""
+    experts = packed_experts(EXPERTS, out, HIDDEN, dtype, pattern, "cuda")
+    at = arrange(chosen, EXPERTS, tile.tokens)
+    x, scale = torch.randn(len(at.tokens), HIDDEN, device="cuda", dtype=BF16), torch.stack([p.scale for p in experts])
+    here = at.rows[at.rows >= 0]
+    found = []
+    for product in (HopperExperts(), TorchExperts()):
+        lift = TorchLift("none", dtype, product.layout)
+        tensors = LinearTensors(product.layout.column_map(experts[0]), None, (), None, None, None)
+        lifted: Lifted = lift(x, None, tensors, 0.0)
+        y = product.multiply(lifted, product.prepare(experts), scale.contiguous(), at, BF16, tile)
+        found.append(y[here])
+    return found
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("pattern", ["2:4", "6:8"])
+def test_int8_has_the_bits_of_the_definition(pattern: str, routing: str, tile: Tile) -> None:
+    ours, exact = products(INT8, pattern, tile, ROUTINGS[routing]())
+    assert torch.equal(ours, exact)
+
+
+@pytest.mark.parametrize("out", [64, 100, 1536])
+def test_any_number_of_outputs(out: int, tile: Tile) -> None:
+    ours, exact = products(INT8, "4:6", tile, ROUTINGS["even"](), out)
+    assert torch.equal(ours, exact)
+
+
+def test_fp8_is_near_the_definition(tile: Tile) -> None:
+    ours, exact = products(FP8, "6:8", tile, ROUTINGS["even"]())
+    assert (ours - exact).norm() < 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_layer_is_that_of_torch(dtype: torch.dtype, routing: str) -> None:
+    gate_up = packed_experts(EXPERTS, 2 * INNER, HIDDEN, dtype, "6:8", "cuda")
+    down = packed_experts(EXPERTS, HIDDEN, INNER, dtype, "6:8", "cuda")
+    chosen = ROUTINGS[routing]()
+    x, weights = torch.randn(len(chosen), HIDDEN, device="cuda", dtype=BF16), torch.rand(chosen.shape, device="cuda")
+    ours = SlideExperts(gate_up, down, HopperExperts())(x, weights, chosen)
+    exact = SlideExperts(gate_up, down)(x, weights, chosen)
+    if dtype == INT8:
+        assert torch.equal(ours, exact)
+    assert (ours - exact).float().norm() <= 2e-2 * exact.float().norm()
+
+
+def test_a_graph_follows_the_routing() -> None:
+    gate_up = packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "6:8", "cuda")
+    down = packed_experts(EXPERTS, HIDDEN, INNER, INT8, "6:8", "cuda")
+    layer, eager = SlideExperts(gate_up, down, HopperExperts()), SlideExperts(gate_up, down)
+    x, weights = torch.randn(64, HIDDEN, device="cuda", dtype=BF16), torch.rand(64, 2, device="cuda")
+    chosen = routed(64, EXPERTS, 2, "cuda")
+    layer(x, weights, chosen)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x, weights, chosen)
+    for _ in range(3):
+        chosen.copy_(routed(64, EXPERTS, 2, "cuda"))
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, eager(x, weights, chosen))
+
+
+def test_many_launches_repeat() -> None:
+    experts = packed_experts(EXPERTS, 320, HIDDEN, FP8, "6:8", "cuda")
+    down = packed_experts(EXPERTS, HIDDEN, 160, FP8, "6:8", "cuda")
+    layer = SlideExperts(experts, down, HopperExperts())
+    x, weights = torch.randn(100, HIDDEN, device="cuda", dtype=BF16), torch.rand(100, 2, device="cuda")
+    chosen = routed(100, EXPERTS, 2, "cuda")
+    first = layer(x, weights, chosen)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        different += (layer(x, weights, chosen).view(torch.int16) != first.view(torch.int16)).any()
+    assert int(different) == 0

@@ -1,0 +1,96 @@
+"""The experts of a layer against each expert alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_weights import one_by_one, packed_experts, routed
+
+from slidesparse import InputError, UnsupportedError
+from slidesparse.experts import SlideExperts, split_rows
+from slidesparse.packed import pack_segments
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+HIDDEN, INNER, EXPERTS = 48, 32, 5
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def experts(dtype: torch.dtype = INT8, pattern: str = "6:8", k_offset: int = 0):
+    gate_up = packed_experts(EXPERTS, 2 * INNER, HIDDEN, dtype, pattern)
+    return gate_up, packed_experts(EXPERTS, HIDDEN, INNER, dtype, pattern, k_offset=k_offset)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_it_computes_what_each_expert_does(dtype: torch.dtype, pattern: str) -> None:
+    gate_up, down = experts(dtype, pattern)
+    x, chosen, weights = torch.randn(11, HIDDEN, dtype=torch.bfloat16), routed(11, EXPERTS, 3), torch.rand(11, 3)
+    y = SlideExperts(gate_up, down)(x, weights, chosen)
+    expected = one_by_one(x, weights, chosen, gate_up, down)
+    if dtype == INT8:
+        assert torch.equal(y, expected)
+    else:  # float32 sums over slid columns, in another order
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        torch.tensor([[3]]),  # one token
+        torch.full((9, 1), 2),  # all to one expert
+        torch.tensor([[0, -1], [-1, -1], [4, 0]]),  # experts that are elsewhere
+    ],
+)
+def test_routings(chosen: torch.Tensor) -> None:
+    gate_up, down = experts()
+    x, weights = torch.randn(len(chosen), HIDDEN), torch.rand(chosen.shape)
+    y = SlideExperts(gate_up, down)(x, weights, chosen)
+    assert torch.equal(y, one_by_one(x, weights, chosen, gate_up, down))
+
+
+def test_a_shard_begins_within_a_group() -> None:
+    gate_up, down = experts(k_offset=4)
+    x, chosen, weights = torch.randn(4, HIDDEN), routed(4, EXPERTS, 2), torch.rand(4, 2)
+    assert torch.equal(SlideExperts(gate_up, down)(x, weights, chosen), one_by_one(x, weights, chosen, gate_up, down))
+
+
+def test_no_token_is_no_work() -> None:
+    made = SlideExperts(*experts())
+    y = made(torch.randn(0, HIDDEN), torch.rand(0, 2), torch.zeros(0, 2, dtype=torch.int32))
+    assert y.shape == (0, HIDDEN)
+
+
+def test_experts_that_do_not_fit_are_refused() -> None:
+    gate_up, down = experts()
+    with pytest.raises(InputError, match="as many of"):
+        SlideExperts(gate_up, down[:-1])
+    with pytest.raises(InputError, match="got 2 kinds; needed one size, type and offset"):
+        SlideExperts([*gate_up[:-1], packed_experts(1, 2 * INNER, HIDDEN + 8, INT8)[0]], down)
+    with pytest.raises(UnsupportedError, match=r"got 4:6, 6:8; needed one uniform pattern"):
+        SlideExperts([*gate_up[:-1], packed_experts(1, 2 * INNER, HIDDEN, INT8, "4:6")[0]], down)
+    with pytest.raises(UnsupportedError, match="4:6@50%"):
+        SlideExperts(packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "4:6@50%"), down)
+
+
+def test_tokens_that_do_not_fit_are_refused() -> None:
+    made = SlideExperts(*experts())
+    with pytest.raises(InputError, match=r"needed \[M, 48\], \[M, k\], \[M, k\]"):
+        made(torch.randn(3, HIDDEN + 1), torch.rand(3, 2), routed(3, EXPERTS, 2))
+    with pytest.raises(InputError, match=r"tokens of a mixture"):
+        made(torch.randn(3, HIDDEN), torch.rand(3, 1), routed(3, EXPERTS, 2))
+
+
+def test_experts_may_be_packed_as_one() -> None:
+    alone = packed_experts(3, 16, HIDDEN, INT8)
+    weight, scale = torch.cat([one.unpack() for one in alone]), torch.cat([one.scale for one in alone])
+    for one, part in zip(alone, split_rows(pack_segments(weight, "6:8", scale=scale), 3), strict=True):
+        assert part.shape == one.shape
+        assert torch.equal(part.unpack(), one.unpack())
+        assert torch.equal(part.columns(), one.columns())
+        assert torch.equal(part.scale, one.scale)
+    with pytest.raises(InputError, match="rows of experts packed as one; got 48; needed a multiple of 5"):
+        split_rows(pack_segments(weight, "6:8", scale=scale), 5)
