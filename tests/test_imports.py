@@ -21,7 +21,7 @@ LAYERS = [
     {"pattern", "records"},
     {"served_figures", "support"},
     {"served_records"},
-    {"expert_rows", "prologue", "quant", "slide"},
+    {"expert_order", "prologue", "quant", "slide"},
     {"packed", "prune"},
     {"fp4", "layout"},
     {"kernels"},

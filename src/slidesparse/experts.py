@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.expert_rows import Arrangement, arrange
+from slidesparse.expert_order import Arrangement, arrange
 from slidesparse.expert_sum import weighted_sum
 from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
 from slidesparse.layout import Lifted, LinearTensors

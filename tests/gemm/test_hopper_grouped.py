@@ -12,7 +12,7 @@ from expert_weights import packed_experts
 from hopper_emulator import weights as read_weights
 
 from slidesparse import InputError
-from slidesparse.expert_rows import arrange, rows_needed
+from slidesparse.expert_order import arrange, rows_needed
 from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
 from slidesparse.gemm.hopper.grouped import HopperExperts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_weights import packed_experts, routed
 
-from slidesparse.expert_rows import arrange
+from slidesparse.expert_order import arrange
 from slidesparse.experts import SlideExperts
 from slidesparse.gemm.grouped import TorchExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slidesparse.expert_rows import Arrangement
+from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Layout, Lifted
 from slidesparse.packed import PackedWeight

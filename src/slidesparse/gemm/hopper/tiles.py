@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from slidesparse.expert_rows import rows_needed
+from slidesparse.expert_order import rows_needed
 from slidesparse.gemm.hopper.weights import step_bytes
 from slidesparse.layout import SLAB_BYTES
 
