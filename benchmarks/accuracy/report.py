@@ -195,6 +195,17 @@ def encoder_table(records: list[Record]) -> str:
     return table(["pattern", "zeros", *(f"cosine, {x}" for x in labels), *(f"Spearman, {x}" for x in labels)], rows)
 
 
+def matching_table(records: list[Record]) -> str:
+    """What matching and more text bring, in float and in INT8: a row for each pattern, text and number of steps."""
+    measures = ("cosine", "rank_correlation", "cosine_int8", "rank_correlation_int8")
+    groups: dict[tuple[str, int, int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["pattern"], record["sentences"], record["match"]), []).append(record)
+    order = sorted(groups, key=lambda group: (Pattern.parse(group[0]).sparsity, *group[1:]))
+    rows = [[*map(str, key), *(cell([r[name] for r in groups[key]], 4, "") for name in measures)] for key in order]
+    return table(("pattern", "sentences", "steps", "cosine", "Spearman", "cosine, INT8", "Spearman, INT8"), rows)
+
+
 def time_table(records: list[Record]) -> str:
     rows = [
         (r["method"], r["pattern"], f"{r['layer_s']:.2f}", f"{r['model_of_32_layers_s'] / 60:.1f}") for r in records
@@ -363,6 +374,7 @@ def tables(folder: Path) -> str:
     sections["11 M parameters: the frontier, SparseGPT, one shot (10m-*.jsonl)"] = frontier_table(small)
     sections["Plans against uniform patterns of the same modelled speed (10m-*.jsonl)"] = plan_table(small)
     sections["The encoder (encoder.jsonl)"] = encoder_table(lines(folder / "encoder.jsonl"))
+    sections["The encoder, matched (encoder-matched.jsonl)"] = matching_table(lines(folder / "encoder-matched.jsonl"))
     sections["A layer of 7B shape (layer-time.jsonl)"] = time_table(lines(folder / "layer-time.jsonl"))
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
     return f"# Accuracy of pruned models\n\nDrawn by benchmarks/accuracy/report.py.\n\n{body}\n"

@@ -193,7 +193,7 @@ def test_a_model_in_memory(source: Path) -> None:
 # -- when things go wrong ------------------------------------------------------------------------------------------
 
 
-def interrupted(source: Path, method: str) -> None:
+def interrupted(source: Path, method: str, match: int = 0) -> None:
     """A run that is killed when its first layer is on disk."""
     folder = source.parent
     code = f"""
@@ -205,18 +205,19 @@ def once(self, *args):
 c.CheckpointLayerStore.keep = once
 from slidesparse.cli import main
 main(["prune", "{source}", "{folder}/s", "--pattern", "6:8", "--dtype", "int8", "--method", "{method}",
-      "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu"])
+      "--calibration", "{folder}/text.txt", "--samples", "{SAMPLES}", "--length", "{LENGTH}", "--device", "cpu",
+      "--match", "{match}"])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert run.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
-def test_a_killed_run_goes_on(source: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "match"), [("wanda", 0), ("sparsegpt", 5)])
+def test_a_killed_run_goes_on(source: Path, method: str, match: int) -> None:
     folder = source.parent
-    options = PruneOptions("6:8", "int8", method, calibration(folder))
+    options = PruneOptions("6:8", "int8", method, calibration(folder), match=match)
     whole = prune_checkpoint(source, folder / "whole", options)
-    interrupted(source, method)
+    interrupted(source, method, match)
     finished = folder / "s.partial/kept/model.layers.0.safetensors"
     stamp = finished.stat().st_mtime_ns
     assert not (folder / "s").exists()

@@ -37,6 +37,13 @@ def add_prune(commands: Commands) -> None:
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
     prune.add_argument("--method", choices=METHODS, help="how weights are chosen (default: magnitude, or the plan's)")
+    prune.add_argument(
+        "--match",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200, say",
+    )
     _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
@@ -114,6 +121,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         layers=layers,
         lm_head=options.lm_head,
         part=options.part,
+        match=options.match,
     )
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all

@@ -25,6 +25,7 @@ from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.errors import InputError
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Stored, write_json
 from slidesparse.files.generation_settings import generation_settings
@@ -62,8 +63,8 @@ class PruneSummary:
         resumed: Shards that an interrupted run had finished.
         source_card: Name that the source's README.md has in the new checkpoint, whose README.md is a new model card;
             None where the source has none.
-        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text;
-            empty without calibration.
+        losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
+            before their layer is matched; empty without calibration.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
@@ -194,6 +195,12 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
+    if options.match and ranks.world > 1:
+        raise InputError(
+            "layers are matched by one process",
+            got=f"{ranks.world} processes",
+            remedy="run without torchrun, or leave out --match",
+        )
     prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
@@ -286,4 +293,5 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
     if options.calibration is None or windows is None:
         return options.method
     samples, length = windows.shape
-    return f"{options.method}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
+    steps = f" and {options.match} steps of matching a layer" if options.match else ""
+    return f"{options.method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"

@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
+from slidesparse.commands.prune_experts import LEAVE_DENSE, ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -23,6 +23,7 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling
@@ -71,6 +72,7 @@ class PruneJob:
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
+        self.matching = self._matching(options)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -111,6 +113,7 @@ class PruneJob:
             progress=progress,
             ranks=ranks,
             experts=self.expert_rows,
+            matching=self.matching,
         )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
@@ -132,6 +135,30 @@ class PruneJob:
             )
         find_layer_list(self.meta.model, self.patterns)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
+
+    def _matching(self, options: PruneOptions) -> Matching | None:
+        """Return how layers are matched, or None.
+
+        Raises:
+            InputError: There cannot be so few steps, no calibration text to match on, or experts in the layers.
+        """
+        if options.match == 0:
+            return None
+        if options.match < 0:
+            raise InputError("steps of matching", got=options.match, needed="0 or more")
+        if options.calibration is None:
+            raise InputError(
+                "matching needs calibration text",
+                got=f"--method {options.method}",
+                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --match",
+            )
+        if self.expert_rows is not None:
+            raise InputError(
+                "layers whose experts are pruned cannot be matched",
+                got=f"experts such as {self.experts.layers[0]}",
+                remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+            )
+        return Matching(options.match, options.calibration.seed)
 
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}

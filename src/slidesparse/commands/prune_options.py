@@ -36,6 +36,7 @@ class PruneOptions:
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
+        match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
     """
 
     pattern: str
@@ -47,6 +48,7 @@ class PruneOptions:
     layers: Mapping[str, str] = field(default_factory=dict)
     lm_head: bool = False
     part: Part = "language"
+    match: int = 0
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

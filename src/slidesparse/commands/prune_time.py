@@ -14,6 +14,7 @@ import torch
 
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.data_digest import data_digest
+from slidesparse.files.layer_stream import windows_of_a_batch
 from slidesparse.models.experts import experts_of_a_token
 from slidesparse.models.parts import text_config
 from slidesparse.pattern import DENSE
@@ -73,7 +74,7 @@ def estimate_time(job: PruneJob) -> PruneTime:
 
 
 def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
-    """Return the time of running the layers twice, of the gram matrices, and of the method."""
+    """Return the time of running the layers, of the gram matrices, of the method, and of matching."""
     assert job.windows is not None
     tokens, linears = job.windows.numel(), job.targets.linears
     shapes = [(sum(linears[name].out_features for name in names), linears[names[0]].in_features) for names in sets]
@@ -89,6 +90,10 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
     seconds = 0.0
+    if job.matching is not None:
+        # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
+        runs = tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
+        seconds += runs * product * sum(rows * columns for rows, columns in shapes)
     for seen, rows, columns in work:
         seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram

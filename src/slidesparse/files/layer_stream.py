@@ -36,6 +36,7 @@ from slidesparse.models.layerwise import (
     record_inputs,
     stack_around,
 )
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.shared_layers import SharedLayers
 from slidesparse.pattern import Pattern
 from slidesparse.prune import Pruner
@@ -178,6 +179,7 @@ def prune_layers_from_disk(
     progress: bool | None = None,
     ranks: Ranks = ALONE,
     experts: ExpertRowsByName | None = None,
+    matching: Matching | None = None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 
@@ -193,6 +195,7 @@ def prune_layers_from_disk(
         progress: Show a progress bar, with the loss of the last layer; None: on a terminal only.
         ranks: The processes that prune together; each runs some of the windows.
         experts: Where the weights of experts among the sets are.
+        matching: How each layer is matched with the dense one, by one process alone; None: not at all.
 
     Raises:
         InputError: The model or its activations cannot be used.
@@ -207,7 +210,7 @@ def prune_layers_from_disk(
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
     weights = {} if experts is None else calibrated_experts(model, experts.layers)
     _prepare(model, layer_list, store, device)
-    batches = windows.split(_windows_of_a_batch(windows))
+    batches = windows.split(windows_of_a_batch(windows))
     losses = []
     with (
         _explained(model),
@@ -217,7 +220,18 @@ def prune_layers_from_disk(
         shared = SharedLayers(tensors, len(batches))
         own = [{"input_ids": batches[number].to(device), "use_cache": False} for number in shared.own]
         samples = record_inputs(model, layer_list, own)
-        steps = prune_layers(model, layer_list, sets, patterns, pruner, samples, store, shared.prune_layer, weights)
+        steps = prune_layers(
+            model,
+            layer_list,
+            sets,
+            patterns,
+            pruner,
+            samples,
+            store,
+            shared.prune_layer,
+            experts=weights,
+            matching=matching,
+        )
         for (name, _), _ in zip(layer_list.items(), steps, strict=True):
             ranks.wait()  # for the file of the layer, which the first process writes
             here = store.losses(name)
@@ -226,7 +240,7 @@ def prune_layers_from_disk(
     return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)
 
 
-def _windows_of_a_batch(windows: torch.Tensor) -> int:
+def windows_of_a_batch(windows: torch.Tensor) -> int:
     """Return how many windows go through a layer at a time: few enough that each share of a long text has some."""
     samples, length = windows.shape
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)

@@ -3,6 +3,9 @@
 Only one layer's weights need be on the device. The samples go through layer 0, whose linears are pruned with the
 statistics of their inputs; then they go through the pruned layer 0, whose outputs are the inputs of layer 1. So every
 layer is calibrated on the inputs that it will really see, the damage of earlier layers included.
+
+Where layers are matched (:mod:`slidesparse.models.match_layer`), the samples go through the dense layers as well, and
+what these give is half of what a pruned layer is trained to give.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import nn
 from slidesparse.errors import InputError, first_line
 from slidesparse.models.expert_grams import Inputs, add_layer_sums, empty_grams, in_parts, take_inputs, tokens_of
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, only_experts
+from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.models.parts import is_language_model
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, output_error
@@ -33,7 +37,7 @@ class SetLoss:
     Attributes:
         names: The linears.
         pattern: Their pattern.
-        loss: Squared error of their outputs over their energy, on the calibration inputs.
+        loss: Squared error of their outputs over their energy, on the calibration inputs, before matching.
         tokens: What the router sent to an expert; None for linears, which see all tokens.
         borrowed: The tokens that an expert borrowed from its layer.
     """
@@ -196,12 +200,12 @@ def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torc
             del layer.forward  # the class's own shows again
 
 
-def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
-    """Return the hidden state that a layer computes from a sample's."""
+def run_layer(layer: nn.Module, sample: Sample, index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the hidden state that a layer computes from a sample's, or from another one in its place."""
     args, kwargs = sample.arguments[index]
-    out = layer(sample.hidden, *args, **kwargs)
-    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return hidden
+    out = layer(sample.hidden if hidden is None else hidden, *args, **kwargs)
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
 
 
 PruneLayer = Callable[..., tuple[dict[str, torch.Tensor], list[SetLoss]]]
@@ -219,6 +223,7 @@ def prune_layers(
     store: LayerStore | None = None,
     prune_layer: PruneLayer | None = None,
     experts: Mapping[str, ExpertWeight] | None = None,
+    matching: Matching | None = None,
 ) -> Iterator[list[SetLoss]]:
     """Prune the linears of all layers in place, layer by layer; yield the losses of each layer after it.
 
@@ -232,8 +237,11 @@ def prune_layers(
         store: Loads the layers' weights, and keeps the pruned ones.
         prune_layer: Prunes the linears of one layer; None: on all samples, in this process.
         experts: Weights of experts by name, each of which is a set of its own.
+        matching: How each layer's outputs are matched with the dense model's on the samples; None: they are not. Layers
+            whose experts are pruned cannot be matched.
     """
     store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
+    dense = [] if matching is None else [sample.hidden for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
@@ -243,17 +251,52 @@ def prune_layers(
                 for names in here
                 for linear in names
             }
+            if matching is not None:
+                dense = [run_layer(layer, sample, index, hidden) for sample, hidden in zip(samples, dense, strict=True)]
             pruned = store.finished(name)
             losses: list[SetLoss] = []
             if pruned is None:
+                examples = [] if matching is None or not here else _examples(layer, index, samples, dense)
                 pruned, losses = prune_layer(layer, index, here, linears, patterns, pruner, samples, store)
+                if matching is not None and examples:
+                    _fill(linears, pruned)
+                    pruned = _matched(layer, linears, pruned, examples, matching)
                 store.keep(name, pruned, losses)
-            for linear, weight in pruned.items():
-                linears[linear].weight.data.copy_(weight)
+            _fill(linears, pruned)
             for sample in samples:
                 sample.hidden = run_layer(layer, sample, index)
             store.release(name, layer)
             yield losses
+
+
+def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        linears[name].weight.data.copy_(weight)
+
+
+def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Sequence[torch.Tensor]) -> list[Example]:
+    """Return what a layer reads, and what it shall give once it is pruned; it still is dense.
+
+    That is the mean of what the dense model gives there and of what the dense layer makes of the inputs as they are.
+    The first alone asks a layer to undo what the layers before have lost, which it learns by heart from little text.
+    """
+    return [
+        Example(sample.hidden, sample.arguments[index], (wanted + run_layer(layer, sample, index)) / 2)
+        for sample, wanted in zip(samples, dense, strict=True)
+    ]
+
+
+def _matched(
+    layer: nn.Module,
+    linears: Mapping[str, Any],
+    pruned: Mapping[str, torch.Tensor],
+    examples: Sequence[Example],
+    matching: Matching,
+) -> dict[str, torch.Tensor]:
+    """Return a pruned layer's weights after matching its outputs, in the types in which they were pruned."""
+    leaf_of = {id(module): leaf for leaf, module in layer.named_modules()}
+    free = {f"{leaf_of[id(linears[name])]}.weight": weight.dtype for name, weight in pruned.items()}
+    return dict(zip(pruned, match_layer(layer, free, examples, matching).values(), strict=True))
 
 
 def _prune_layer(

@@ -1,0 +1,159 @@
+"""A matched layer gives outputs nearer to the dense layer's, and keeps its zeros."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from checkpoints import add_tokenizer, make_source
+from correlated_linears import correlated_inputs
+from small_models import make
+from torch import nn
+
+from slidesparse.base.ranks import Ranks
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.match_layer import Example, Matching, match_layer
+from slidesparse.support import check_pattern
+
+COLUMNS = 32
+
+
+class Layer(nn.Module):
+    """Two linears and what is between them; like transformers' layers it may return a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(COLUMNS, 64), nn.LayerNorm(64), nn.Linear(64, COLUMNS)
+
+    def forward(self, hidden: torch.Tensor, scale: float, *, shift: float) -> tuple[torch.Tensor, None]:
+        return hidden + scale * self.down(torch.relu(self.norm(self.up(hidden)))) + shift, None
+
+
+FREE = {"up.weight": torch.float32, "down.weight": torch.float32}
+ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = ((0.5,), {"shift": 1.0})
+
+
+def pruned_layer(dtype: torch.dtype = torch.float32) -> tuple[Layer, list[Example]]:
+    """A layer whose weights lack every third number, and examples of what it gave before."""
+    torch.manual_seed(0)
+    layer = Layer().to(dtype)
+    inputs = correlated_inputs(96, COLUMNS).to(dtype).split(24)
+    examples = [Example(x, ARGUMENTS, layer(x, 0.5, shift=1.0)[0].detach()) for x in inputs]
+    for name in FREE:
+        layer.get_parameter(name).data.view(-1)[::3] = 0
+    return layer, examples
+
+
+@torch.no_grad()
+def error(layer: Layer, examples: list[Example]) -> float:
+    return sum(float((layer(x.hidden, 0.5, shift=1.0)[0] - x.wanted).square().sum()) for x in examples)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_come_nearer_and_zeros_stay(dtype: torch.dtype) -> None:
+    layer, examples = pruned_layer(dtype)
+    before, state = error(layer, examples), {name: value.clone() for name, value in layer.state_dict().items()}
+    found = match_layer(layer, dict.fromkeys(FREE, dtype), examples, Matching(60))
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items()), "the layer changed"
+    assert set(found) == set(FREE)
+    for name, value in found.items():
+        assert value.dtype == dtype
+        assert torch.equal(value == 0, state[name] == 0)
+        layer.get_parameter(name).data.copy_(value)
+    assert error(layer, examples) < 0.7 * before
+
+
+def test_the_seed_decides_the_bits() -> None:
+    layer, examples = pruned_layer()
+    first, again, other = (match_layer(layer, FREE, examples, Matching(9, seed)) for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in FREE)
+    assert not all(torch.equal(first[name], other[name]) for name in FREE)
+
+
+def test_the_scale_of_the_weights_does_not_matter() -> None:
+    """A linear layer of weights and outputs a hundred times as large takes steps a hundred times as large."""
+    torch.manual_seed(0)
+    x, dense = correlated_inputs(64, COLUMNS), torch.randn(16, COLUMNS)
+
+    def matched(scale: float) -> torch.Tensor:
+        layer = nn.Linear(COLUMNS, 16, bias=False)
+        layer.weight.data.copy_(scale * dense).view(-1)[::2] = 0
+        example = Example(x, ((), {}), scale * x @ dense.T)
+        return match_layer(layer, {"weight": torch.float32}, [example], Matching(30))["weight"]
+
+    torch.testing.assert_close(matched(100) / 100, matched(1), rtol=1e-3, atol=1e-5)
+
+
+def test_a_layer_that_comes_no_nearer_keeps_its_bits() -> None:
+    layer, examples = pruned_layer()
+    exact = [Example(x.hidden, x.arguments, layer(x.hidden, 0.5, shift=1.0)[0].detach()) for x in examples]
+    found = match_layer(layer, FREE, exact, Matching(20))
+    assert all(torch.equal(found[name], layer.get_parameter(name)) for name in FREE)
+    examples[0].wanted[0, 0] = torch.nan
+    found = match_layer(layer, FREE, examples, Matching(20))
+    assert all(torch.equal(found[name], layer.get_parameter(name)) for name in FREE)
+
+
+def options(folder: Path, match: int, **changes: Any) -> PruneOptions:
+    text = Calibration(str(folder / "text.txt"), 64, 32)
+    defaults: dict[str, Any] = {"method": "sparsegpt", "calibration": text, "match": match}
+    return PruneOptions("4:6", "fp32", **{**defaults, **changes})
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.float32)
+    for name, match in (("s", 0), ("matched", 40)):
+        summary = prune_checkpoint(source, tmp_path / name, options(tmp_path, match))
+    plain, matched = (Checkpoint(tmp_path / name) for name in ("s", "matched"))
+    for layer in summary.patterns:
+        weight = matched.tensor(f"{layer}.weight")
+        check_pattern(weight, "4:6", name=layer)
+        # The second layer reads other inputs once the first is matched, and may lose other weights.
+        assert torch.equal(weight == 0, plain.tensor(f"{layer}.weight") == 0) or ".layers.1." in layer
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(matched.tensor(norm), Checkpoint(source).tensor(norm))
+    assert "40 steps of matching a layer" in (tmp_path / "matched/README.md").read_text()
+    letters = transformers.AutoTokenizer.from_pretrained(source)((tmp_path / "text.txt").read_text())["input_ids"]
+    ids = torch.tensor(letters[:2048]).view(64, 32)
+    states = [hidden(path, ids) for path in (source, tmp_path / "s", tmp_path / "matched")]
+    assert (states[2] - states[0]).norm() < 0.9 * (states[1] - states[0]).norm()
+
+
+@torch.no_grad()
+def hidden(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    states: torch.Tensor = model.model(ids).last_hidden_state
+    return states
+
+
+def test_layers_whose_experts_are_pruned_are_refused_in_one_line(tmp_path: Path) -> None:
+    make_source(tmp_path, "llama", torch.float32)
+    make(tmp_path / "mixture", ARCHITECTURES["qwen3-moe"], torch.float32)
+    add_tokenizer(tmp_path / "mixture")
+    with pytest.raises(InputError, match="leave out --match, or leave experts dense with --ignore") as error:
+        prune_checkpoint(tmp_path / "mixture", tmp_path / "s", options(tmp_path, 10))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("s*"))
+    dense = options(tmp_path, 1, ignore=("re:.*experts",))
+    assert prune_checkpoint(tmp_path / "mixture", tmp_path / "s", dense).losses
+
+
+def test_what_cannot_be_matched_is_refused_in_one_line(tmp_path: Path) -> None:
+    source = make_source(tmp_path, "llama", torch.float32)
+    cases = [
+        (options(tmp_path, 10, method="magnitude", calibration=None), 1, "matching needs calibration text"),
+        (options(tmp_path, -1), 1, "got -1; needed 0 or more"),
+        (options(tmp_path, 10), 2, "one process; got 2 processes; run without torchrun"),
+    ]
+    for wanted, world, says in cases:
+        with pytest.raises(InputError, match=says) as error:
+            prune_checkpoint(source, tmp_path / "s", wanted, ranks=Ranks(world=world))
+        assert "\n" not in str(error.value)
+        assert not list(tmp_path.glob("s*"))
