@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.expert_order import Arrangement, arrange
+from slidesparse.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.expert_sum import weighted_sum
 from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
 from slidesparse.layout import Lifted, LinearTensors
@@ -100,7 +101,7 @@ class SlideExperts(nn.Module):
         if not chosen.numel():
             return torch.zeros_like(x)
         first, second = self._tiles(chosen.numel())
-        at = arrange(chosen, self.count, first.tokens)
+        at = _arranged(chosen, self.count, first.tokens)
         inner = self._multiply(self.gate_up, x[at.tokens], "none", at, first)
         outer = self._multiply(self.down, inner, "silu_mul", at, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
@@ -115,6 +116,17 @@ class SlideExperts(nn.Module):
     ) -> torch.Tensor:
         lifted = linear.lift(x, prologue)
         return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
+
+
+def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
+    """:func:`slidesparse.expert_order.arrange`, by one kernel where there is one for so few pairs."""
+    if chosen.is_cuda and not chosen.dtype.is_floating_point and find_spec("triton") is not None:
+        from slidesparse.kernels import arrange_experts
+
+        rows = rows_needed(chosen.numel(), experts, tile)
+        if arrange_experts.takes(chosen.numel(), rows // tile):
+            return Arrangement(*arrange_experts.arrange(chosen.contiguous(), experts, tile, rows))
+    return arrange(chosen, experts, tile)
 
 
 def split_rows(packed: PackedWeight, count: int) -> list[PackedWeight]:

@@ -122,6 +122,16 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     assert Pretender.stopped == 5
 
 
+def test_experts_run_sparse_but_in_the_control(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(quick=True, models=["Qwen3-30B-A3B"], dtypes=["int8"], patterns=["6:8"], layers=12)
+    assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
+    asked = [options.additional.get("slidesparse") for options in Pretender.started]
+    assert asked == [None, {"backend": "dense"}, {"backend": "auto", "experts": "sparse"}, None]
+    (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
+    attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
+    assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
+
+
 def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
     def kept() -> list[str]:
         return sorted(folder.name for folder in (tmp_path / "scratch").iterdir())

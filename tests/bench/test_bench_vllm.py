@@ -12,12 +12,13 @@ import torch
 
 from slidesparse.bench import environment, vllm, vllm_profile
 from slidesparse.bench.vllm import by_class, run
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
+from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, DENSE_MODELS, model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions
 from slidesparse.bench.vllm_profile import EngineProfile, adapt
 from slidesparse.cli import main
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.pattern import Pattern
 from slidesparse.records import ENGINE, KERNELS, STEP_KERNELS, Clocks, Machine, read_records
 from slidesparse.report import write_report
@@ -212,7 +213,7 @@ def test_kernels_are_told_apart_by_their_names() -> None:
         assert by_class({name: (2.0, 1)})[kind] == 2.0, name
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", DENSE_MODELS)
 def test_the_models_have_the_shapes_of_the_benchmarks(model: str) -> None:
     config = model_config(model)
     heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
@@ -235,6 +236,27 @@ def test_a_random_checkpoint_is_what_it_says(tmp_path: Path, pattern: str) -> No
     found = inspect_checkpoint(tmp_path / "c")
     assert found.ok
     assert "7" in found.table()  # seven linears
+
+
+def test_a_random_mixture_is_what_it_says(tmp_path: Path) -> None:
+    config = model_config("Qwen3-30B-A3B", 1) | {**SMALL, "num_experts": 3, "moe_intermediate_size": 16, "head_dim": 16}
+    write_checkpoint(tmp_path / "c", config, torch.int8, Pattern.parse("6:8"), torch.device("cpu"))
+    found = inspect_checkpoint(tmp_path / "c")
+    assert found.ok, found.table()
+    stored = Checkpoint(tmp_path / "c")
+    experts = [name for name in stored.files if ".experts." in name]
+    assert len(experts) == 3 * 3 * 2  # gate, up and down, with their scales
+    assert stored.tensor("model.layers.0.mlp.gate.weight").shape == (3, config["hidden_size"])
+    assert stored.tensor("model.layers.0.mlp.experts.2.down_proj.weight").shape == (config["hidden_size"], 16)
+
+
+def test_a_mixture_has_the_shapes_of_its_model() -> None:
+    kind, config = ARCHITECTURES["Qwen3-30B-A3B"], model_config("Qwen3-30B-A3B")
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (32, 4, 128)
+    assert (config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]) == (128, 8, 768)
+    sizes = kind.sizes("Qwen3-30B-A3B")
+    assert len(sizes) == 2 + 2 * 128
+    assert sum(out * columns for out, columns in sizes[2:]) == 603_979_776
 
 
 def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,10 +30,12 @@ from slidesparse.bench.serve_measured import Measured
 from slidesparse.bench.serve_options import SHARE, ServeOptions
 from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
 from slidesparse.bench.serve_server import why_no_http
+from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import DENSE_VARIANT, Machine, open_records
 from slidesparse.served_records import (
     AT_ONCE,
+    CONTROL,
     DECODE,
     STOCK,
     EngineKey,
@@ -281,7 +283,7 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
     return ServeOptions(
         folder,
         bool(key.backend),
-        {"slidesparse": {"backend": key.backend}} if key.backend else {},
+        {"slidesparse": _own_options(key)} if key.backend else {},
         arguments,
         share=SHARE,
         gpus=tuple(environment.uuids(key.gpus)),
@@ -290,6 +292,12 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
         http=run_.http,
         log=run_.path.with_name(f"{run_.path.name}.server.log"),
     )
+
+
+def _own_options(key: EngineKey) -> dict[str, str]:
+    """Options of the plugin: experts run sparse only where they are asked for, and in the control nothing does."""
+    sparse = ARCHITECTURES[key.model].mixture is not None and key.engine != CONTROL
+    return {"backend": key.backend} | ({"experts": "sparse"} if sparse else {})
 
 
 def _name(key: EngineKey) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.bench.problems import MODELS
 from slidesparse.bench.serve_plan import DTYPES, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
@@ -47,9 +46,11 @@ def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
 
 def checkpoint_bytes(key: EngineKey) -> int:
     """How large an engine's checkpoint is: pruned weights are stored with their zeros."""
-    linears = key.layers * sum(out * columns for out, columns in MODELS[key.model])
-    (_, hidden), *_ = MODELS[key.model]
-    ends = 2 * ARCHITECTURES[key.model].vocabulary * hidden * torch.bfloat16.itemsize
+    kind = ARCHITECTURES[key.model]
+    sizes = kind.sizes(key.model)
+    linears = key.layers * sum(out * columns for out, columns in sizes)
+    (_, hidden), *_ = sizes
+    ends = 2 * kind.vocabulary * hidden * torch.bfloat16.itemsize
     return linears * parse_dtype(key.dtype).itemsize + ends
 
 

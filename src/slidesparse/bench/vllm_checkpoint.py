@@ -26,15 +26,32 @@ HEAD = 128
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer, each with gate, up and down.
+
+    Attributes:
+        experts: Their number.
+        chosen: Experts of a token.
+        inner: Rows of gate and of up.
+    """
+
+    experts: int
+    chosen: int
+    inner: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The parameters of a decoder, besides the shapes of its linears.
 
     Attributes:
-        model_type: The model's code in vLLM: ``qwen2`` (biases on q, k and v) or ``llama``.
+        model_type: The model's code in vLLM: ``qwen2`` (biases on q, k and v), ``llama`` or ``qwen3_moe``.
         layers: Decoder layers.
         heads: Query heads.
         vocabulary: Rows of the embeddings.
         head_columns: Columns of a head.
+        mixture: The experts of each layer; None for a dense model.
+        attention: Of a mixture, (out, in) of q, k and v together, and of the linear after attention.
     """
 
     model_type: str
@@ -42,6 +59,15 @@ class Architecture:
     heads: int
     vocabulary: int
     head_columns: int = HEAD
+    mixture: Mixture | None = None
+    attention: tuple[tuple[int, int], ...] = ()
+
+    def sizes(self, model: str) -> tuple[tuple[int, int], ...]:
+        """Return (out, in) of every linear of a layer that is read as one, experts one by one."""
+        if self.mixture is None:
+            return MODELS[model]
+        hidden, inner = self.attention[0][1], self.mixture.inner
+        return (*self.attention, *((2 * inner, hidden), (hidden, inner)) * self.mixture.experts)
 
 
 ARCHITECTURES = {
@@ -50,7 +76,15 @@ ARCHITECTURES = {
     "Qwen2.5-7B": Architecture("qwen2", 28, 28, 152064),
     "Qwen2.5-14B": Architecture("qwen2", 48, 40, 152064),
     "BitNet-2B": Architecture("llama", 30, 20, 128256),  # its shapes; SiLU in place of its squared ReLU
+    "Qwen3-30B-A3B": Architecture(
+        "qwen3_moe", 48, 32, 151936, mixture=Mixture(128, 8, 768), attention=((5120, 2048), (2048, 4096))
+    ),
 }
+
+DENSE_MODELS = tuple(name for name, kind in ARCHITECTURES.items() if kind.mixture is None)
+
+CLASSES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+"""Code of a model -> its class."""
 
 
 def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
@@ -62,10 +96,9 @@ def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
     if model not in ARCHITECTURES:
         raise InputError("unknown model", got=repr(model), needed=", ".join(ARCHITECTURES))
     kind = ARCHITECTURES[model]
-    (qkv, hidden), _, (gate_up, _), _ = MODELS[model]
-    class_name = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[kind.model_type]
+    (qkv, hidden), _, (gate_up, _), *_ = kind.sizes(model)
     return {
-        "architectures": [class_name],
+        "architectures": [CLASSES[kind.model_type]],
         "model_type": kind.model_type,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -82,6 +115,20 @@ def model_config(model: str, layers: int | None = None) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **_mixture_config(kind.mixture),
+    }
+
+
+def _mixture_config(mixture: Mixture | None) -> dict[str, Any]:
+    if mixture is None:
+        return {}
+    return {
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.chosen,
+        "moe_intermediate_size": mixture.inner,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
     }
 
 
@@ -101,7 +148,7 @@ def write_checkpoint(
     writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0))
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
-    hidden, rows = config["hidden_size"], config["vocab_size"]
+    hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
     ends = {
         "model.embed_tokens.weight": writer.gaussian(rows, hidden) * hidden**0.5,
         "lm_head.weight": writer.gaussian(rows, hidden),
@@ -111,10 +158,14 @@ def write_checkpoint(
     index_file = {"metadata": {}, "weight_map": writer.files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file), encoding="utf-8")
     extra: dict[str, Any] = {}
+    mixtures = [f"model.layers.{index}.mlp" for index in range(config["num_hidden_layers"]) if experts]
+    alone = ["lm_head", *(f"{mixture}.gate" for mixture in mixtures)]
     if dtype != torch.bfloat16:
-        extra["quantization_config"] = quantization_config(dtype, ["lm_head"])
+        extra["quantization_config"] = quantization_config(dtype, alone)
     if pattern != DENSE:
-        extra[MARKER_KEY] = Marker(pattern, ("lm_head",)).to_config()
+        leaves = ("gate_proj", "up_proj", "down_proj")
+        treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
+        extra[MARKER_KEY] = Marker(pattern, tuple(alone), experts=treated).to_config()
     (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
 
 
@@ -125,8 +176,14 @@ def _layer(writer: _Writer, config: dict[str, Any], prefix: str) -> dict[str, to
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     tensors = writer.linears(attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, bias)
     tensors |= writer.linears(attention, {"o_proj": hidden}, q)
-    tensors |= writer.linears(mlp, {"gate_proj": inner, "up_proj": inner}, hidden)
-    tensors |= writer.linears(mlp, {"down_proj": hidden}, inner)
+    experts = config.get("num_experts", 0)
+    if experts:
+        inner = config["moe_intermediate_size"]
+        tensors[f"{mlp}.gate.weight"] = writer.gaussian(experts, hidden)
+        tensors |= {f"{attention}.{name}_norm.weight": writer.gain(config["head_dim"]) for name in ("q", "k")}
+    for name in [f"{mlp}.experts.{expert}" for expert in range(experts)] or [mlp]:
+        tensors |= writer.linears(name, {"gate_proj": inner, "up_proj": inner}, hidden)
+        tensors |= writer.linears(name, {"down_proj": hidden}, inner)
     norms = ("input_layernorm", "post_attention_layernorm")
     return tensors | {f"{prefix}.{norm}.weight": writer.gain(hidden) for norm in norms}
 

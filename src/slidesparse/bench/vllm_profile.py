@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import select
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
+from slidesparse.bench.vllm_checkpoint import DENSE_MODELS
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
@@ -20,7 +20,7 @@ class EngineProfile:
     """The engines and sizes that a run covers.
 
     Attributes:
-        models: Names out of :data:`slidesparse.bench.vllm_checkpoint.ARCHITECTURES`.
+        models: Names out of :data:`slidesparse.bench.vllm_checkpoint.DENSE_MODELS`.
         dtypes: ``int8``, ``fp8`` or ``bf16``.
         patterns: Patterns of the pruned checkpoints.
         prefill: M's of prefill, in tokens.
@@ -75,7 +75,7 @@ class Variant:
 PROFILES = {
     "quick": EngineProfile(("Qwen2.5-7B",), ("int8",), ("2:4", "4:6", "6:8"), (1024, 4096, 16384), (64, 256)),
     "full": EngineProfile(
-        tuple(ARCHITECTURES),
+        DENSE_MODELS,
         ("int8", "fp8"),
         ("2:4", "4:6", "6:8", "8:10", "4:6@50%"),
         tuple(2**i for i in range(9, 17)),
@@ -117,7 +117,7 @@ def adapt(
     return replace(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
-        models=select(models, ARCHITECTURES, profile.models, "model"),
+        models=select(models, DENSE_MODELS, profile.models, "model"),
         patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
         prefill=tuple(tokens or profile.prefill),
         decode=tuple(sequences or profile.decode),

@@ -1,0 +1,43 @@
+"""The order of a mixture's rows: the kernel gives what torch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse.expert_order import arrange, rows_needed
+from slidesparse.kernels import arrange_experts
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "tile"), [(1, 8, 2, 16), (40, 5, 3, 16), (400, 128, 8, 64), (9, 3, 1, 16)]
+)
+def test_the_kernel_gives_what_torch_does(
+    device: str, dtype: torch.dtype, tokens: int, experts: int, k: int, tile: int
+) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    for least in (0, -1):  # -1: experts that are elsewhere
+        chosen = torch.randint(least, experts, (tokens, k), generator=generator).to(dtype)
+        wanted = arrange(chosen, experts, tile)
+        found = arrange_experts.arrange(chosen.to(device), experts, tile, rows_needed(tokens * k, experts, tile))
+        rows, of_rows, of_tiles, used = (tensor.cpu() for tensor in found)
+        assert torch.equal(used, wanted.used)
+        assert torch.equal(rows, wanted.rows)
+        assert torch.equal(of_rows, wanted.tokens)
+        assert torch.equal(of_tiles[: int(used)], wanted.experts[: int(used)])
+
+
+def test_the_kernel_takes_what_it_has_loops_for() -> None:
+    assert arrange_experts.takes(4096, 376)  # decoding of 512 sequences, 8 of 128 experts each
+    assert not arrange_experts.takes(4097, 376)
+    assert not arrange_experts.takes(4096, 1025)
+
+
+def test_all_tokens_may_go_to_one_expert(device: str) -> None:
+    chosen = torch.full((300, 1), 2, dtype=torch.int32)
+    rows, tokens, experts, used = arrange_experts.arrange(chosen.to(device), 4, 16, rows_needed(300, 4, 16))
+    assert rows.flatten().tolist() == list(range(300))
+    assert tokens[:300].tolist() == list(range(300))
+    assert int(used) == 19
+    assert experts[:19].tolist() == [2] * 19
