@@ -74,7 +74,7 @@ def arrange_kernel(
 
 
 def takes(pairs: int, tiles: int) -> bool:
-    """Return whether the kernel has loops for so many pairs and token tiles."""
+    """Return whether the kernel has loops for these numbers of pairs and token tiles."""
     return pairs <= MOST_PAIRS and tiles <= CHUNK
 
 
