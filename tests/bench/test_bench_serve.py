@@ -124,6 +124,8 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
 
 def test_experts_run_sparse_but_in_the_control(pretend: None, tmp_path: Path) -> None:
     profile = adapt(quick=True, models=["Qwen3-30B-A3B"], dtypes=["int8"], patterns=["6:8"], layers=12)
+    with pytest.raises(InputError, match="bf16 of Qwen3-30B-A3B; got experts that nothing packs; needed int8 or fp8"):
+        adapt(models=["Qwen3-30B-A3B"], dtypes=["bf16"])
     assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
     asked = [options.additional.get("slidesparse") for options in Pretender.started]
     assert asked == [None, {"backend": "dense"}, {"backend": "auto", "experts": "sparse"}, None]

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from vllm_models import REFERENCE, configured, loaded
 
+from slidesparse import UnsupportedError
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
 
@@ -167,6 +168,9 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
         method = layer.quant_method
         assert type(method).__name__ == "CompressedTensorsW8A8Int8MoEMethod"
         assert method.maybe_make_prepare_finalize(routing_tables=None) is None
+        assert not method.supports_eplb
+        with pytest.raises(UnsupportedError, match=r"loaded again into packed experts \(model.layers"):
+            method.process_weights_after_loading(layer)
         y = method.apply(layer, x, weights, chosen.int(), None, None)
         dense = expected(path, index)
         weight = {k: dense[f"{k}_weight"].float() * dense[f"{k}_weight_scale"].float() for k in ("w13", "w2")}
@@ -204,6 +208,9 @@ def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest
     [
         ({}, None),
         ({"activation": "gelu"}, "their activation is gelu, not silu"),
+        ({"moe_config": SimpleNamespace(swiglu_limit=7.0)}, "their SiLU has swiglu_limit 7.0"),
+        ({"moe_config": SimpleNamespace(swiglu_limit=None, swiglu_alpha=1.0, swiglu_beta=0.0)}, None),
+        ({"swiglu_alpha": 1.7}, "their SiLU has swiglu_alpha 1.7"),
         ({"apply_router_weight_on_input": True}, "the router's weights apply to their input"),
         ({"w13_bias": torch.zeros(1)}, "they have a bias"),
         ({"w13_input_scale": torch.ones(1)}, "their activations have a fixed scale"),

@@ -56,7 +56,7 @@ def error(layer: Layer, examples: list[Example]) -> float:
     return sum(float((layer(x.hidden, 0.5, shift=1.0)[0] - x.wanted).square().sum()) for x in examples)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_come_nearer_and_zeros_stay(dtype: torch.dtype) -> None:
     layer, examples = pruned_layer(dtype)
     before, state = error(layer, examples), {name: value.clone() for name, value in layer.state_dict().items()}
@@ -68,6 +68,19 @@ def test_outputs_come_nearer_and_zeros_stay(dtype: torch.dtype) -> None:
         assert torch.equal(value == 0, state[name] == 0)
         layer.get_parameter(name).data.copy_(value)
     assert error(layer, examples) < 0.7 * before
+
+
+def test_gradients_of_many_outputs_do_not_vanish_in_fp16() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(COLUMNS, 64, bias=False).to(torch.float16)
+    layer.weight.data *= 300  # as of a layer deep in a large model: the mean of squares is far above 1
+    inputs = correlated_inputs(4096, COLUMNS).to(torch.float16).split(1024)
+    with torch.no_grad():
+        examples = [Example(x, ((), {}), layer(x)) for x in inputs]
+        layer.weight.view(-1)[::2] = 0
+    before = layer.weight.detach().clone()
+    found = match_layer(layer, {"weight": torch.float16}, examples, Matching(10))["weight"]
+    assert ((found != before) == (before != 0)).float().mean() > 0.9  # nearly every kept weight moved
 
 
 def test_the_seed_decides_the_bits() -> None:

@@ -124,6 +124,9 @@ def adapt(
         budget_s=budget_s,
         http=http,
     )
+    mixtures = [name for name in profile.models if ARCHITECTURES[name].mixture is not None]
+    if mixtures and "bf16" in profile.dtypes:
+        raise InputError(f"bf16 of {mixtures[0]}", got="experts that nothing packs", needed="int8 or fp8")
     known = {key.engine for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
     return dataclasses.replace(profile, engines=chosen)

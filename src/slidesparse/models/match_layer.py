@@ -31,7 +31,11 @@ BETAS = (0.9, 0.95)
 """Adam's: the second is lower than usual, since there are few steps."""
 
 EPSILON = 1e-12
-"""Adam's: far below any gradient of an output's mean, of which single weights have tiny ones."""
+"""Adam's: far below any gradient, of which single weights have tiny ones."""
+
+GRADIENT = 1 / 64
+"""Root mean square of an output's gradient at the beginning. Adam does not mind, but FP16 does: sums over thousands of
+tokens stay finite, and small ones do not vanish."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def match_layer(
 ) -> dict[str, torch.Tensor]:
     """Return better values for the pruned weights of a layer, in the types in which they are stored.
 
-    A layer whose outputs came no nearer with the values as they are stored keeps those that it has.
+    A layer whose outputs came no nearer with the values in these types keeps those that it has; rounding to 8 bits comes
+    after that.
 
     Args:
         layer: The pruned layer, which is left as it is.
@@ -103,7 +108,7 @@ class _Training:
 
     def run(self, examples: Sequence[Example], matching: Matching) -> None:
         """Take all steps."""
-        scale = math.fsum(float(example.wanted.to(torch.float32).square().mean()) for example in examples)
+        factor = self._factor(examples)
         rate = RATE * self._size()
         optimiser = torch.optim.Adam(self.values.values(), lr=rate, betas=BETAS, eps=EPSILON)
         generator = torch.Generator().manual_seed(matching.seed)
@@ -115,9 +120,14 @@ class _Training:
             optimiser.zero_grad()
             with torch.enable_grad():
                 example = examples[order.pop()]
-                loss = self._squared_error(self._held(), example) / example.wanted.numel() / scale
-                loss.backward()
+                (factor * self._squared_error(self._held(), example)).backward()
             optimiser.step()
+
+    def _factor(self, examples: Sequence[Example]) -> float:
+        """Return what makes gradients of outputs :data:`GRADIENT` in size: FP16 would round those of a mean to 0."""
+        error, count = self.error(self.stored(), examples), sum(example.wanted.numel() for example in examples)
+        size = math.sqrt(error / count)
+        return GRADIENT / (2 * size) if 0 < size < math.inf else 1.0
 
     def _held(self) -> dict[str, torch.Tensor]:
         """Return the weights, of which pruned ones are zero and get no gradient."""

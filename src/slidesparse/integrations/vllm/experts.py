@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
@@ -57,8 +58,19 @@ class _Packing:
     slide_model: ModelState
     slide: SlideExperts | None
 
+    supports_eplb = False
+    """vLLM would move an expert's scales to another place, and not its packed weights."""
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts, or let vLLM go on with them."""
+        """Pack the experts, or let vLLM go on with them.
+
+        Raises:
+            UnsupportedError: They are packed already: CUDA graphs know where.
+        """
+        if self.slide is not None:
+            raise UnsupportedError(
+                f"weights that are loaded again into packed experts ({self.slide_name})", remedy="start vLLM again"
+            )
         reason = why_not(layer)
         packed = reason or pack_experts(layer, self.slide_model)
         if isinstance(packed, str):
@@ -90,6 +102,11 @@ def why_not(layer: Any) -> str | None:
     activation = getattr(layer.activation, "value", layer.activation)
     if activation != "silu":
         return f"their activation is {activation}, not silu"
+    config = getattr(layer, "moe_config", None)
+    for name, plain in (("limit", None), ("alpha", 1), ("beta", 0)):
+        found = {getattr(place, f"swiglu_{name}", None) for place in (layer, config)} - {None, plain}
+        if found:
+            return f"their SiLU has swiglu_{name} {found.pop()}"
     if layer.apply_router_weight_on_input:
         return "the router's weights apply to their input"
     if getattr(layer, "w13_bias", None) is not None:
