@@ -72,8 +72,8 @@ def match_layer(
 ) -> dict[str, torch.Tensor]:
     """Return better values for the pruned weights of a layer, in the types in which they are stored.
 
-    A layer whose outputs came no nearer with the values in these types keeps those that it has; rounding to 8 bits comes
-    after that.
+    A layer whose outputs came no nearer with the values in these types keeps those that it has. Rounding to 8 bits
+    comes after that.
 
     Args:
         layer: The pruned layer, which is left as it is.
