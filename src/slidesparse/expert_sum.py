@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
+from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError
 
 
@@ -33,7 +32,7 @@ def weighted_sum(x: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> 
             got=f"{list(x.shape)}, rows {list(rows.shape)} {rows.dtype}, weights {list(weights.shape)} {weights.dtype}",
             needed="[P, N], int64 [M, k] and float32 [M, k] on one device, all contiguous",
         )
-    if x.is_cuda and find_spec("triton") is not None:
+    if runs_triton(x.device):
         from slidesparse.kernels import weighted_sum as kernel
 
         return kernel.weighted_sum(x, rows, weights)

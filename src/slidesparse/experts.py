@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.expert_sum import weighted_sum
@@ -120,7 +120,7 @@ class SlideExperts(nn.Module):
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
     """:func:`slidesparse.expert_order.arrange`, by one kernel where there is one for so few pairs."""
-    if chosen.is_cuda and not chosen.dtype.is_floating_point and find_spec("triton") is not None:
+    if runs_triton(chosen.device) and not chosen.dtype.is_floating_point:
         from slidesparse.kernels import arrange_experts
 
         rows = rows_needed(chosen.numel(), experts, tile)

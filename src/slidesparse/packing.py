@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 
 from slidesparse import packed
+from slidesparse.base.device import runs_triton
 from slidesparse.packed import PackedWeight, Packer
 from slidesparse.pattern import Pattern
 from slidesparse.support import require_dense, with_contiguous_columns
@@ -35,10 +35,8 @@ def pack(
 
 @lru_cache(maxsize=64)
 def _packer(device: torch.device) -> Packer:
-    """Return the kernels where they run, else torch: Triton generates code from compute capability 8.0 on."""
-    if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
-        return packed.TORCH
-    return KernelPacker()
+    """Return the kernels where they run, else torch."""
+    return KernelPacker() if runs_triton(device) else packed.TORCH
 
 
 class KernelPacker:

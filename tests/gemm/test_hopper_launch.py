@@ -218,3 +218,18 @@ def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch
     nothing = find_launch(torch.Size((0, ORDER.width)), torch.int8, dense, sparse, *rest)
     assert nothing.kernel is None
     nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyPatch, grouped: bool) -> None:
+    loaded: list[Any] = []
+    load = hopper_launch.load_grouped if grouped else hopper_launch.load_kernel
+    monkeypatch.setattr(hopper_launch, "cubin", lambda *_: b"")
+    monkeypatch.setattr(hopper_launch, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
+    given = PLAIN, torch.int8, torch.bfloat16, 99  # a device that no other test has
+    try:
+        hopper_launch.load_kernels([PLAIN], *given[1:], grouped=grouped)
+        load(*given)
+        assert loaded == [(*given, grouped)]
+    finally:
+        load.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,6 +20,14 @@ def why_no_cuda() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return f"torch {torch.__version__}: {first_line(error)}"
     return None
+
+
+@lru_cache(maxsize=64)
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device: it generates code from compute capability 8.0 on."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -117,7 +117,8 @@ def evaluate(
     noted = card_to_measure(Path(path)) if card else None
     documents = None if text is None else read_documents(text)
     harness = _harness() if tasks else None
-    refuse_masked(model_class(Checkpoint(path))[0])
+    checkpoint = Checkpoint(path)
+    refuse_masked(model_class(checkpoint)[0])
     tokenizer = load_tokenizer(Path(path))
     model = load_any(path, device)
     require_causal(model)
@@ -144,7 +145,7 @@ def evaluate(
                 advance=advance,
             )
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    experts = _experts_words(Checkpoint(path))
+    experts = _experts_words(checkpoint)
     evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
     if noted is not None:
         add_measurements(noted, _card_rows(evaluation, limit))

@@ -21,13 +21,18 @@ from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import SingleExperts, single_experts, transformers_reads
-from slidesparse.models.experts import Experts, describe_treated, find_experts, ignore_entries, linears_inside
+from slidesparse.models.experts import (
+    LEAVE_DENSE,
+    Experts,
+    describe_treated,
+    find_experts,
+    ignore_entries,
+    linears_inside,
+)
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
 from slidesparse.support import check_weight
-
-LEAVE_DENSE = "--ignore 're:.*experts'"
 
 
 def entries_for_linears(entries: Iterable[str], found: Iterable[Experts], model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.prune_experts import LEAVE_DENSE, ExpertJob, entries_for_linears
+from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
@@ -21,7 +21,7 @@ from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import find_routers, linears_inside
+from slidesparse.models.experts import LEAVE_DENSE, find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune

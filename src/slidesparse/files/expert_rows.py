@@ -16,7 +16,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertTensor
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import Experts
+from slidesparse.models.experts import LEAVE_DENSE, Experts
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Numbers:
                 raise UnsupportedError(
                     f"the rows of {weight} come from the checkpoint in an order of their own",
                     needed="whole tensors below each other",
-                    remedy="use --method magnitude, or leave experts dense with --ignore 're:.*experts'",
+                    remedy=f"use --method magnitude, or leave experts dense with {LEAVE_DENSE}",
                 )
             yield ExpertRows(weight, name, index, begin, end)
             begin = end

@@ -17,7 +17,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.experts import LEAVE_DENSE, Experts, find_experts
 from slidesparse.quant import dequantize
 from slidesparse.support import check_pattern
 
@@ -114,7 +114,7 @@ def _unknown(experts: Experts, got: str) -> UnsupportedError:
         f"cannot tell along which dimension the experts of {experts.name} multiply",
         got=got,
         needed="experts that transformers describes, or gate_up_proj and down_proj",
-        remedy="leave them dense with --ignore 're:.*experts'",
+        remedy=f"leave them dense with {LEAVE_DENSE}",
     )
 
 

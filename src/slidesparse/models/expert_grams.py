@@ -22,6 +22,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.models.expert_weights import ExpertWeight
+from slidesparse.models.experts import LEAVE_DENSE
 
 AT_ONCE = 2**32
 """Most bytes of gram matrices of experts at a time. While processes share a text, each holds up to four such sums. The
@@ -100,7 +101,7 @@ def expert_inputs(name: str, gram: torch.Tensor, tokens: int, layer: torch.Tenso
         raise InputError(
             f"no input of {name} was seen, nor of the other experts of its layer",
             needed="a text that reaches them, and experts that multiply by torch's products",
-            remedy="use --method magnitude, or leave experts dense with --ignore 're:.*experts'",
+            remedy=f"use --method magnitude, or leave experts dense with {LEAVE_DENSE}",
         )
     columns = len(gram)
     lacking = max(columns - tokens, 0)

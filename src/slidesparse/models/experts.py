@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import nn
 
+LEAVE_DENSE = "--ignore 're:.*experts'"
+"""The option that leaves all experts alone."""
+
 NO_KERNEL = "nothing multiplies them sparse by default"
 EXPERTS_RUN_DENSE = f"experts follow their pattern and run dense: {NO_KERNEL}"
 """What every command says of pruned experts."""

@@ -7,7 +7,6 @@ kernel is that of a single weight; it finds the expert of a tile, and the number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 
@@ -15,7 +14,7 @@ from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.launch import Arguments, load_kernel, load_kernels
+from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, sparse_steps, step_bytes
 from slidesparse.layout import SLAB_BYTES, Layout, Lifted, check_slabs
@@ -38,7 +37,7 @@ class HopperExperts:
     def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
         sizes = tuple((out, operand.shape[2]) for out, operand in zip(out_features, operands, strict=True))
-        return _tiles(pairs, operands[0].shape[0], sizes)
+        return choose_grouped(pairs, operands[0].shape[0], sizes)
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
         """Compile and load every tile.
@@ -89,11 +88,6 @@ class HopperExperts:
             experts=at.experts.data_ptr(),
             used=at.used.data_ptr(),
         )
-        kernel = load_kernel(tile, dtype, out_dtype, device, grouped=True)
+        kernel = load_grouped(tile, dtype, out_dtype, device)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y
-
-
-@lru_cache(maxsize=4096)
-def _tiles(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...]) -> tuple[Tile, ...]:
-    return choose_grouped(pairs, experts, sizes)

@@ -229,12 +229,22 @@ def _launch(
 
 
 @cache
-def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool = False) -> Kernel:
-    """Return the variant, loaded on a device for the life of the process; ``grouped`` for the weights of many experts.
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+    """Return the variant, loaded on a device for the life of the process.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
     """
+    return _load(tile, dtype, out_dtype, device, False)
+
+
+@cache
+def load_grouped(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+    """Return the variant for the weights of many experts; see :func:`load_kernel`."""
+    return _load(tile, dtype, out_dtype, device, True)
+
+
+def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
@@ -267,8 +277,9 @@ def load_kernels(
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped), tiles))
+    load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
     for tile in tiles:
-        load_kernel(tile, dtype, out_dtype, device, grouped)
+        load(tile, dtype, out_dtype, device)
 
 
 @lru_cache(maxsize=1)

@@ -216,6 +216,7 @@ ROW_STEP = 0.25
 written before the product: some 600 bytes at 4 TB/s. By arithmetic, and not measured yet."""
 
 
+@lru_cache(maxsize=4096)
 def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...]) -> tuple[Tile, ...]:
     """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
 
