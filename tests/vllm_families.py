@@ -84,10 +84,16 @@ FAMILIES = {
     VISION_MODEL: Family("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
 }
 
+EXPERTS: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True}
+MIXTURES = {
+    "one expert a token": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts_per_tok": 1}),
+    "two experts a token": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts_per_tok": 2}),
+}
+
 
 def write_model(folder: Path, name: str, seed: int = 0) -> None:
-    """Write a random model of a family in bfloat16, whose activations keep their size from layer to layer."""
-    family = FAMILIES[name]
+    """Write a random model of a family or a mixture in bfloat16, whose activations keep their size from layer to layer."""
+    family = (FAMILIES | MIXTURES)[name]
     made = getattr(transformers, family.config)
     if name == VISION_MODEL:
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
@@ -98,8 +104,8 @@ def write_model(folder: Path, name: str, seed: int = 0) -> None:
     model = getattr(transformers, family.model)(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            if parameter.dim() >= 2:  # experts of a layer share a tensor
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
         model.get_input_embeddings().weight.normal_()
         if config.tie_word_embeddings:
             _talk_of_more_than_the_last_token(model)

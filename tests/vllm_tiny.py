@@ -26,7 +26,7 @@ RANK = 8
 NUDGE = 2.0**-7
 """How much the scale of each output channel of a nudged checkpoint differs, relative."""
 
-SPARSE = {"slidesparse": {"backend": "hopper"}}
+SPARSE = {"slidesparse": {"backend": "hopper", "experts": "sparse"}}
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 1024,
@@ -47,7 +47,7 @@ class Case(NamedTuple):
         sparse: Serve with the plugin, every layer sparse; otherwise stock vLLM serves the same checkpoint dense.
         arguments: More arguments of ``vllm.LLM``; a ``Path`` in them is made, as :meth:`Server.path` says.
         steps: What is done, in order; each step gives answers. See :data:`STEPS`.
-        family: Of :data:`vllm_families.FAMILIES`.
+        family: Of :data:`vllm_families.FAMILIES` or ``MIXTURES``.
         dtype: ``int8`` or ``fp8``.
         model: Which checkpoint, as :meth:`Server.path` says.
     """
@@ -237,6 +237,7 @@ def gather_facts(llm: Any) -> dict[str, Any]:
     config = llm.llm_engine.vllm_config
     facts = {
         "sparse": llm.apply_model(count_sparse)[0],
+        "experts": llm.apply_model(count_experts)[0],
         "async": config.scheduler_config.async_scheduling,
         "batched": config.scheduler_config.max_num_batched_tokens,
         "cache": config.cache_config.cache_dtype,
@@ -251,6 +252,12 @@ def gather_facts(llm: Any) -> dict[str, Any]:
 def count_sparse(model: torch.nn.Module) -> int:
     slides = [vars(module)["slide"] for module in model.modules() if "slide" in vars(module)]
     return sum(slide.choice.backends == ("hopper",) for slide in slides)
+
+
+def count_experts(model: torch.nn.Module) -> int:
+    """Return how many layers have packed experts."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return sum(getattr(method, "slide", None) is not None for method in dict.fromkeys(methods))
 
 
 # -- checkpoints that differ from the pruned one -------------------------------------------------------------------
