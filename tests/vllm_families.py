@@ -92,7 +92,7 @@ MIXTURES = {
 
 
 def write_model(folder: Path, name: str, seed: int = 0) -> None:
-    """Write a random model of a family or mixture in bfloat16, whose activations keep their size from layer to layer."""
+    """Write a random model of a family or mixture in bfloat16, whose activations keep their size over layers."""
     family = (FAMILIES | MIXTURES)[name]
     made = getattr(transformers, family.config)
     if name == VISION_MODEL:
