@@ -26,7 +26,7 @@ LAYERS = [
     {"fp4", "layout"},
     {"kernels"},
     {"expert_sum", "lifting"},
-    {"gemm", "packing"},
+    {"expert_lift", "gemm", "packing"},
     {"dense_weight", "ops", "read_back", "weight_form"},
     {"experts", "linear", "tuning"},
     {"models"},

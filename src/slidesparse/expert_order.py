@@ -24,7 +24,7 @@ class Arrangement(NamedTuple):
 
     Attributes:
         rows: int64 [M, k], the row of every pair; -1 where its expert is not here.
-        tokens: int64 [P], the token of every row; 0 for rows of nobody.
+        tokens: int64 [P], the token of every row; -1 for rows of nobody.
         experts: int32 [P / tile], the expert of every tile; of tiles past ``used`` any.
         used: int32 [1], the number of tiles that have rows, the first ones.
     """
@@ -72,7 +72,8 @@ def arrange(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
     of_pairs = torch.empty_like(places).scatter_(0, order, places)
     token = torch.arange(pairs, device=device) // max(1, chosen.shape[1])
     # Pairs that are not here go to one row more, which is cut off.
-    tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device).scatter_(0, of_pairs % (rows + 1), token)[:rows]
+    whole = torch.full((rows + 1,), -1, dtype=torch.int64, device=device)
+    tokens = whole.scatter_(0, of_pairs % (rows + 1), token)[:rows]
     numbers = torch.arange(rows // tile, device=device)
     of_tiles = torch.searchsorted(ends, numbers, right=True).clamp(max=max(0, experts - 1))
     return Arrangement(of_pairs.view(chosen.shape), tokens, of_tiles.to(torch.int32), ends[-1:].to(torch.int32))

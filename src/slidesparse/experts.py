@@ -14,11 +14,11 @@ from torch import nn
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.expert_lift import lift_routed
 from slidesparse.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.expert_sum import weighted_sum
 from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
-from slidesparse.layout import Lifted, LinearTensors
-from slidesparse.lifting import find_lift
+from slidesparse.layout import Lifted
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
 
@@ -42,9 +42,9 @@ class _Linear(nn.Module):
         self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
-    def lift(self, x: torch.Tensor, prologue: Prologue) -> Lifted:
-        found = find_lift(self.product.layout, prologue, len(x), x.dtype, self.dtype, x.device, self._order)
-        return found(x, None, LinearTensors(self.column_map, None, (), None, None, None), 0.0)
+    def lift(self, x: torch.Tensor, tokens: torch.Tensor, prologue: Prologue, gather: bool) -> Lifted:
+        layout = self.product.layout
+        return lift_routed(x, tokens, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
 
 
 class SlideExperts(nn.Module):
@@ -102,8 +102,8 @@ class SlideExperts(nn.Module):
             return torch.zeros_like(x)
         first, second = self._tiles(chosen.numel())
         at = _arranged(chosen, self.count, first.tokens)
-        inner = self._multiply(self.gate_up, x[at.tokens], "none", at, first)
-        outer = self._multiply(self.down, inner, "silu_mul", at, second)
+        inner = self._multiply(self.gate_up, x, "none", True, at, first)
+        outer = self._multiply(self.down, inner, "silu_mul", False, at, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
     def _tiles(self, pairs: int) -> Sequence[TokenTile]:
@@ -112,9 +112,9 @@ class SlideExperts(nn.Module):
         return self.product.tiles(pairs, operands, outs)
 
     def _multiply(
-        self, linear: _Linear, x: torch.Tensor, prologue: Prologue, at: Arrangement, tile: TokenTile
+        self, linear: _Linear, x: torch.Tensor, prologue: Prologue, gather: bool, at: Arrangement, tile: TokenTile
     ) -> torch.Tensor:
-        lifted = linear.lift(x, prologue)
+        lifted = linear.lift(x, at.tokens, prologue, gather)
         return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
 
 

@@ -58,7 +58,7 @@ def find_lift(
         device: Where the activations are.
         order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
     """
-    if (reason := _why_no_kernel(source, target, device, order)) is not None:
+    if (reason := why_no_kernel(source, target, device, order)) is not None:
         if device.type == "cuda":
             log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
         return TorchLift(prologue, target, layout)
@@ -69,9 +69,8 @@ def find_lift(
     return find_kernel_lift(columns, source, target, prologue, tokens, device, layout.slabs, rows)
 
 
-def _why_no_kernel(
-    source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]
-) -> str | None:
+def why_no_kernel(source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]) -> str | None:
+    """Return why no kernel lifts here, in words; None where one does. Arguments as in :func:`find_lift`."""
     if device.type != "cuda":
         return "they are not on a GPU"
     if not order:

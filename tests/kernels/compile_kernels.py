@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift_held import held_kernel
+from slidesparse.kernels.lift_held import held_kernel, routed_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
@@ -167,6 +167,27 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
         )
 
 
+def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
+    """Both lifts of a layer of Qwen3-30B-A3B."""
+    for columns, prologue in ((2048, "none"), (768, "silu_mul")):
+        packed = order("6:8", columns, 128)
+        launch = configure(4096, packed, BF16.itemsize, prologue)
+        variant = make_variant(packed, BF16, INT8, prologue, Slabs(64, swizzle=True), launch, early=arch >= EARLY_ARCH)
+        arguments = {
+            "x_ptr": "*bf16",
+            "tokens_ptr": "*i64",
+            "out_ptr": "*i16",
+            "scales_ptr": "*fp32",
+            "rows": "i32",
+            "x_stride": "i32",
+            "GATHER": (prologue == "none",),
+            "P": (variant,),
+        }
+        built = build(routed_kernel, arguments, arch, launch.num_warps, launch.registers or None)
+        built["ld"].pop("b64")  # the token
+        yield f"routed {columns} {prologue}", built
+
+
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
     for dtype, (magnitude, non_finite) in MAGNITUDE.items():
         variant = PackVariant(8192, 8, 0, 1024, False, magnitude, non_finite, metadata=True, checked=False, width=8)
@@ -198,4 +219,4 @@ def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 if __name__ == "__main__":
     arch = int(sys.argv[1])
-    print(json.dumps(dict(lift_variants(arch)) | dict(pack_variants(arch))))
+    print(json.dumps(dict(lift_variants(arch)) | dict(routed_variants(arch)) | dict(pack_variants(arch))))

@@ -41,7 +41,7 @@ def test_every_pair_has_a_row_in_a_tile_of_its_expert(tokens: int, experts: int,
 def test_rows_keep_the_order_of_their_tokens() -> None:
     found = arrange(torch.tensor([[1, 0], [1, 2], [0, 1]]), 3, 4)
     assert found.rows.tolist() == [[4, 0], [5, 8], [1, 6]]
-    assert found.tokens.tolist()[:12] == [0, 2, 0, 0, 0, 1, 2, 0, 1, 0, 0, 0]
+    assert found.tokens.tolist()[:12] == [0, 2, -1, -1, 0, 1, 2, -1, 1, -1, -1, -1]
     assert (found.experts.tolist()[:3], found.used.tolist()) == ([0, 1, 2], [3])
 
 

@@ -44,7 +44,7 @@ def arrange_kernel(
     MOST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Arrange the pairs of one expert, see the top of this file. ``tokens`` holds zeros."""
+    """Arrange the pairs of one expert, see the top of this file. ``tokens`` holds -1."""
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.full((BINS,), 0, tl.int32)
@@ -96,7 +96,7 @@ def arrange(
         with torch.cuda.device(index):
             return arrange(chosen, experts, tile, rows)
     of_pairs = torch.empty(chosen.shape, dtype=torch.int64, device=device)
-    tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+    tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
     of_tiles = torch.empty(rows // tile, dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
     launcher = _launcher(chosen.dtype, chosen.shape[1], experts, tile, device)

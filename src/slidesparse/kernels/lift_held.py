@@ -276,10 +276,30 @@ def held_kernel(
     if P.adds:
         residual_ptr += token * residual_stride
         total_ptr += token * P.in_features
+    _lift_row(x_ptr, residual_ptr, total_ptr, gain_ptr, pairs_ptr, out_ptr, scales_ptr + token, row, eps, P)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER: tl.constexpr, P: tl.constexpr):
+    """Quantise and lift one row of a mixture a program: that of its token, or itself; rows of nobody are left out.
+
+    ``tokens_ptr`` is int64 [rows], negative for rows of nobody. The prologue is none, or ``silu_mul``.
+    """
+    begin(P)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row, mask=row < rows, other=-1)
+    if token >= 0:
+        source = token if GATHER else row
+        _lift_row(x_ptr + source * x_stride, None, None, None, None, out_ptr, scales_ptr + row, row, 0.0, P)
+
+
+@triton.jit
+def _lift_row(x_ptr, residual_ptr, total_ptr, gain_ptr, pairs_ptr, out_ptr, scale_ptr, row, eps, P: tl.constexpr):
+    """Quantise and lift a row, whose inputs and scale are at the pointers, to a row of the output."""
     out_ptr += offset_of_row(row, 2, P)
     held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
-    tl.store(scales_ptr + token, scale)
+    tl.store(scale_ptr, scale)
     pairs = _quantise(held, scale, inverse, P)
     if P.in_place:
         _copy(pairs, out_ptr, row, P)

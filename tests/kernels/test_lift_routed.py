@@ -1,0 +1,67 @@
+"""The lift of a mixture's rows against the definition: by token or by row, rows of nobody left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse.errors import InputError
+from slidesparse.expert_lift import lift_routed
+from slidesparse.kernels import lift_routed as kernel
+from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
+from slidesparse.lifting import TorchLift
+from slidesparse.packed import pack_segments
+from slidesparse.pattern import Pattern
+
+INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+SLABS = Slabs(8, swizzle=True)
+LAYOUT = Layout(lifted=True, multiple=1, slabs=SLABS)
+TOKENS = [4, -1, 0, 4, 2, -1, -1, 1, 3, 0, -1]
+POISON = 0xA5
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize(("pattern", "columns"), [("2:4", 256), ("6:8", 512), ("4:6", 520), ("8:10", 2048)])
+def test_rows_are_those_of_their_tokens(
+    device: str, pattern: str, columns: int, dtype: torch.dtype, gather: bool
+) -> None:
+    torch.manual_seed(0)
+    packed = pack_segments(torch.zeros(1, columns, dtype=INT8), Pattern.parse(pattern))
+    tokens, prologue = torch.tensor(TOKENS, device=device), "none" if gather else "silu_mul"
+    shape = (5, columns) if gather else (len(tokens), 2 * columns)
+    x = (torch.randint(-40, 41, shape) / 8).to(device, BF16)
+    lifted = kernel.lift_routed(x, tokens, LAYOUT.order(packed), dtype, prologue, SLABS, gather=gather)
+    sources = x[tokens.clamp(min=0)] if gather else x
+    tensors = LinearTensors(LAYOUT.column_map(packed).to(device), None, (), None, None, None)
+    exact = TorchLift(prologue, dtype, LAYOUT)(sources, None, tensors, 0.0)
+    got, wanted = (slab_view(each.values, SLABS).view(torch.uint8)[:, : len(tokens)] for each in (lifted, exact))
+    here = tokens >= 0
+    if prologue == "none":
+        assert torch.equal(got[:, here], wanted[:, here])
+        assert torch.equal(lifted.scale[here], exact.scale[here])
+    else:  # the sigmoid of the kernel is an ulp or two from torch's
+        assert torch.allclose(lifted.scale[here], exact.scale[here], rtol=1e-2)
+        assert (got[:, here] != wanted[:, here]).float().mean() < 0.02
+    assert bool((got[:, ~here] == POISON).all())
+
+
+def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
+    packed = pack_segments(torch.zeros(1, 48, dtype=INT8), Pattern.parse("6:8"), k_offset=3)
+    x, tokens = torch.randn(3, 48, dtype=BF16, device=device), torch.tensor([2, -1, 0], device=device)
+    assert kernel.lift_routed(x, tokens, LAYOUT.order(packed), INT8, "none", SLABS, gather=True) is None
+    column_map, order = LAYOUT.column_map(packed).to(device), tuple(LAYOUT.order(packed).numbers)
+    lifted = lift_routed(x, tokens, column_map, order, INT8, "none", LAYOUT, gather=True)
+    exact = TorchLift("none", INT8, LAYOUT)(
+        x[[2, 0, 0]], None, LinearTensors(column_map, None, (), None, None, None), 0.0
+    )
+    assert torch.equal(slab_view(lifted.values, SLABS)[:, :3], slab_view(exact.values, SLABS)[:, :3])
+
+
+def test_rows_of_another_number_are_refused(device: str) -> None:
+    x, tokens = torch.randn(3, 64, dtype=BF16, device=device), torch.tensor([0, 1], device=device)
+    given = torch.arange(64), (), INT8, "none", LAYOUT
+    with pytest.raises(InputError, match="rows of a mixture to lift; got 3; needed 2"):
+        lift_routed(x, tokens, *given, gather=False)
+    with pytest.raises(InputError, match=r"got \[3, 64\], torch.int32"):
+        lift_routed(x, tokens.to(torch.int32), *given, gather=True)
