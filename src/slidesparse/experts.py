@@ -23,8 +23,13 @@ from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
 
 
-class _Linear(nn.Module):
-    """One linear of all experts, as a product reads it."""
+class ExpertLinear(nn.Module):
+    """One linear of all experts, as a product reads it.
+
+    Args:
+        experts: Their packed weights, of one size, type and pattern.
+        product: What multiplies.
+    """
 
     operand: torch.Tensor
     scale: torch.Tensor
@@ -43,8 +48,13 @@ class _Linear(nn.Module):
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
     def lift(self, x: torch.Tensor, prologue: Prologue) -> Lifted:
+        """Quantise and lift rows [P, K], or [P, 2K] for the prologue ``silu_mul``."""
         found = find_lift(self.product.layout, prologue, len(x), x.dtype, self.dtype, x.device, self._order)
         return found(x, None, LinearTensors(self.column_map, None, (), None, None, None), 0.0)
+
+    def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
+        """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
+        return self.product.multiply(x, self.operand, self.scale, at, out_dtype, tile)
 
 
 class SlideExperts(nn.Module):
@@ -75,7 +85,7 @@ class SlideExperts(nn.Module):
                 needed="as many of [2I, H] as of [H, I]",
             )
         self.count, self.hidden = len(gate_up), hidden
-        self.gate_up, self.down = _Linear(gate_up, self.product), _Linear(down, self.product)
+        self.gate_up, self.down = ExpertLinear(gate_up, self.product), ExpertLinear(down, self.product)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return ``sum over k of weights[t, k] * expert[chosen[t, k]](x[t])``.
@@ -100,22 +110,17 @@ class SlideExperts(nn.Module):
             )
         if not chosen.numel():
             return torch.zeros_like(x)
-        first, second = self._tiles(chosen.numel())
+        first, second = self.tiles(chosen.numel())
         at = _arranged(chosen, self.count, first.tokens)
-        inner = self._multiply(self.gate_up, x[at.tokens], "none", at, first)
-        outer = self._multiply(self.down, inner, "silu_mul", at, second)
+        inner = self.gate_up.multiply(self.gate_up.lift(x[at.tokens], "none"), at, x.dtype, first)
+        outer = self.down.multiply(self.down.lift(inner, "silu_mul"), at, x.dtype, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
-    def _tiles(self, pairs: int) -> Sequence[TokenTile]:
+    def tiles(self, pairs: int) -> Sequence[TokenTile]:
+        """Return the tiles of the two products for a number of pairs, of one number of tokens."""
         linears = (self.gate_up, self.down)
         operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
         return self.product.tiles(pairs, operands, outs)
-
-    def _multiply(
-        self, linear: _Linear, x: torch.Tensor, prologue: Prologue, at: Arrangement, tile: TokenTile
-    ) -> torch.Tensor:
-        lifted = linear.lift(x, prologue)
-        return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
