@@ -23,8 +23,13 @@ from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
 
 
-class _Linear(nn.Module):
-    """One linear of all experts, as a product reads it."""
+class ExpertLinear(nn.Module):
+    """One linear of all experts, as a product reads it.
+
+    Args:
+        experts: Their packed weights, of one size, type and pattern.
+        product: What multiplies.
+    """
 
     operand: torch.Tensor
     scale: torch.Tensor
@@ -42,9 +47,14 @@ class _Linear(nn.Module):
         self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
-    def lift(self, x: torch.Tensor, tokens: torch.Tensor, prologue: Prologue, gather: bool) -> Lifted:
+    def lift(self, x: torch.Tensor, tokens: torch.Tensor, prologue: Prologue, *, gather: bool) -> Lifted:
+        """Quantise and lift the token of every row, or the rows; see :func:`slidesparse.expert_lift.lift_routed`."""
         layout = self.product.layout
         return lift_routed(x, tokens, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+
+    def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
+        """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
+        return self.product.multiply(x, self.operand, self.scale, at, out_dtype, tile)
 
 
 class SlideExperts(nn.Module):
@@ -75,7 +85,7 @@ class SlideExperts(nn.Module):
                 needed="as many of [2I, H] as of [H, I]",
             )
         self.count, self.hidden = len(gate_up), hidden
-        self.gate_up, self.down = _Linear(gate_up, self.product), _Linear(down, self.product)
+        self.gate_up, self.down = ExpertLinear(gate_up, self.product), ExpertLinear(down, self.product)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return ``sum over k of weights[t, k] * expert[chosen[t, k]](x[t])``.
@@ -100,22 +110,19 @@ class SlideExperts(nn.Module):
             )
         if not chosen.numel():
             return torch.zeros_like(x)
-        first, second = self._tiles(chosen.numel())
+        first, second = self.tiles(chosen.numel())
         at = _arranged(chosen, self.count, first.tokens)
-        inner = self._multiply(self.gate_up, x, "none", True, at, first)
-        outer = self._multiply(self.down, inner, "silu_mul", False, at, second)
+        lifted = self.gate_up.lift(x, at.tokens, "none", gather=True)
+        inner = self.gate_up.multiply(lifted, at, x.dtype, first)
+        lifted = self.down.lift(inner, at.tokens, "silu_mul", gather=False)
+        outer = self.down.multiply(lifted, at, x.dtype, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
-    def _tiles(self, pairs: int) -> Sequence[TokenTile]:
+    def tiles(self, pairs: int) -> Sequence[TokenTile]:
+        """Return the tiles of the two products for a number of pairs, of one number of tokens."""
         linears = (self.gate_up, self.down)
         operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
         return self.product.tiles(pairs, operands, outs)
-
-    def _multiply(
-        self, linear: _Linear, x: torch.Tensor, prologue: Prologue, gather: bool, at: Arrangement, tile: TokenTile
-    ) -> torch.Tensor:
-        lifted = linear.lift(x, at.tokens, prologue, gather)
-        return self.product.multiply(lifted, linear.operand, linear.scale, at, x.dtype, tile)
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:

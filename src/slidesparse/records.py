@@ -29,12 +29,16 @@ CONTROL = "inf"
 COPY, QUANTIZE = "copy", "quantize"
 ALONE, LIBRARY = "alone", "library"
 """Variant ``cusparselt alone 6:8``: a product without scales, by the backend, and by its library's best algorithm."""
+PLAIN = "plain"
+"""Variant ``plain 6:8``: the rows of all experts by one weight, the rate that a grouped product is held against."""
+GROUPED = "grouped"
+"""Benchmark of a mixture's experts."""
 SQUARE = "square"
 ALL = "*"
 ENGINE, KERNELS, STEP_KERNELS = "vllm", "vllm kernels", "vllm step kernels"
 """Benchmarks of whole engines: times of requests, and of the kernels of a prefill and of a decoding step."""
 
-BENCHMARKS = ("gemm", "kernels", "linear", "pack", ENGINE, KERNELS, STEP_KERNELS)
+BENCHMARKS = ("gemm", GROUPED, "kernels", "linear", "pack", ENGINE, KERNELS, STEP_KERNELS)
 PREFILL, DECODE = "prefill", "decode"
 """Work of a whole engine, as ``Case.layer``; more words may follow after a comma."""
 
@@ -55,10 +59,11 @@ class Case:
     """One problem that is measured.
 
     Attributes:
-        benchmark: ``gemm``, ``kernels``, ``linear``, ``pack``, ``vllm``, ``vllm kernels`` or ``vllm step kernels``.
+        benchmark: ``gemm``, ``grouped``, ``kernels``, ``linear``, ``pack``, ``vllm``, ``vllm kernels`` or ``vllm step
+            kernels``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
         layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, or the work of
-            kernels (``gemm``, ...); empty where there is no model.
+            kernels (``gemm``, ...); of experts ``gate_up, balanced``; empty where there is no model.
         dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
         tokens: M, rows of the activations (tokens of a prefill, sequences of a decoding step); 0 where there are none.
         out_features: N, rows of the weight; 0 where there is none.

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.errors import SlideSparseError
 from slidesparse.records import Case, Clocks, Machine, Record, Timing, Tried
-from slidesparse.tuning.checking import require_right
+from slidesparse.tuning.checking import TOLERANCE, require_right
 from slidesparse.tuning.timing import (
     STRETCH_S,
     STRETCHES,
@@ -43,6 +43,7 @@ class Subject:
         ideal_speedup: See :class:`slidesparse.records.Record`.
         capture: Try a CUDA graph; False for calls that wait for the device.
         searched: Returns the algorithms that the backend tried by itself, the chosen one first; called after a run.
+        tolerance: The relative error of a right result.
     """
 
     variant: str
@@ -55,6 +56,7 @@ class Subject:
     ideal_speedup: float | None = None
     capture: bool = True
     searched: Callable[[], Sequence[Tried]] = tuple
+    tolerance: float = TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _prepare(stopwatch: Stopwatch, subject: Subject, rivals: int) -> _Attempt:
 
     def check(result: Any) -> None:
         attempt.error = subject.check(result)
-        require_right(attempt.error)
+        require_right(attempt.error, subject.tolerance)
 
     try:
         poison(subject.run(*subject.operands))  # the allocator hands the same memory out again

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from slidesparse.base.progress import progress_bar
-from slidesparse.bench import environment, gemm, kernels, linear, pack, problems
+from slidesparse.bench import environment, gemm, grouped, kernels, linear, mixtures, pack, problems
 from slidesparse.bench.comparison import Session, now
 from slidesparse.bench.problems import Profile
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.records import ALL, DTYPE_NAMES, SQUARE, Case, Record, open_records
+from slidesparse.records import ALL, DTYPE_NAMES, GROUPED, SQUARE, Case, Record, open_records
 from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.timing import CudaStopwatch
 
@@ -26,9 +26,10 @@ MEASURE: dict[str, Callable[[Session, Case], list[Record]]] = {
     "kernels": kernels.measure,
     "linear": linear.measure,
     "gemm": gemm.measure,
+    GROUPED: grouped.measure,
 }
 
-SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40}
+SHARES = {"pack": 0.05, "kernels": 0.15, "linear": 0.40, "gemm": 0.40, GROUPED: 1.0}
 """Each benchmark's share of the budget when several run; time that one leaves over goes to the next."""
 
 LEFT_OUT = "left out: the budget was spent"
@@ -93,8 +94,12 @@ def adapt(
     patterns: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     backends: Sequence[str] | None = None,
+    known_models: Iterable[str] | None = None,
+    known_dtypes: Iterable[str] = DTYPE_NAMES,
 ) -> Profile:
     """Return a profile with a user's choices; patterns and tokens are those of model shapes.
+
+    Models are those of :data:`slidesparse.bench.problems.MODELS` unless others are known.
 
     Raises:
         InputError: An unknown name, a pattern that is none or slides nothing, a number of tokens below 1, or a budget
@@ -109,8 +114,8 @@ def adapt(
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
-        dtypes=problems.select(dtypes, DTYPE_NAMES, profile.dtypes, "dtype"),
-        models=problems.select(models, problems.MODELS, profile.models, "model"),
+        dtypes=problems.select(dtypes, known_dtypes, profile.dtypes, "dtype"),
+        models=problems.select(models, known_models or problems.MODELS, profile.models, "model"),
         model_patterns=chosen or profile.model_patterns,
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
         backends=problems.select(backends, BACKENDS, profile.backends, "backend"),
@@ -168,7 +173,7 @@ def run(
     except OSError as error:
         raise InputError("cannot write the records", got=error) from error
     records: list[Record] = []
-    total = sum(len(problems.cases(name, profile)) for name in names)
+    total = sum(len(_cases(name, profile)) for name in names)
     with file, torch.no_grad(), progress_bar("benchmarks", total, unit="cases") as advance:
         for found in _measure_all(names, profile, session, start, clock):
             file.writelines(record.to_line() + "\n" for record in found)
@@ -183,16 +188,20 @@ def _measure_all(
 ) -> Iterator[list[Record]]:
     """Yield the records of each case in turn; a case that does not fit gets a record that says so."""
     whole, share = sum(SHARES[name] for name in names), 0.0
-    for name in sorted(names, key=problems.BENCHMARKS.index):
+    for name in sorted(names, key=list(MEASURE).index):
         share += SHARES[name]
         budget = Budget(clock, start + profile.budget_s * share / whole)
-        for case in problems.cases(name, profile):
+        for case in _cases(name, profile):
             if not budget.fits():
                 yield [_left_out(session, case, LEFT_OUT)]
                 continue
             began = clock()
             yield _measure(name, session, case)
             budget.spent(clock() - began)
+
+
+def _cases(name: str, profile: Profile) -> list[Case]:
+    return mixtures.cases(profile) if name == GROUPED else problems.cases(name, profile)
 
 
 def _measure(name: str, session: Session, case: Case) -> list[Record]:

@@ -90,6 +90,7 @@ def _add_bench(commands: Commands) -> None:
         "--backends", nargs="+", metavar="BACKEND", help="dense, hopper, ... (default: all that can run; vllm: auto)"
     )
     bench.add_argument("--budget-s", type=float, metavar="S", help="seconds it may take (default: the profile's)")
+    bench.add_argument("--grouped", action="store_true", help="gemm only: the experts of mixtures, and whole layers")
     engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
     engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
@@ -122,6 +123,8 @@ def _bench(options: argparse.Namespace) -> int:
         return _bench_vllm(options)
     if options.benchmark == "serve":
         return _bench_serve(options)
+    if options.grouped:
+        return _bench_grouped(options)
     profile = runner.adapt(
         problems.PROFILES[options.profile],
         options.dtype,
@@ -137,9 +140,35 @@ def _bench(options: argparse.Namespace) -> int:
     return 1 if summary.wrong else 0
 
 
+def _bench_grouped(options: argparse.Namespace) -> int:
+    from slidesparse.bench import grouped_table, mixtures, problems, runner
+    from slidesparse.quant import QUANT_NAMES
+    from slidesparse.records import GROUPED, read_records
+
+    if options.backends is not None:
+        raise InputError("--backends", got="--grouped", needed="none: one backend multiplies by experts")
+    profile = runner.adapt(
+        mixtures.profile_of(problems.PROFILES[options.profile]),
+        options.dtype,
+        options.models,
+        options.budget_s,
+        patterns=options.patterns,
+        tokens=options.tokens,
+        known_models=mixtures.MIXTURES,
+        known_dtypes=QUANT_NAMES,
+    )
+    summary = runner.run((GROUPED,), profile, runner.cuda_session(profile), options.out)
+    if options.json:
+        print(json.dumps(asdict(summary), indent=2))
+    else:
+        print(summary.describe(), grouped_table.describe(read_records([options.out])), sep="\n\n")
+    return 1 if summary.wrong else 0
+
+
 def _require_own_options(options: argparse.Namespace) -> None:
     """Refuse options of bench that mean nothing to the benchmark asked for."""
     owners = {
+        ("gemm",): ("grouped",),
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
         ("serve",): ("quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),

@@ -26,14 +26,14 @@ def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(wide - exact) / torch.linalg.vector_norm(exact))
 
 
-def require_right(error: float) -> None:
-    """Refuse a result whose relative error is too large, or NaN.
+def require_right(error: float, tolerance: float = TOLERANCE) -> None:
+    """Refuse a result whose relative error is larger than a right one's, or NaN.
 
     Raises:
         WrongResult: It is.
     """
-    if not error <= TOLERANCE:
-        raise WrongResult(WRONG, got=f"relative error {error:.2g}", needed=f"at most {TOLERANCE:g}")
+    if not error <= tolerance:
+        raise WrongResult(WRONG, got=f"relative error {error:.2g}", needed=f"at most {tolerance:g}")
 
 
 def ends(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,15 +15,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
-from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
+from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -141,7 +139,8 @@ def pack_experts(layer: Any, model: ModelState) -> tuple[SlideExperts, Outcome] 
         patterns.append(pattern)
         starts.append(start % pattern.group)
     weight = layer.w13_weight.data
-    product = find_product(weight, patterns[0])
+    _, out, columns = weight.shape
+    product = grouped_product(Problem(patterns[0], weight.dtype, out, columns, weight.device))
     if isinstance(product, str):
         return product
     packed, dense_bytes = [], 0
@@ -159,12 +158,3 @@ def pack_experts(layer: Any, model: ModelState) -> tuple[SlideExperts, Outcome] 
     named = " and ".join(dict.fromkeys(map(str, patterns)))
     text = f"{len(packed[0])} experts, {named}: grouped products for any number of tokens; asked for"
     return slide, Outcome(True, True, text, True, kept, dense_bytes)
-
-
-def find_product(weight: torch.Tensor, pattern: Pattern) -> GroupedProduct | str:
-    """Return what multiplies experts here, or why nothing does; ``weight`` is [E, out, K]."""
-    if weight.device.type == "cpu":
-        return TorchExperts()
-    _, out, columns = weight.shape
-    reason = Hopper().why_not(Problem(pattern, weight.dtype, out, columns, weight.device))
-    return HopperExperts() if reason is None else f"the grouped product cannot run them: {reason}"
