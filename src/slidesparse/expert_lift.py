@@ -6,6 +6,7 @@ import torch
 
 from slidesparse.base.device import runs_triton
 from slidesparse.errors import InputError
+from slidesparse.expert_order import Arrangement
 from slidesparse.layout import ColumnOrder, Layout, Lifted, LinearTensors
 from slidesparse.lifting import find_lift, why_no_kernel
 from slidesparse.prologue import Prologue
@@ -13,7 +14,7 @@ from slidesparse.prologue import Prologue
 
 def lift_routed(
     x: torch.Tensor,
-    tokens: torch.Tensor,
+    at: Arrangement,
     column_map: torch.Tensor,
     order: tuple[int, ...],
     target: torch.dtype,
@@ -26,7 +27,7 @@ def lift_routed(
 
     Args:
         x: [M, K], the tokens, to gather from them; else [P, K], the rows. Twice as many columns for ``silu_mul``.
-        tokens: int64 [P], contiguous: the token of every row, negative for rows of nobody.
+        at: Where the pairs of the tokens stand, all of it contiguous.
         column_map: See :attr:`slidesparse.layout.LinearTensors.column_map`.
         order: :attr:`slidesparse.layout.ColumnOrder.numbers`; empty where the kernel cannot write the order.
         target: torch.int8 or torch.float8_e4m3fn.
@@ -38,24 +39,21 @@ def lift_routed(
         P rows, with their scales.
 
     Raises:
-        InputError: Rows that are not those of ``tokens``, or types that do not fit.
+        InputError: Other tokens or rows than those of ``at``, or another device.
     """
-    if x.dim() != 2 or tokens.dtype != torch.int64 or not tokens.is_contiguous() or x.device != tokens.device:
+    needed = len(at.rows if gather else at.tokens)
+    if x.dim() != 2 or len(x) != needed or x.device != at.tokens.device:
         raise InputError(
-            "rows of a mixture to lift",
-            got=f"{list(x.shape)}, {tokens.dtype} {list(tokens.shape)} on {tokens.device}",
-            needed=f"two dimensions, and contiguous int64 numbers of tokens on {x.device}",
+            "rows of a mixture to lift", got=f"{list(x.shape)} on {x.device}", needed=f"{needed} on {at.tokens.device}"
         )
-    if not gather and len(x) != len(tokens):
-        raise InputError("rows of a mixture to lift", got=len(x), needed=f"{len(tokens)}, one a row of the product")
     on_gpu = runs_triton(x.device) and why_no_kernel(x.dtype, target, x.device, order) is None
     if on_gpu and layout.slabs is not None and x.stride(1) == 1:
         from slidesparse.kernels import lift_routed as kernel
 
         columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
-        lifted = kernel.lift_routed(x, tokens, columns, target, prologue, layout.slabs, gather=gather)
+        lifted = kernel.lift_routed(x, at.rows, at.tokens, columns, target, prologue, layout.slabs, gather=gather)
         if lifted is not None:
             return lifted
-    rows = x[tokens.clamp(min=0)] if gather else x
-    found = find_lift(layout, prologue, len(tokens), x.dtype, target, x.device, order)
+    rows = x[at.tokens.clamp(min=0)] if gather else x
+    found = find_lift(layout, prologue, len(rows), x.dtype, target, x.device, order)
     return found(rows, None, LinearTensors(column_map, None, (), None, None, None), 0.0)

@@ -47,10 +47,10 @@ class ExpertLinear(nn.Module):
         self.register_buffer("scale", torch.stack(scales).reshape(len(experts), -1).contiguous(), persistent=False)
         self.register_buffer("column_map", product.layout.column_map(first), persistent=False)
 
-    def lift(self, x: torch.Tensor, tokens: torch.Tensor, prologue: Prologue, *, gather: bool) -> Lifted:
+    def lift(self, x: torch.Tensor, at: Arrangement, prologue: Prologue, *, gather: bool) -> Lifted:
         """Quantise and lift the token of every row, or the rows; see :func:`slidesparse.expert_lift.lift_routed`."""
         layout = self.product.layout
-        return lift_routed(x, tokens, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
+        return lift_routed(x, at, self.column_map, self._order, self.dtype, prologue, layout, gather=gather)
 
     def multiply(self, x: Lifted, at: Arrangement, out_dtype: torch.dtype, tile: TokenTile) -> torch.Tensor:
         """Return the product [P, N]; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
@@ -112,9 +112,9 @@ class SlideExperts(nn.Module):
             return torch.zeros_like(x)
         first, second = self.tiles(chosen.numel())
         at = _arranged(chosen, self.count, first.tokens)
-        lifted = self.gate_up.lift(x, at.tokens, "none", gather=True)
+        lifted = self.gate_up.lift(x, at, "none", gather=True)
         inner = self.gate_up.multiply(lifted, at, x.dtype, first)
-        lifted = self.down.lift(inner, at.tokens, "silu_mul", gather=False)
+        lifted = self.down.lift(inner, at, "silu_mul", gather=False)
         outer = self.down.multiply(lifted, at, x.dtype, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
@@ -126,12 +126,12 @@ class SlideExperts(nn.Module):
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
-    """:func:`slidesparse.expert_order.arrange`, by one kernel where there is one for so few pairs."""
+    """:func:`slidesparse.expert_order.arrange`, by kernels where they can count all experts."""
     if runs_triton(chosen.device) and not chosen.dtype.is_floating_point:
         from slidesparse.kernels import arrange_experts
 
         rows = rows_needed(chosen.numel(), experts, tile)
-        if arrange_experts.takes(chosen.numel(), rows // tile):
+        if arrange_experts.takes(experts):
             return Arrangement(*arrange_experts.arrange(chosen.contiguous(), experts, tile, rows))
     return arrange(chosen, experts, tile)
 

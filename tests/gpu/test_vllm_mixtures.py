@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 import torch
 from expert_weights import packed_experts, routed
-from vllm_answers import difference
 from vllm_families import SMALL
 from vllm_tiny import TOKENS, Answers, Case, Served, prompts, serve
 
@@ -60,9 +59,11 @@ def served(outcomes: dict[str, Served], name: str) -> Served:
 
 
 def apart(one: Answers, other: Answers) -> float:
-    """How far first tokens are from each other in a middling prompt: a router may tip over in any one."""
-    prompts = zip(one.likeliest, other.likeliest, strict=True)
-    return median(difference(Answers([], [mine]), Answers([], [theirs])) for mine, theirs in prompts)
+    """How far log-probabilities of first tokens are apart in a middling prompt: a router may tip over in any one."""
+    return median(
+        fmean(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())
+        for mine, theirs in zip(one.likeliest, other.likeliest, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift_held import held_kernel, routed_kernel
+from slidesparse.kernels.lift_held import held_kernel, routed_kernel, spread_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
@@ -168,24 +168,29 @@ def lift_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def routed_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:
-    """Both lifts of a layer of Qwen3-30B-A3B."""
-    for columns, prologue in ((2048, "none"), (768, "silu_mul")):
+    """The lifts of a layer of Qwen3-30B-A3B."""
+    for name, columns, prologue, kernel, constant in (
+        ("by row", 2048, "none", routed_kernel, ("GATHER", (True,))),
+        ("by row", 768, "silu_mul", routed_kernel, ("GATHER", (False,))),
+        ("by token", 2048, "none", spread_kernel, ("COPIES", (8,))),
+    ):
         packed = order("6:8", columns, 128)
         launch = configure(4096, packed, BF16.itemsize, prologue)
         variant = make_variant(packed, BF16, INT8, prologue, Slabs(64, swizzle=True), launch, early=arch >= EARLY_ARCH)
         arguments = {
             "x_ptr": "*bf16",
-            "tokens_ptr": "*i64",
+            "to_ptr" if kernel is spread_kernel else "tokens_ptr": "*i64",
             "out_ptr": "*i16",
             "scales_ptr": "*fp32",
             "rows": "i32",
             "x_stride": "i32",
-            "GATHER": (prologue == "none",),
+            constant[0]: constant[1],
             "P": (variant,),
         }
-        built = build(routed_kernel, arguments, arch, launch.num_warps, launch.registers or None)
-        built["ld"].pop("b64")  # the token
-        yield f"routed {columns} {prologue}", built
+        built = build(kernel, arguments, arch, launch.num_warps, launch.registers or None)
+        built["ld"] = {width: count for width, count in built["ld"].items() if "b64" not in width}  # rows and tokens
+        built["st"]["b32"] //= 8 if kernel is spread_kernel else 1  # scales of eight rows
+        yield f"routed {name} {columns} {prologue}", built
 
 
 def pack_variants(arch: int) -> Iterator[tuple[str, dict[str, object]]]:

@@ -7,6 +7,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.expert_lift import lift_routed
+from slidesparse.expert_order import arrange
 from slidesparse.kernels import lift_routed as kernel
 from slidesparse.layout import Layout, LinearTensors, Slabs, slab_view
 from slidesparse.lifting import TorchLift
@@ -16,22 +17,26 @@ from slidesparse.pattern import Pattern
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 SLABS = Slabs(8, swizzle=True)
 LAYOUT = Layout(lifted=True, multiple=1, slabs=SLABS)
+ROWS = [[2, 9], [7, -1], [4, -1], [8, -1], [0, 3]]
 TOKENS = [4, -1, 0, 4, 2, -1, -1, 1, 3, 0, -1]
 POISON = 0xA5
 
 
-@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("by", ["token", "row", "itself"])
 @pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
 @pytest.mark.parametrize(("pattern", "columns"), [("2:4", 256), ("6:8", 512), ("4:6", 520), ("8:10", 2048)])
 def test_rows_are_those_of_their_tokens(
-    device: str, pattern: str, columns: int, dtype: torch.dtype, gather: bool
+    device: str, monkeypatch: pytest.MonkeyPatch, pattern: str, columns: int, dtype: torch.dtype, by: str
 ) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(kernel, "BY_TOKEN", 1 if by == "token" else 100)
+    gather = by != "itself"
     packed = pack_segments(torch.zeros(1, columns, dtype=INT8), Pattern.parse(pattern))
-    tokens, prologue = torch.tensor(TOKENS, device=device), "none" if gather else "silu_mul"
+    rows, tokens = torch.tensor(ROWS, device=device), torch.tensor(TOKENS, device=device)
+    prologue = "none" if gather else "silu_mul"
     shape = (5, columns) if gather else (len(tokens), 2 * columns)
     x = (torch.randint(-40, 41, shape) / 8).to(device, BF16)
-    lifted = kernel.lift_routed(x, tokens, LAYOUT.order(packed), dtype, prologue, SLABS, gather=gather)
+    lifted = kernel.lift_routed(x, rows, tokens, LAYOUT.order(packed), dtype, prologue, SLABS, gather=gather)
     sources = x[tokens.clamp(min=0)] if gather else x
     tensors = LinearTensors(LAYOUT.column_map(packed).to(device), None, (), None, None, None)
     exact = TorchLift(prologue, dtype, LAYOUT)(sources, None, tensors, 0.0)
@@ -48,20 +53,19 @@ def test_rows_are_those_of_their_tokens(
 
 def test_rows_that_no_program_holds_are_gathered_first(device: str) -> None:
     packed = pack_segments(torch.zeros(1, 48, dtype=INT8), Pattern.parse("6:8"), k_offset=3)
-    x, tokens = torch.randn(3, 48, dtype=BF16, device=device), torch.tensor([2, -1, 0], device=device)
-    assert kernel.lift_routed(x, tokens, LAYOUT.order(packed), INT8, "none", SLABS, gather=True) is None
+    x, at = torch.randn(3, 48, dtype=BF16, device=device), arrange(torch.tensor([[0], [1], [0]], device=device), 2, 8)
+    assert kernel.lift_routed(x, at.rows, at.tokens, LAYOUT.order(packed), INT8, "none", SLABS, gather=True) is None
     column_map, order = LAYOUT.column_map(packed).to(device), tuple(LAYOUT.order(packed).numbers)
-    lifted = lift_routed(x, tokens, column_map, order, INT8, "none", LAYOUT, gather=True)
-    exact = TorchLift("none", INT8, LAYOUT)(
-        x[[2, 0, 0]], None, LinearTensors(column_map, None, (), None, None, None), 0.0
-    )
-    assert torch.equal(slab_view(lifted.values, SLABS)[:, :3], slab_view(exact.values, SLABS)[:, :3])
+    lifted = lift_routed(x, at, column_map, order, INT8, "none", LAYOUT, gather=True)
+    tensors = LinearTensors(column_map, None, (), None, None, None)
+    exact = TorchLift("none", INT8, LAYOUT)(x[at.tokens.clamp(min=0)], None, tensors, 0.0)
+    assert torch.equal(slab_view(lifted.values, SLABS), slab_view(exact.values, SLABS))
 
 
 def test_rows_of_another_number_are_refused(device: str) -> None:
-    x, tokens = torch.randn(3, 64, dtype=BF16, device=device), torch.tensor([0, 1], device=device)
-    given = torch.arange(64), (), INT8, "none", LAYOUT
-    with pytest.raises(InputError, match="rows of a mixture to lift; got 3; needed 2"):
-        lift_routed(x, tokens, *given, gather=False)
-    with pytest.raises(InputError, match=r"got \[3, 64\], torch.int32"):
-        lift_routed(x, tokens.to(torch.int32), *given, gather=True)
+    x, at = torch.randn(3, 64, dtype=BF16, device=device), arrange(torch.tensor([[0], [1]], device=device), 2, 8)
+    for gather, needed in ((True, 2), (False, 16)):
+        with pytest.raises(
+            InputError, match=rf"rows of a mixture to lift; got \[3, 64\] on {device}.*; needed {needed}"
+        ):
+            lift_routed(x, at, torch.arange(64), (), INT8, "none", LAYOUT, gather=gather)

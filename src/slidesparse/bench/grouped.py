@@ -110,7 +110,8 @@ class _Product(_Measured):
         at = arrange(self.chosen, self.sizes.experts, tile.tokens)
         rows = at.rows.flatten()
         of_row = torch.full_like(at.tokens, -1).scatter_(0, rows, self.of_pair)
-        values, scale, _ = linear.lift(self.x, of_row, "none", gather=True)
+        by_row = at._replace(rows=rows.view(-1, self.shared), tokens=of_row)
+        values, scale, _ = linear.lift(self.x, by_row, "none", gather=True)
         read = len(rows) * (values.shape[1] * values.dtype.itemsize + 4)
         grouped = Subject(
             variant=pattern,

@@ -1,8 +1,10 @@
-"""Put the tokens of a mixture into the order of its experts: one launch in place of fifteen small ones.
+"""Put the tokens of a mixture into the order of its experts, in one launch or two in place of fifteen small ones.
 
-A program is an expert. It counts the pairs of all experts, which gives the rows before its own, and then numbers its
-own pairs in their order. So every program reads all pairs twice, which suits decoding and short prompts. Beyond
-:data:`MOST_PAIRS`, :func:`slidesparse.expert_order.arrange`, the definition, takes a small share of a layer's time.
+Few pairs: a program is an expert. It counts the pairs of all experts, which gives the rows before its own, and then
+numbers its own pairs in their order. So every program reads all pairs twice, which suits decoding and short prompts.
+
+Many pairs: a program is a chunk of pairs. One launch counts the pairs of each expert in each chunk. In the next each
+program adds what chunks before its own have, sorts its pairs by expert, and numbers them.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from slidesparse.kernels.triton_launcher import Launcher
 
 CHUNK = 1024
 NUM_WARPS = 4
-MOST_PAIRS = 4096
-"""Pairs that the kernel has loops for; they are unrolled, and those past the last pair are left out."""
+FEW_PAIRS = 2048
+"""Up to here one launch is made, whose loops are unrolled; those past the last pair are left out."""
+COUNTS_AT_ONCE = 8
+"""Chunks whose counts a program adds at once."""
+MOST_EXPERTS = 1023
+"""What the counts of a program's experts can be held for."""
 
 
 @triton.jit
@@ -73,9 +79,69 @@ def arrange_kernel(
         tl.store(used, tl.sum(tiles))
 
 
-def takes(pairs: int, tiles: int) -> bool:
-    """Return whether the kernel has loops for these numbers of pairs and token tiles."""
-    return pairs <= MOST_PAIRS and tiles <= CHUNK
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """Count the pairs of each expert in a chunk: int32 ``counts`` [chunks, BINS]."""
+    own = tl.program_id(0)
+    found = tl.histogram(_experts_of(chosen, own * CHUNK + tl.arange(0, CHUNK), pairs, EXPERTS), BINS)
+    tl.store(counts + own * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def place_kernel(
+    chosen,
+    counts,
+    rows,
+    tokens,
+    experts,
+    used,
+    pairs,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Arrange the pairs of one chunk, and name the experts of some tiles. ``tokens`` holds -1."""
+    own, chunks = tl.program_id(0), tl.num_programs(0)
+    bins = tl.arange(0, BINS)
+    total = tl.full((BINS,), 0, tl.int32)
+    before = tl.full((BINS,), 0, tl.int32)
+    start = 0
+    while start < chunks:
+        chunk = start + tl.arange(0, AT_ONCE)
+        inside = (chunk < chunks)[:, None] & (bins < EXPERTS)[None, :]
+        found = tl.load(counts + chunk[:, None] * BINS + bins[None, :], mask=inside, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where((chunk < own)[:, None], found, 0), 0)
+        start += AT_ONCE
+    in_tiles = (total + TILE - 1) // TILE
+    ends = tl.cumsum(in_tiles, 0)
+
+    pair = tl.arange(0, CHUNK)
+    expert = _experts_of(chosen, own * CHUNK + pair, pairs, EXPERTS)
+    ordered = tl.sort(expert * CHUNK + pair)  # by expert, and by pair where that is the same
+    expert, pair = ordered // CHUNK, own * CHUNK + ordered % CHUNK
+    here = tl.histogram(expert, BINS)
+    first = (ends - in_tiles) * TILE + before - (tl.cumsum(here, 0) - here)
+    row = (tl.gather(first, expert, 0) + tl.arange(0, CHUNK)).to(tl.int64)
+    row = tl.where(expert < EXPERTS, row, -1)
+    tl.store(rows + pair, row, mask=pair < pairs)
+    tl.store(tokens + row, (pair // K).to(tl.int64), mask=expert < EXPERTS)
+
+    last = tl.max(ends)
+    tile = own
+    while tile < last:
+        tl.store(experts + tile, tl.sum((ends <= tile).to(tl.int32)))
+        tile += chunks
+    if own == 0:
+        tl.store(used, last)
+
+
+def takes(experts: int) -> bool:
+    """Return whether the kernels can hold a count for every expert."""
+    return experts <= MOST_EXPERTS
 
 
 def arrange(
@@ -99,13 +165,35 @@ def arrange(
     tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
     of_tiles = torch.empty(rows // tile, dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
-    launcher = _launcher(chosen.dtype, chosen.shape[1], experts, tile, device)
-    launcher.run(experts, index, (chosen, of_pairs, tokens, of_tiles, used), (chosen.numel(),), ())
-    return of_pairs, tokens, of_tiles, used
+    pairs, k = chosen.numel(), chosen.shape[1]
+    made = of_pairs, tokens, of_tiles, used
+    if pairs <= FEW_PAIRS and len(of_tiles) <= CHUNK:
+        _one_launch(chosen.dtype, k, experts, tile, device).run(experts, index, (chosen, *made), (pairs,), ())
+        return made
+    chunks = triton.cdiv(pairs, CHUNK)
+    counts = torch.empty(chunks, _bins(experts), dtype=torch.int32, device=device)
+    count, place = _two_launches(chosen.dtype, k, experts, tile, device)
+    count.run(chunks, index, (chosen, counts), (pairs,), ())
+    place.run(chunks, index, (chosen, counts, *made), (pairs,), ())
+    return made
+
+
+def _bins(experts: int) -> int:
+    """Return the counts of a program, one of them for pairs whose experts are not here."""
+    return int(triton.next_power_of_2(experts + 1))
 
 
 @lru_cache(maxsize=256)
-def _launcher(dtype: torch.dtype, k: int, experts: int, tile: int, device: torch.device) -> Launcher:
+def _one_launch(dtype: torch.dtype, k: int, experts: int, tile: int, device: torch.device) -> Launcher:
     """Return the launcher for a type of numbers of experts, and the sizes of a mixture, on one device."""
-    bins = triton.next_power_of_2(experts + 1)
-    return Launcher(arrange_kernel, (k, experts, tile, bins, MOST_PAIRS, CHUNK), num_warps=NUM_WARPS)
+    constants = k, experts, tile, _bins(experts), FEW_PAIRS, CHUNK
+    return Launcher(arrange_kernel, constants, num_warps=NUM_WARPS)
+
+
+@lru_cache(maxsize=256)
+def _two_launches(
+    dtype: torch.dtype, k: int, experts: int, tile: int, device: torch.device
+) -> tuple[Launcher, Launcher]:
+    bins = _bins(experts)
+    count = Launcher(count_kernel, (experts, bins, CHUNK), num_warps=NUM_WARPS)
+    return count, Launcher(place_kernel, (k, experts, tile, bins, CHUNK, COUNTS_AT_ONCE), num_warps=NUM_WARPS)

@@ -201,7 +201,31 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _step(pairs, pairs_ptr, out_ptr, row, start: tl.constexpr, NEAR: tl.constexpr, SLID: tl.constexpr, P: tl.constexpr):
+def _put(out_ptr, row, to_ptr, rows, start: tl.constexpr, step, value, mask, COPIES: tl.constexpr, P: tl.constexpr):
+    """Store a step of a row: in this row, whose address ``out_ptr`` is; or with COPIES in each row of ``to_ptr``."""
+    if COPIES == 0:
+        tl.store(out_ptr + offset_in_row(start, step, row, rows, 2, P), value, mask=mask)
+    for copy in tl.static_range(0, COPIES):
+        to = tl.load(to_ptr + copy)
+        if to >= 0:
+            at = offset_of_row(to, 2, P) + offset_in_row(start, step, to, rows, 2, P)
+            tl.store(out_ptr + at, value, mask=mask)
+
+
+@triton.jit
+def _step(
+    pairs,
+    pairs_ptr,
+    out_ptr,
+    row,
+    to_ptr,
+    rows,
+    start: tl.constexpr,
+    NEAR: tl.constexpr,
+    SLID: tl.constexpr,
+    COPIES: tl.constexpr,
+    P: tl.constexpr,
+):
     """Write one step of a segment, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
@@ -224,21 +248,31 @@ def _step(pairs, pairs_ptr, out_ptr, row, start: tl.constexpr, NEAR: tl.constexp
     else:
         value = tl.gather(part, source - FROM * HALF, 0)
     step = tl.arange(0, P.write // 2)
-    at = offset_in_row((START + start) // 2, step, row, 2, P)
-    tl.store(out_ptr + at, value, mask=start // 2 + step < LENGTH // 2)
+    _put(out_ptr, row, to_ptr, rows, (START + start) // 2, step, value, start // 2 + step < LENGTH // 2, COPIES, P)
 
 
 @triton.jit
-def _lift(pairs, pairs_ptr, out_ptr, row, NEAR: tl.constexpr, SLID: tl.constexpr, P: tl.constexpr):
+def _lift(
+    pairs,
+    pairs_ptr,
+    out_ptr,
+    row,
+    to_ptr,
+    rows,
+    NEAR: tl.constexpr,
+    SLID: tl.constexpr,
+    COPIES: tl.constexpr,
+    P: tl.constexpr,
+):
     """Write one segment of a row: int16 ``out_ptr``."""
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
     STEP: tl.constexpr = P.write
     for start in tl.static_range(0, LENGTH, STEP):
-        _step(pairs, pairs_ptr, out_ptr, row, start, NEAR, SLID, P)
+        _step(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, start, NEAR, SLID, COPIES, P)
 
 
 @triton.jit
-def _copy(pairs, out_ptr, row, P: tl.constexpr):
+def _copy(pairs, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Write a row whose columns stay where they are: int16 ``out_ptr``."""
     WIDTH: tl.constexpr = P.dense_columns + P.slid_columns
     HALF: tl.constexpr = P.read // 2
@@ -247,7 +281,7 @@ def _copy(pairs, out_ptr, row, P: tl.constexpr):
         value = tl.full((HALF,), 0, tl.int16)
         if chunk < P.chunks:
             value = pairs[chunk]
-        tl.store(out_ptr + offset_in_row(chunk * HALF, step, row, 2, P), value, mask=chunk * HALF + step < WIDTH // 2)
+        _put(out_ptr, row, to_ptr, rows, chunk * HALF, step, value, chunk * HALF + step < WIDTH // 2, COPIES, P)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -276,7 +310,9 @@ def held_kernel(
     if P.adds:
         residual_ptr += token * residual_stride
         total_ptr += token * P.in_features
-    _lift_row(x_ptr, residual_ptr, total_ptr, gain_ptr, pairs_ptr, out_ptr, scales_ptr + token, row, eps, P)
+    out_ptr += offset_of_row(row, 2, P)
+    pairs, _ = _quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scales_ptr + token, eps, P)
+    _write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -290,22 +326,47 @@ def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER
     token = tl.load(tokens_ptr + row, mask=row < rows, other=-1)
     if token >= 0:
         source = token if GATHER else row
-        _lift_row(x_ptr + source * x_stride, None, None, None, None, out_ptr, scales_ptr + row, row, 0.0, P)
+        x_ptr += source * x_stride
+        out_ptr += offset_of_row(row, 2, P)
+        pairs, _ = _quantised(x_ptr, None, None, None, scales_ptr + row, 0.0, P)
+        _write(x_ptr, pairs, None, out_ptr, row, None, tl.num_programs(0), 0, P)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl.constexpr, P: tl.constexpr):
+    """Quantise and lift one token a program, and write it to its rows of a mixture, one for each of its experts.
+
+    ``to_ptr`` is int64 [tokens, COPIES], negative where an expert is not here; a slab has ``rows`` rows.
+    """
+    begin(P)
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    to_ptr += token * COPIES
+    pairs, scale = _quantised(x_ptr, None, None, None, None, 0.0, P)
+    for copy in tl.static_range(0, COPIES):
+        row = tl.load(to_ptr + copy)
+        tl.store(scales_ptr + row, scale, mask=row >= 0)
+    _write(x_ptr, pairs, None, out_ptr, token, to_ptr, rows, COPIES, P)
 
 
 @triton.jit
-def _lift_row(x_ptr, residual_ptr, total_ptr, gain_ptr, pairs_ptr, out_ptr, scale_ptr, row, eps, P: tl.constexpr):
-    """Quantise and lift a row, whose inputs and scale are at the pointers, to a row of the output."""
-    out_ptr += offset_of_row(row, 2, P)
+def _quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
+    """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
     held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
-    tl.store(scale_ptr, scale)
-    pairs = _quantise(held, scale, inverse, P)
+    if scale_ptr is not None:
+        tl.store(scale_ptr, scale)
+    return _quantise(held, scale, inverse, P), scale
+
+
+@triton.jit
+def _write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
+    """Lift the pairs of a row into the output, whose slabs have ``rows`` rows; see :func:`_put`."""
     if P.in_place:
-        _copy(pairs, out_ptr, row, P)
+        _copy(pairs, out_ptr, row, to_ptr, rows, COPIES, P)
     else:
         NEAR: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth  # pairs in a load of 16 bytes
         if P.dense_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, NEAR, False, P)
+            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, False, COPIES, P)
         if P.slid_columns > 0:
-            _lift(pairs, pairs_ptr, out_ptr, row, NEAR, True, P)
+            _lift(pairs, pairs_ptr, out_ptr, row, to_ptr, rows, NEAR, True, COPIES, P)

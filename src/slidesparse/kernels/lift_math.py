@@ -113,11 +113,11 @@ def offset_of_row(row, ITEM: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def offset_in_row(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
+def offset_in_row(start, step, row, rows, ITEM: tl.constexpr, P: tl.constexpr):
     """Return the offsets of the items ``start + step`` of a row, of ITEM bytes each, from the row's own start.
 
     A slab begins at ``start``; the terms that depend on ``step`` alone are computed once for all starts of a loop. A
-    slab has a row for every program.
+    slab has ``rows`` rows.
     """
     if P.slab_rows == 0:
         at = start + step
@@ -127,7 +127,7 @@ def offset_in_row(start, step, row, ITEM: tl.constexpr, P: tl.constexpr):
         chunk = step % SLAB // CHUNK
         if P.swizzle:
             chunk = chunk ^ (row % 8).to(tl.int32)
-        pitch = tl.num_programs(0).to(tl.int64) * SLAB
+        pitch = rows.to(tl.int64) * SLAB
         at = step // SLAB * pitch + chunk * CHUNK + step % CHUNK
         at = tl.max_contiguous(tl.multiple_of(at, CHUNK), CHUNK)  # the exclusive or hides this
         at += start // SLAB * pitch

@@ -1,7 +1,8 @@
 """Quantise and lift the rows of a mixture in one launch, each from its token: nothing is gathered before.
 
-Bytes a row: K inputs read, many of them from L2, since several experts have the same token, and K' written. Rows of
-nobody cost a program that ends at once.
+By row: a program for each, which reads its token. Rows of nobody cost a program that ends at once. By token: a program
+quantises its token once and writes it to the rows of all its experts. That takes a third of the instructions for eight
+experts, and a program for each row hides more latency where tokens are few.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import torch
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.kernels.lift import KernelLift, find_kernel_lift
-from slidesparse.kernels.lift_held import routed_kernel
+from slidesparse.kernels.lift_held import routed_kernel, spread_kernel
 from slidesparse.kernels.lift_launch import configure
 from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.kernels.triton_launcher import Launcher, early_start
 from slidesparse.layout import ColumnOrder, Lifted, Slabs
 from slidesparse.prologue import Prologue
 
+BY_TOKEN = 512
+"""From this number of tokens on, a program lifts a token."""
+MOST_COPIES = 16
+"""Most experts of a token for which the stores to its rows are unrolled."""
+
 
 def lift_routed(
     x: torch.Tensor,
+    rows: torch.Tensor,
     tokens: torch.Tensor,
     order: ColumnOrder,
     target: torch.dtype,
@@ -30,34 +37,45 @@ def lift_routed(
     *,
     gather: bool,
 ) -> Lifted | None:
-    """Lift by the kernel; None where it cannot, because the rows are too long to be held, or not of pairs.
+    """Lift by a kernel; None where none can, because the rows are too long to be held, or not of pairs.
 
-    Arguments are checked; see :func:`slidesparse.expert_lift.lift_routed`.
+    Arguments are checked; see :func:`slidesparse.expert_lift.lift_routed`. ``rows`` and ``tokens`` are those of a
+    :class:`slidesparse.expert_order.Arrangement`.
     """
-    index, rows = x.get_device(), len(tokens)
+    index, count = x.get_device(), len(tokens)
     if index >= 0 and not is_current(index):
         with torch.cuda.device(index):
-            return lift_routed(x, tokens, order, target, prologue, slabs, gather=gather)
-    like = find_kernel_lift(order, x.dtype, target, prologue, rows, x.device, slabs, None)
+            return lift_routed(x, rows, tokens, order, target, prologue, slabs, gather=gather)
+    like = find_kernel_lift(order, x.dtype, target, prologue, count, x.device, slabs, None)
     if not like.variant.held or like.gathered:
         return None
-    values = empty(like.padded, like.width, target, index)
-    scale = empty(rows, 1, torch.float32, index)
-    if rows:
+    values, scale = empty(like.padded, like.width, target, index), empty(count, 1, torch.float32, index)
+    by_token = gather and len(rows) >= BY_TOKEN and rows.shape[1] <= MOST_COPIES
+    if by_token:
+        launcher = _launcher_like(like, None, rows.shape[1])
+        launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))
+    elif count:
         tensors = x, tokens, values.view(torch.int16), scale
-        _launcher_like(like, gather).run(like.programs, index, tensors, (rows,), (x.stride(0),))
-    return Lifted(values.resize_(rows, like.width), scale, None)
+        _launcher_like(like, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
+    return Lifted(values.resize_(count, like.width), scale, None)
 
 
-def _launcher_like(lift: KernelLift, gather: bool) -> Launcher:
+def _launcher_like(lift: KernelLift, gather: bool | None, copies: int) -> Launcher:
     launch = configure(lift.tokens, lift.order, lift.source.itemsize, lift.prologue)
-    return _launcher(lift.variant, launch.num_warps, launch.registers, gather, lift.source, lift.device)
+    return _launcher(lift.variant, launch.num_warps, launch.registers, gather, copies, lift.source, lift.device)
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    variant: LiftVariant, warps: int, registers: int, gather: bool, source: torch.dtype, device: torch.device
+    variant: LiftVariant,
+    warps: int,
+    registers: int,
+    gather: bool | None,
+    copies: int,
+    source: torch.dtype,
+    device: torch.device,
 ) -> Launcher:
     """Return the launcher for all numbers of rows; a compiled kernel belongs to ``source`` and ``device``."""
     early = early_start() if variant.early else {}
-    return Launcher(routed_kernel, (gather, variant), num_warps=warps, maxnreg=registers or None, **early)
+    kernel, constant = (spread_kernel, copies) if gather is None else (routed_kernel, gather)
+    return Launcher(kernel, (constant, variant), num_warps=warps, maxnreg=registers or None, **early)

@@ -150,7 +150,7 @@ def _write(
         value = _value(x_ptr, residual_ptr, gain_ptr, column, _inside(column, P), rstd, P)
         if P.quant != "none":
             value = _quantise(value, scale, inverse, P)
-        at = offset_in_row(START + start, step, row, P.itemsize, P)
+        at = offset_in_row(START + start, step, row, tl.num_programs(0), P.itemsize, P)
         tl.store(out_ptr + at, value, mask=start + step < LENGTH)
 
 
