@@ -189,6 +189,82 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
     assert said in caplog.text
 
 
+class Tuner:
+    """In place of what measures: takes the times that it was given, and runs both forms once."""
+
+    sizes = (16, 64)
+
+    def __init__(self, sparse: bool) -> None:
+        self.sparse = sparse
+        self.seen: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def wants(self, *_: Any) -> bool:
+        return False
+
+    def wants_experts(self, kind: Any) -> bool:
+        return kind not in self.seen
+
+    def measure_experts(self, kind: Any, forms: dict[str, Any]) -> None:
+        x, chosen = torch.ones(3, kind.hidden).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+        self.seen[kind] = {name: run(x, torch.full((3, 2), 0.5), chosen) for name, run in forms.items()}
+
+    def choose(self, kind: Any, tokens: Any) -> Any:
+        from slidesparse.gemm.expert_times import ExpertChoice
+
+        assert kind in self.seen
+        assert tokens == self.sizes
+        return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_auto_goes_by_the_times_of_both_forms(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    without_expert_kernels: None,
+    sparse: bool,
+) -> None:
+    from slidesparse.integrations.vllm import engine, experts
+
+    tuner, create = Tuner(sparse), engine.ModelState.create
+    made = []
+
+    def with_tuner(config: Any) -> Any:
+        made.append(create(config))
+        made[-1].tuner = tuner
+        return made[-1]
+
+    monkeypatch.setattr(engine.ModelState, "create", with_tuner)
+    monkeypatch.setattr(experts, "choose_experts", tuner.choose)
+    method = import_module(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+        "compressed_tensors_moe_w8a8_int8"
+    ).CompressedTensorsW8A8Int8MoEMethod
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(consumes_expert_mask=False))
+    processed = []
+
+    def process(self: Any, layer: Any) -> None:
+        assert hasattr(layer, "w13_weight")
+        self.moe_kernel = kernel
+        processed.append(layer)
+
+    monkeypatch.setattr(method, "process_weights_after_loading", process)
+    monkeypatch.setattr(method, "apply", lambda self, layer, x, *_: x)
+    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    (seen,) = tuner.seen.items()
+    assert (seen[0].experts, seen[0].everywhere, seen[0].top_k) == (4, 4, 2)
+    assert (seen[0].hidden, seen[0].inner, str(seen[0].pattern)) == (128, 64, "6:8")
+    assert {name: y.shape for name, y in seen[1].items()} == dict.fromkeys(("dense", "hopper"), (3, 128))
+    layers = list(experts_of(model).values())
+    assert [hasattr(layer, "w13_weight") for layer in layers] == [not sparse] * 2
+    assert [layer.quant_method.slide is not None for layer in layers] == [sparse] * 2
+    assert [layer.quant_method.moe_kernel for layer in layers] == [None if sparse else kernel] * 2
+    assert len(processed) == (1 if sparse else 2)  # the layer that was measured, or each of them once
+    word = "sparse" if sparse else "dense"
+    told = f"mlp.experts: {word}, 4 experts, 6:8: hopper takes 0.50 of dense's time; measured here (2 layers)"
+    assert told in caplog.text
+
+
 @pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
