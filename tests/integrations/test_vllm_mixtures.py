@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +260,8 @@ def test_auto_goes_by_the_times_of_both_forms(
     assert [hasattr(layer, "w13_weight") for layer in layers] == [not sparse] * 2
     assert [layer.quant_method.slide is not None for layer in layers] == [sparse] * 2
     assert [layer.quant_method.moe_kernel for layer in layers] == [None if sparse else kernel] * 2
+    # Without a kernel of its own, vLLM brings the tokens of other GPUs to the method.
+    assert [layer.quant_method.supports_internal_mk for layer in layers] == [not sparse] * 2
     assert len(processed) == (1 if sparse else 2)  # the layer that was measured, or each of them once
     word = "sparse" if sparse else "dense"
     told = f"mlp.experts: {word}, 4 experts, 6:8: hopper takes 0.50 of dense's time; measured here (2 layers)"
@@ -300,3 +303,34 @@ def test_why_experts_cannot_be_packed(changed: dict[str, Any], why: str | None) 
     scales = {"w13_weight_scale": torch.ones(2, 8, 1), "w2_weight_scale": torch.ones(2, 4, 1)}
     plain = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False}
     assert why_not(SimpleNamespace(**{**weights, **scales, **plain, **changed})) == why
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"ep_size": 2, "use_ep": True}, None),  # vLLM's map of experts says which are here
+        ({"dp_size": 2}, None),  # tokens are gathered
+        ({"dp_size": 2, "use_ep": True}, None),
+        (
+            {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"},
+            "the all-to-all deepep_low_latency hands over rows that are quantised, in an order of its own",
+        ),
+        ({"dp_size": 2, "all2all_backend": "deepep_low_latency"}, None),  # used for whole experts alone
+        ({"pcp_size": 2}, "prompts are split over GPUs (prefill context parallelism)"),
+    ],
+)
+def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
+    changed: dict[str, Any], why: str | None
+) -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    from slidesparse.integrations.vllm.experts import find_experts, is_alone, why_tokens_stay
+
+    usual = {"all2all_backend": "allgather_reducescatter"}
+    parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})
+    assert why_tokens_stay(parallel) == why
+    layer = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
+    assert is_alone(layer) == ("dp_size" not in changed)
+    if why is not None:
+        assert find_experts(layer) == why

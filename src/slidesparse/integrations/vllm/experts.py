@@ -35,6 +35,9 @@ METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMet
 NAMES = ("w13", "w2")
 """vLLM's names of gate and up, and of down."""
 
+GATHERED = "allgather_reducescatter"
+"""vLLM's default way to the experts of other GPUs."""
+
 ASKED_FOR = "grouped products for any number of tokens; asked for"
 
 log = logging.getLogger(LOGGER)
@@ -186,6 +189,21 @@ class LoadedExperts:
         return " and ".join(dict.fromkeys(map(str, self.of_weights)))
 
 
+def why_tokens_stay(parallel: Any) -> str | None:
+    """Return why the tokens of other GPUs do not reach packed experts, in words; None where they do.
+
+    vLLM gathers plain tokens around a method without a kernel of vLLM's own. Every other way is part of those kernels.
+
+    Args:
+        parallel: vLLM's ``FusedMoEParallelConfig``.
+    """
+    if parallel.pcp_size > 1:
+        return "prompts are split over GPUs (prefill context parallelism)"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != GATHERED:
+        return f"the all-to-all {parallel.all2all_backend} hands over rows that are quantised, in an order of its own"
+    return None
+
+
 def find_experts(layer: Any) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
@@ -193,6 +211,9 @@ def find_experts(layer: Any) -> LoadedExperts | str:
         layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
     """
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    reason = why_tokens_stay(parallel)
+    if reason is not None:
+        return reason
     patterns, starts = [], []
     for name in NAMES:
         weight = getattr(layer, f"{name}_weight").data
@@ -223,7 +244,7 @@ def pack_experts(layer: Any, experts: LoadedExperts) -> SlideExperts:
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
         whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
-    slide = SlideExperts(packed[0], packed[1], experts.product)
+    slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
     if isinstance(experts.product, HopperExperts):
         experts.product.warm_up(slide.gate_up.dtype, layer.moe_config.in_dtype, slide.gate_up.operand.get_device())
     return slide
