@@ -64,6 +64,7 @@ class SlideExperts(nn.Module):
         gate_up: Of every expert the packed weight [2I, H], gate first.
         down: Of every expert the packed weight [H, I].
         product: What multiplies; None: the definition in torch.
+        everywhere: The number of experts on all GPUs, where some are elsewhere.
 
     Raises:
         InputError: No expert, sizes that do not fit each other, or weights that are not quantised.
@@ -71,7 +72,11 @@ class SlideExperts(nn.Module):
     """
 
     def __init__(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], product: GroupedProduct | None = None
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        product: GroupedProduct | None = None,
+        everywhere: int | None = None,
     ) -> None:
         super().__init__()
         self.product = TorchExperts() if product is None else product
@@ -85,6 +90,7 @@ class SlideExperts(nn.Module):
                 needed="as many of [2I, H] as of [H, I]",
             )
         self.count, self.hidden = len(gate_up), hidden
+        self.everywhere = self.count if everywhere is None else everywhere
         self.gate_up, self.down = ExpertLinear(gate_up, self.product), ExpertLinear(down, self.product)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -119,10 +125,13 @@ class SlideExperts(nn.Module):
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
     def tiles(self, pairs: int) -> Sequence[TokenTile]:
-        """Return the tiles of the two products for a number of pairs, of one number of tokens."""
+        """Return the tiles of the two products for a number of pairs, of one number of tokens.
+
+        Where some experts are elsewhere, tiles suit the pairs that are to be expected here.
+        """
         linears = (self.gate_up, self.down)
         operands, outs = [linear.operand for linear in linears], [linear.out_features for linear in linears]
-        return self.product.tiles(pairs, operands, outs)
+        return self.product.tiles(-(-pairs * self.count // self.everywhere), operands, outs)
 
 
 def _arranged(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:

@@ -122,13 +122,15 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     assert Pretender.stopped == 5
 
 
-def test_experts_run_sparse_but_in_the_control(pretend: None, tmp_path: Path) -> None:
-    profile = adapt(quick=True, models=["Qwen3-30B-A3B"], dtypes=["int8"], patterns=["6:8"], layers=12)
+def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
+    models, backends = ["Qwen3-30B-A3B"], ["auto", "hopper"]
+    profile = adapt(quick=True, models=models, dtypes=["int8"], patterns=["6:8"], layers=12, backends=backends)
     with pytest.raises(InputError, match="bf16 of Qwen3-30B-A3B; got experts that nothing packs; needed int8 or fp8"):
         adapt(models=["Qwen3-30B-A3B"], dtypes=["bf16"])
     assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
     asked = [options.additional.get("slidesparse") for options in Pretender.started]
-    assert asked == [None, {"backend": "dense"}, {"backend": "auto", "experts": "sparse"}, None]
+    ours = {"dense": "dense", "auto": "auto", "hopper": "sparse"}
+    assert asked == [None, *({"backend": name, "experts": experts} for name, experts in ours.items()), None]
     (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
     attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends

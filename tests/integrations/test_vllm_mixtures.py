@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +190,84 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
     assert said in caplog.text
 
 
+class Tuner:
+    """In place of what measures: takes the times that it was given, and runs both forms once."""
+
+    sizes = (16, 64)
+
+    def __init__(self, sparse: bool) -> None:
+        self.sparse = sparse
+        self.seen: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def wants(self, *_: Any) -> bool:
+        return False
+
+    def wants_experts(self, kind: Any) -> bool:
+        return kind not in self.seen
+
+    def measure_experts(self, kind: Any, forms: dict[str, Any]) -> None:
+        x, chosen = torch.ones(3, kind.hidden).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+        self.seen[kind] = {name: run(x, torch.full((3, 2), 0.5), chosen) for name, run in forms.items()}
+
+    def choose(self, kind: Any, tokens: Any) -> Any:
+        from slidesparse.gemm.expert_times import ExpertChoice
+
+        assert kind in self.seen
+        assert tokens == self.sizes
+        return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_auto_goes_by_the_times_of_both_forms(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    without_expert_kernels: None,
+    sparse: bool,
+) -> None:
+    from slidesparse.integrations.vllm import engine, experts
+
+    tuner, create = Tuner(sparse), engine.ModelState.create
+    made = []
+
+    def with_tuner(config: Any) -> Any:
+        made.append(create(config))
+        made[-1].tuner = tuner
+        return made[-1]
+
+    monkeypatch.setattr(engine.ModelState, "create", with_tuner)
+    monkeypatch.setattr(experts, "choose_experts", tuner.choose)
+    method = import_module(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+        "compressed_tensors_moe_w8a8_int8"
+    ).CompressedTensorsW8A8Int8MoEMethod
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(consumes_expert_mask=False))
+    processed = []
+
+    def process(self: Any, layer: Any) -> None:
+        assert hasattr(layer, "w13_weight")
+        self.moe_kernel = kernel
+        processed.append(layer)
+
+    monkeypatch.setattr(method, "process_weights_after_loading", process)
+    monkeypatch.setattr(method, "apply", lambda self, layer, x, *_: x)
+    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    (seen,) = tuner.seen.items()
+    assert (seen[0].experts, seen[0].everywhere, seen[0].top_k) == (4, 4, 2)
+    assert (seen[0].hidden, seen[0].inner, str(seen[0].pattern)) == (128, 64, "6:8")
+    assert {name: y.shape for name, y in seen[1].items()} == dict.fromkeys(("dense", "hopper"), (3, 128))
+    layers = list(experts_of(model).values())
+    assert [hasattr(layer, "w13_weight") for layer in layers] == [not sparse] * 2
+    assert [layer.quant_method.slide is not None for layer in layers] == [sparse] * 2
+    assert [layer.quant_method.moe_kernel for layer in layers] == [None if sparse else kernel] * 2
+    # Without a kernel of its own, vLLM brings the tokens of other GPUs to the method.
+    assert [layer.quant_method.supports_internal_mk for layer in layers] == [not sparse] * 2
+    assert len(processed) == (1 if sparse else 2)  # the layer that was measured, or each of them once
+    word = "sparse" if sparse else "dense"
+    told = f"mlp.experts: {word}, 4 experts, 6:8: hopper takes 0.50 of dense's time; measured here (2 layers)"
+    assert told in caplog.text
+
+
 @pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
@@ -224,3 +303,34 @@ def test_why_experts_cannot_be_packed(changed: dict[str, Any], why: str | None) 
     scales = {"w13_weight_scale": torch.ones(2, 8, 1), "w2_weight_scale": torch.ones(2, 4, 1)}
     plain = {"activation": SimpleNamespace(value="silu"), "apply_router_weight_on_input": False}
     assert why_not(SimpleNamespace(**{**weights, **scales, **plain, **changed})) == why
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"ep_size": 2, "use_ep": True}, None),  # vLLM's map of experts says which are here
+        ({"dp_size": 2}, None),  # tokens are gathered
+        ({"dp_size": 2, "use_ep": True}, None),
+        (
+            {"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"},
+            "the all-to-all deepep_low_latency hands over rows that are quantised, in an order of its own",
+        ),
+        ({"dp_size": 2, "all2all_backend": "deepep_low_latency"}, None),  # used for whole experts alone
+        ({"pcp_size": 2}, "prompts are split over GPUs (prefill context parallelism)"),
+    ],
+)
+def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
+    changed: dict[str, Any], why: str | None
+) -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    from slidesparse.integrations.vllm.experts import find_experts, is_alone, why_tokens_stay
+
+    usual = {"all2all_backend": "allgather_reducescatter"}
+    parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})
+    assert why_tokens_stay(parallel) == why
+    layer = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
+    assert is_alone(layer) == ("dp_size" not in changed)
+    if why is not None:
+        assert find_experts(layer) == why

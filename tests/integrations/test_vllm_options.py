@@ -62,7 +62,7 @@ def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCa
     assert (model.warmup.most, model.warmup.dtype) == (2048, torch.bfloat16)
     assert caplog.messages == [
         'slidesparse options: {"backend": "auto", "fallback": "dense", "fuse": true, "host_us": 60.0, "tune": "auto", '
-        '"graphs": "auto", "experts": "dense"}'
+        '"graphs": "auto", "experts": "auto"}'
     ]
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from expert_weights import one_by_one, packed_experts, routed
 
 from slidesparse import InputError, UnsupportedError
+from slidesparse.expert_order import Arrangement
 from slidesparse.experts import SlideExperts, split_rows
+from slidesparse.gemm.grouped import Rows, TokenTile, TorchExperts
+from slidesparse.layout import Lifted
 from slidesparse.packed import pack_segments
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -50,6 +55,46 @@ def test_routings(chosen: torch.Tensor) -> None:
     x, weights = torch.randn(len(chosen), HIDDEN), torch.rand(chosen.shape)
     y = SlideExperts(gate_up, down)(x, weights, chosen)
     assert torch.equal(y, one_by_one(x, weights, chosen, gate_up, down))
+
+
+class Counting(TorchExperts):
+    """The definition, which keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.pairs: list[int] = []
+        self.tokens: list[int] = []
+
+    def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Rows, ...]:
+        self.pairs.append(pairs)
+        return super().tiles(pairs, operands, out_features)
+
+    def multiply(
+        self,
+        x: Lifted,
+        operand: torch.Tensor,
+        scale: torch.Tensor,
+        at: Arrangement,
+        out_dtype: torch.dtype,
+        tile: TokenTile,
+    ) -> torch.Tensor:
+        self.tokens.append(int((at.tokens >= 0).sum()))
+        return super().multiply(x, operand, scale, at, out_dtype, tile)
+
+
+def test_the_experts_of_two_gpus_are_those_of_one() -> None:
+    gate_up, down = experts()
+    x, chosen, weights = torch.randn(16, HIDDEN), routed(16, EXPERTS, 3), torch.rand(16, 3)
+    total = torch.zeros(16, HIDDEN)
+    for own in (range(2), range(2, EXPERTS)):
+        places = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        places[list(own)] = torch.arange(len(own), dtype=torch.int32)
+        product = Counting()
+        parts = [gate_up[e] for e in own], [down[e] for e in own]
+        total += SlideExperts(*parts, product, everywhere=EXPERTS)(x, weights, places[chosen.long()])
+        assert product.pairs == [-(-48 * len(own) // EXPERTS)]  # tiles for the pairs to be expected here
+        here = int(sum((chosen == e).sum() for e in own))
+        assert product.tokens == [here, here]  # rows of its own pairs alone are prepared
+    torch.testing.assert_close(total, SlideExperts(gate_up, down)(x, weights, chosen))
 
 
 def test_a_shard_begins_within_a_group() -> None:

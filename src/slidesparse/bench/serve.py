@@ -35,7 +35,6 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import DENSE_VARIANT, Machine, open_records
 from slidesparse.served_records import (
     AT_ONCE,
-    CONTROL,
     DECODE,
     STOCK,
     EngineKey,
@@ -295,9 +294,9 @@ def _options(run_: _Run, key: EngineKey) -> ServeOptions:
 
 
 def _own_options(key: EngineKey) -> dict[str, str]:
-    """Options of the plugin: experts run sparse only where they are asked for, and in the control nothing does."""
-    sparse = ARCHITECTURES[key.model].mixture is not None and key.engine != CONTROL
-    return {"backend": key.backend} | ({"experts": "sparse"} if sparse else {})
+    """Options of the plugin: experts go with the linears, as they come, all sparse, or in the control all dense."""
+    experts = key.backend if key.backend in ("auto", "dense") else "sparse"
+    return {"backend": key.backend} | ({"experts": experts} if ARCHITECTURES[key.model].mixture is not None else {})
 
 
 def _name(key: EngineKey) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,7 +48,7 @@ FALL = 0.7
 
 
 def write(path: Path) -> SpeedTable:
-    """Write the times measured here into a file, and return them.
+    """Write the times measured here into a file, and return them; those of experts stay here.
 
     Raises:
         InputError: There are none, or the file is there already.
@@ -56,7 +57,9 @@ def write(path: Path) -> SpeedTable:
     environment.require_cuda("tune --share")
     here = installation()
     table = load_speeds(tuned_path(here))
-    if table is None:
+    if table is not None:
+        table = replace(table, layers=tuple(layer for layer in table.layers if DENSE in layer.us))
+    if table is None or not table.layers:
         raise InputError(
             f"nothing was measured on this {here.gpu} with this driver and these libraries",
             remedy="run slidesparse tune ./MODEL first",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,12 +20,14 @@ import torch
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
-from slidesparse.gemm.select import Fallback, backends_to_compare, find_measured, installation
-from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here
+from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation
+from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
 from slidesparse.tuning.measure import SIZES, LayerMeasurement, TakenTimes, sizes_up_to
+from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 
 Tune = Literal["auto", "off"]
@@ -84,8 +88,9 @@ class LoadTuner:
         if not backends or torch.cuda.is_current_stream_capturing():
             return False
         self._seen.add(kind)
-        if not self._lacking(problem, backends):
-            return False
+        return bool(self._lacking(problem, backends)) and self._has_time()
+
+    def _has_time(self) -> bool:
         if self.spent_s >= self.budget_s:
             self._tell_spent()
             return False
@@ -99,19 +104,39 @@ class LoadTuner:
             packed: Its weight.
             fallback: As for :func:`slidesparse.gemm.select.choose`.
         """
+        self._alone(problem.device, _name(problem), lambda end: self._measure(problem, packed, fallback, end))
+
+    def wants_experts(self, kind: ExpertKind) -> bool:
+        """Return whether a layer's experts are the first ones of a kind that is to be measured now."""
+        if kind in self._seen or not can_be_timed(kind.device) or torch.cuda.is_current_stream_capturing():
+            return False
+        self._seen.add(kind)
+        return bool(lacking(self.sizes, measured_here(kind))) and self._has_time()
+
+    def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
+        """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
+
+        Args:
+            kind: The experts.
+            forms: See :class:`slidesparse.tuning.measure_experts.ExpertMeasurement`.
+        """
+        self._alone(kind.device, str(kind), lambda end: self._measure_experts(kind, forms, end))
+
+    def _alone(self, device: torch.device, name: str, measure: Callable[[float], None]) -> None:
+        """Measure by the end of the budget, while no other process does; a failure is one line."""
         start = self._clock()
         end = start + self.budget_s - self.spent_s
         try:
-            with _current(problem.device), torch.no_grad(), ExitStack() as stack:
-                if self._is_alone(stack, problem, end):
-                    self._measure(problem, packed, fallback, end)
+            with _current(device), torch.no_grad(), ExitStack() as stack:
+                if self._is_alone(stack, device, end):
+                    measure(end)
         except (RuntimeError, SlideSparseError) as error:  # a broken device fails again where the layer runs
-            self.log.warning("slidesparse: %s is not measured: %s", _name(problem), str(error).partition("\n")[0])
+            self.log.warning("slidesparse: %s is not measured: %s", name, str(error).partition("\n")[0])
         self.spent_s += self._clock() - start
 
-    def _is_alone(self, stack: ExitStack, problem: Problem, end: float) -> bool:
+    def _is_alone(self, stack: ExitStack, device: torch.device, end: float) -> bool:
         """Return whether this process may measure now: it holds the lock, or there can be none."""
-        path = lock_path(installation(problem.device))
+        path = lock_path(installation(device))
         try:
             if stack.enter_context(file_lock(path, 0)):
                 return True
@@ -135,12 +160,26 @@ class LoadTuner:
         )
         measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
         found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
-        self._keep(problem, found, self._clock() - start)
+        keep = partial(_add, installation(problem.device))
+        self._keep(name, found, self._clock() - start, keep)
         if self._clock() >= end:
             self._tell_spent()
 
-    def _keep(self, problem: Problem, found: TakenTimes, seconds: float) -> None:
-        name = _name(problem)
+    def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
+        known = measured_here(kind)
+        tokens = lacking(self.sizes, known)
+        if not tokens:
+            return  # the process that was waited for has measured it
+        start = self._clock()
+        line = "slidesparse: measuring %s on this GPU: packed and as they are, at %d to %d tokens"
+        self.log.info(line, kind, *_ends(tokens))
+        measurement = ExpertMeasurement(kind, forms, self.source, self._stopwatch())
+        found = measurement.measure(tokens, known, lambda: self._clock() >= end)
+        self._keep(str(kind), found, self._clock() - start, partial(keep_expert_times, kind))
+        if self._clock() >= end:
+            self._tell_spent()
+
+    def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Callable[[LayerSpeed], Path | None]) -> None:
         for backend, fault in found.faults.items():
             self.log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
         if found.layer is None:
@@ -149,7 +188,7 @@ class LoadTuner:
             line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
             self.log.warning(line, name, 100 * found.noise)
             return
-        path = add_layers(installation(problem.device), [found.layer])
+        path = keep(found.layer)
         self.log.info(
             "slidesparse: measured %s in %.1f s (%s): %s", name, seconds, path or "not kept", describe(found.layer)
         )
@@ -169,6 +208,10 @@ class LoadTuner:
                 " and the next start, or slidesparse tune, measures them",
                 self.budget_s,
             )
+
+
+def _add(here: Installation, layer: LayerSpeed) -> Path | None:
+    return add_layers(here, [layer])
 
 
 def describe(layer: LayerSpeed) -> str:

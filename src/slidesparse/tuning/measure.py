@@ -83,6 +83,21 @@ class TakenTimes:
     faults: dict[str, str]
 
 
+def time_forms(passes: Mapping[str, Pass], tokens: int) -> tuple[dict[str, float], float | None]:
+    """Return the microseconds of each form, dense first, and the relative difference of dense timed twice.
+
+    Where that takes long, dense is timed once, and the difference is None.
+    """
+    laps = [[one] for one in passes.values()]
+    noise = None
+    if tokens >= LONG_FROM:
+        samples = [taken for (taken,) in time_laps(laps, LONG_S, 1)]
+    else:  # dense before all others, while the clock rises, and after them, for the noise
+        _, *samples, again = (taken for (taken,) in time_laps([laps[0], *laps, laps[0]], SHORT_S, 1))
+        noise = noise_of(samples[0], again)
+    return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}, noise
+
+
 @dataclass
 class _Form:
     """A weight through one backend."""
@@ -194,13 +209,9 @@ class LayerMeasurement:
             return {}
         if not passes:
             return {}
-        laps = [[one] for one in passes.values()]
-        if tokens >= LONG_FROM:
-            samples = [taken for (taken,) in time_laps(laps, LONG_S, 1)]
-        else:  # dense before all others, while the clock rises, and after them, for the noise
-            _, *samples, again = (taken for (taken,) in time_laps([laps[0], *laps, laps[0]], SHORT_S, 1))
-            self._noises.append(noise_of(samples[0], again))
-        return {name: round(median(taken), 2) for name, taken in zip(passes, samples, strict=True)}
+        times, noise = time_forms(passes, tokens)
+        self._noises += [] if noise is None else [noise]
+        return times
 
     def _prepare(self, forms: Sequence[_Form], x: torch.Tensor) -> dict[str, Pass]:
         passes: dict[str, Pass] = {}

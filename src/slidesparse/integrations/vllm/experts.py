@@ -7,6 +7,8 @@ of the same name because vLLM asks for it, which packs the experts when they are
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +17,28 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
+from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
+from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.packing import pack
+from slidesparse.pattern import Pattern
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
+
+NAMES = ("w13", "w2")
+"""vLLM's names of gate and up, and of down."""
+
+GATHERED = "allgather_reducescatter"
+"""vLLM's default way to the experts of other GPUs."""
+
+ASKED_FOR = "grouped products for any number of tokens; asked for"
 
 log = logging.getLogger(LOGGER)
 
@@ -69,14 +83,49 @@ class _Packing:
             raise UnsupportedError(
                 f"weights that are loaded again into packed experts ({self.slide_name})", remedy="start vLLM again"
             )
-        reason = why_not(layer)
-        packed = reason or pack_experts(layer, self.slide_model)
-        if isinstance(packed, str):
-            outcome = Outcome(False, False, f"experts: {packed}")
+        found = why_not(layer) or find_experts(layer)
+        if isinstance(found, str):
+            outcome = Outcome(False, False, f"experts: {found}")
             super().process_weights_after_loading(layer)  # type: ignore[misc]
         else:
-            self.slide, outcome = packed
+            outcome = self._load(layer, found)
         self.slide_model.status.note_outcome(self.slide_name, outcome, log)
+
+    def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
+        """Pack experts that can be packed, where the user or their times say so; the other form is freed."""
+        asked, tuner = self.slide_model.options.experts == "sparse", self.slide_model.tuner
+        timed = not asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
+        packed = self._packed_to_measure(layer, experts) if timed else None
+        if packed is not None and tuner is not None:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            forms = {DENSE: partial(self._multiply_dense, layer), GROUPED: partial(_multiply, layer, packed)}
+            tuner.measure_experts(experts.kind, forms)
+        sizes = () if tuner is None else tuner.sizes
+        choice = ExpertChoice(True, ASKED_FOR) if asked else choose_experts(experts.kind, sizes)
+        text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
+        if not choice.sparse:
+            if packed is None:
+                super().process_weights_after_loading(layer)  # type: ignore[misc]
+            return Outcome(False, True, text, True)
+        self.slide = packed or pack_experts(layer, experts)
+        self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
+        dense_bytes = sum(weight.nbytes for weight in experts.weights)
+        for name in NAMES:
+            delattr(layer, f"{name}_weight")
+        kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
+        return Outcome(True, True, text, True, kept, dense_bytes)
+
+    def _packed_to_measure(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
+        """Return experts packed next to the dense ones; None, and a line, where memory does not suffice for both."""
+        try:
+            return pack_experts(layer, experts)
+        except torch.OutOfMemoryError:
+            log.warning("slidesparse: %s is not measured: out of memory", experts.kind)
+            return None
+
+    def _multiply_dense(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().apply(layer, x, weights, chosen, None, None)  # type: ignore[misc]
+        return y
 
     def apply(
         self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *more: Any, **named: Any
@@ -84,9 +133,7 @@ class _Packing:
         """Multiply: [M, H] -> [M, H]; shared experts are the caller's."""
         if self.slide is None:
             return super().apply(layer, x, topk_weights, topk_ids, *more, **named)  # type: ignore[misc, no-any-return]
-        here = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        y: torch.Tensor = self.slide(x, topk_weights, here)
-        return y
+        return _multiply(layer, self.slide, x, topk_weights, topk_ids)
 
     def maybe_make_prepare_finalize(self, *given: Any, **named: Any) -> Any:
         """Return None for packed experts: nothing of vLLM's stands around them (vLLM up to 0.26 asks)."""
@@ -111,26 +158,64 @@ def why_not(layer: Any) -> str | None:
         return "they have a bias"
     if getattr(layer, "w13_input_scale", None) is not None:
         return "their activations have a fixed scale"
-    for name in ("w13", "w2"):
+    for name in NAMES:
         weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
         if scale.numel() != weight.shape[0] * weight.shape[1]:
             return "their weights need one scale a channel"
     return None
 
 
-def pack_experts(layer: Any, model: ModelState) -> tuple[SlideExperts, Outcome] | str:
-    """Pack loaded experts, and free their dense weights; return why not where they cannot be.
+@dataclass(frozen=True)
+class LoadedExperts:
+    """Loaded experts that can be packed.
+
+    Attributes:
+        kind: Their kind.
+        weights: [E, 2I, H] and [E, H, I of this rank].
+        of_weights: The pattern of each.
+        starts: The column of the pattern's groups at which each begins.
+        product: What multiplies.
+    """
+
+    kind: ExpertKind
+    weights: tuple[torch.Tensor, torch.Tensor]
+    of_weights: tuple[Pattern, Pattern]
+    starts: tuple[int, int]
+    product: GroupedProduct
+
+    @property
+    def patterns(self) -> str:
+        """The patterns in words, each once."""
+        return " and ".join(dict.fromkeys(map(str, self.of_weights)))
+
+
+def why_tokens_stay(parallel: Any) -> str | None:
+    """Return why the tokens of other GPUs do not reach packed experts, in words; None where they do.
+
+    vLLM gathers plain tokens around a method without a kernel of vLLM's own. Every other way is part of those kernels.
+
+    Args:
+        parallel: vLLM's ``FusedMoEParallelConfig``.
+    """
+    if parallel.pcp_size > 1:
+        return "prompts are split over GPUs (prefill context parallelism)"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != GATHERED:
+        return f"the all-to-all {parallel.all2all_backend} hands over rows that are quantised, in an order of its own"
+    return None
+
+
+def find_experts(layer: Any) -> LoadedExperts | str:
+    """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
     Args:
         layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
-        model: The state of its model.
-
-    Raises:
-        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
     """
-    parallel = layer.moe_config.moe_parallel_config
+    config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    reason = why_tokens_stay(parallel)
+    if reason is not None:
+        return reason
     patterns, starts = [], []
-    for name in ("w13", "w2"):
+    for name in NAMES:
         weight = getattr(layer, f"{name}_weight").data
         start = parallel.tp_rank * weight.shape[2] if name == "w2" and parallel.tp_size > 1 else 0
         pattern = find_pattern(weight.flatten(0, 1), start)
@@ -138,23 +223,42 @@ def pack_experts(layer: Any, model: ModelState) -> tuple[SlideExperts, Outcome] 
             return "their weights satisfy no pattern"
         patterns.append(pattern)
         starts.append(start % pattern.group)
-    weight = layer.w13_weight.data
-    _, out, columns = weight.shape
-    product = grouped_product(Problem(patterns[0], weight.dtype, out, columns, weight.device))
+    gate_up, down = layer.w13_weight.data, layer.w2_weight.data
+    count, out, columns = gate_up.shape
+    product = grouped_product(Problem(patterns[0], gate_up.dtype, out, columns, gate_up.device))
     if isinstance(product, str):
         return product
-    packed, dense_bytes = [], 0
-    for name, pattern, k_offset in zip(("w13", "w2"), patterns, starts, strict=True):
-        weight, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        dense_bytes += weight.nbytes
-        whole = pack(weight.flatten(0, 1), pattern, scale=scale.flatten(), k_offset=k_offset, name=name)
+    numbers = count, config.num_experts, config.experts_per_token
+    kind = ExpertKind(gate_up.dtype, patterns[0], columns, down.shape[2], *numbers, gate_up.device)
+    return LoadedExperts(kind, (gate_up, down), (patterns[0], patterns[1]), (starts[0], starts[1]), product)
+
+
+def pack_experts(layer: Any, experts: LoadedExperts) -> SlideExperts:
+    """Pack experts; their dense weights stay where they are.
+
+    Raises:
+        UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
+    """
+    packed = []
+    for name, weight, pattern, start in zip(NAMES, experts.weights, experts.of_weights, experts.starts, strict=True):
+        scale = getattr(layer, f"{name}_weight_scale").data.flatten()
+        whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
-        delattr(layer, f"{name}_weight")
-        del weight
-    slide = SlideExperts(packed[0], packed[1], product)
-    if isinstance(product, HopperExperts):
-        product.warm_up(slide.gate_up.dtype, layer.moe_config.in_dtype, slide.gate_up.operand.get_device())
-    kept = slide.gate_up.operand.nbytes + slide.down.operand.nbytes
-    named = " and ".join(dict.fromkeys(map(str, patterns)))
-    text = f"{len(packed[0])} experts, {named}: grouped products for any number of tokens; asked for"
-    return slide, Outcome(True, True, text, True, kept, dense_bytes)
+    slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
+    if isinstance(experts.product, HopperExperts):
+        experts.product.warm_up(slide.gate_up.dtype, layer.moe_config.in_dtype, slide.gate_up.operand.get_device())
+    return slide
+
+
+def is_alone(layer: Any) -> bool:
+    """Return whether vLLM's own experts can run now, without the tokens of other engines."""
+    parallel = layer.moe_config.moe_parallel_config
+    return parallel.dp_size == 1 and not parallel.use_all2all_kernels
+
+
+def _multiply(
+    layer: Any, slide: SlideExperts, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    here = chosen if layer.expert_map is None else layer.expert_map[chosen.long()]
+    y: torch.Tensor = slide(x, weights, here)
+    return y

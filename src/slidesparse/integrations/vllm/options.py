@@ -14,7 +14,7 @@ from slidesparse.integrations.vllm.host_bound import HOST_US
 from slidesparse.tuning.at_load import Tune, check_tune
 
 Graphs = Literal["auto", "vllm"]
-Experts = Literal["dense", "sparse"]
+Experts = Literal["auto", "dense", "sparse"]
 
 OPTIONS = "slidesparse"
 """The key of ``--additional-config`` that holds our options."""
@@ -33,8 +33,8 @@ class Options:
         tune: ``auto`` measures layers of which this machine has no times when they are loaded, ``off`` goes by a prior.
         graphs: ``auto`` captures larger CUDA graphs where the host would be the slower one
             (:mod:`slidesparse.integrations.vllm.graph_sizes`), ``vllm`` those that vLLM captures.
-        experts: ``sparse`` runs pruned experts of mixtures by grouped products, which have not been measured yet;
-            ``dense`` leaves them to vLLM.
+        experts: ``auto`` runs pruned experts of mixtures by grouped products where that was measured to pay
+            (:mod:`slidesparse.gemm.expert_times`), ``sparse`` wherever it can, ``dense`` leaves them to vLLM.
     """
 
     backend: str = "auto"
@@ -43,7 +43,7 @@ class Options:
     host_us: float = HOST_US
     tune: Tune = "auto"
     graphs: Graphs = "auto"
-    experts: Experts = "dense"
+    experts: Experts = "auto"
 
     @classmethod
     def parse(cls, additional_config: object) -> Options:
@@ -65,8 +65,8 @@ class Options:
         check_tune(options.tune, "tune in --additional-config")
         if options.graphs not in ("auto", "vllm"):
             _refuse("graphs", options.graphs, "auto or vllm")
-        if options.experts not in ("dense", "sparse"):
-            _refuse("experts", options.experts, "dense or sparse")
+        if options.experts not in ("auto", "dense", "sparse"):
+            _refuse("experts", options.experts, "auto, dense or sparse")
         if type(options.host_us) not in (int, float) or not 0 <= options.host_us < math.inf:
             _refuse("host_us", options.host_us, "microseconds, 0 or more")
         return replace(options, host_us=float(options.host_us))
@@ -77,7 +77,7 @@ class Options:
         >>> for part in Options(fuse=False).to_json().split(', "host_us"'):
         ...     print(part)
         {"backend": "auto", "fallback": "dense", "fuse": false
-        : 75.0, "tune": "auto", "graphs": "auto", "experts": "dense"}
+        : 75.0, "tune": "auto", "graphs": "auto", "experts": "auto"}
         """
         return json.dumps(asdict(self))
 

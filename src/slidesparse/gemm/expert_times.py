@@ -1,0 +1,157 @@
+"""Measured times of the experts of a mixture, and the rule by which ``auto`` packs them.
+
+Times of experts lie in the files of linears (gemm/speed_files.py), as those of a layer with the sizes of gate and up.
+Their names begin with the numbers of experts, so that nobody takes them for a linear's.
+
+All experts of a layer run in one form for every number of tokens: they are most of a model, and a dense copy would
+double it. So one choice weighs what a server does. It spends its time in two ways, in decoding steps of up to
+:data:`DECODING` sequences and in prompts, and a user who notices one of them slower than stock has lost, whatever the
+other gains. Experts are packed where
+
+* neither the decoding steps nor the prompts take longer than stock on average (the geometric mean over the M's
+  measured, a factor :data:`slidesparse.gemm.time_model.MARGIN` aside, which noise could make), and
+* no M takes more than :data:`SLOWER` of stock's time. Short measurements of one M differ by some percent from start
+  to start, so a rule of "nowhere slower" would differ from start to start too.
+
+Where an M that the engine may run has no time, experts stay dense: a guess could be wrong in either way, and is paid in
+every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from slidesparse.gemm.select import can_be_timed, installation
+from slidesparse.gemm.speed import DENSE, LayerSpeed, MeasuredLayer, SpeedTable, find_nearest, lacking, times_key
+from slidesparse.gemm.speed_files import add_layers, tables_for
+from slidesparse.gemm.time_model import MARGIN, explain
+from slidesparse.pattern import Pattern
+from slidesparse.quant import dtype_name
+
+GROUPED = "hopper"
+"""The backend whose kernel multiplies by experts."""
+
+NOT_MEASURED = "experts like them have not been measured on this GPU"
+
+DECODING = 256
+"""The most tokens of what counts as a decoding step."""
+
+SLOWER = 1.1
+"""The most of stock's time that packed experts may take at any M."""
+
+ALIKE_FROM = 2048
+"""Where this M or more was measured, the largest stands for all beyond it: every expert has tokens for whole tiles."""
+
+
+@dataclass(frozen=True)
+class ExpertKind:
+    """A kind of experts, whose layers take the same time.
+
+    Attributes:
+        dtype: Type of the weights.
+        pattern: Their pattern, that of gate and up.
+        hidden: Columns of gate and up.
+        inner: Columns of down, on this GPU.
+        experts: Experts on this GPU.
+        everywhere: Experts on all GPUs.
+        top_k: Experts of a token.
+        device: The GPU.
+    """
+
+    dtype: torch.dtype
+    pattern: Pattern
+    hidden: int
+    inner: int
+    experts: int
+    everywhere: int
+    top_k: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        """Return ``int8 128 experts 1536x2048 6:8``."""
+        return f"{dtype_name(self.dtype)} {self.experts} experts {2 * self.inner}x{self.hidden} {self.pattern}"
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of its times."""
+        of = f" of {self.everywhere}" if self.everywhere != self.experts else ""
+        return f"{self.experts}{of} experts, {self.top_k} a token: "
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Whether experts run packed, and why."""
+
+    sparse: bool
+    reason: str
+
+
+def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
+    """Choose by the rule at the top of this file.
+
+    Args:
+        kind: The experts.
+        tokens: The M's that stand for all that the engine may run.
+    """
+    measured = find_expert_times(kind)
+    if measured is None:
+        return ExpertChoice(False, NOT_MEASURED)
+    reason = f"{explain(measured.layer)}; {measured.describe()}"
+    most = max(measured.layer.tokens[-1], ALIKE_FROM)
+    missing = lacking([min(m, most) for m in tokens], measured.layer.tokens)
+    if missing:
+        return ExpertChoice(False, f"{reason}; nothing was measured near {missing[0]} tokens")
+    return ExpertChoice(pays(measured.layer), reason)
+
+
+def pays(layer: LayerSpeed) -> bool:
+    """Return whether packed experts are worth it, by their times and stock's; False where one of them is missing."""
+    shares: dict[bool, list[float]] = {}
+    for m, dense, packed in zip(layer.tokens, layer.us[DENSE], layer.us[GROUPED], strict=True):
+        if dense is None or packed is None or packed > SLOWER * dense:
+            return False
+        shares.setdefault(m <= DECODING, []).append(packed / dense)
+    return all(math.exp(sum(map(math.log, phase)) / len(phase)) <= MARGIN for phase in shares.values())
+
+
+def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:
+    """Return the times of experts that are nearest to a kind: measured here, else a prior; None without any."""
+    if not can_be_timed(kind.device):
+        return None
+    here = installation(kind.device)
+    compared = replace(here, libraries={name: here.libraries[name] for name in (DENSE, GROUPED)})
+    tables = [_of_kind(table, kind) for table in tables_for(here)]
+    size = 2 * kind.inner, kind.hidden
+    return find_nearest(tables, compared, dtype_name(kind.dtype), str(kind.pattern), *size)
+
+
+def measured_here(kind: ExpertKind) -> tuple[int, ...]:
+    """Return the M's at which these experts were measured on this very installation."""
+    measured = find_expert_times(kind)
+    return () if measured is None else measured.here
+
+
+def keep_expert_times(kind: ExpertKind, layer: LayerSpeed) -> Path | None:
+    """Keep times of experts, as :func:`slidesparse.gemm.speed_files.add_layers` does.
+
+    Args:
+        kind: The experts.
+        layer: Their times, by ``dense`` and :data:`GROUPED`.
+    """
+    us = {f"{kind.prefix}{times_key(name, str(kind.pattern))}": times for name, times in layer.us.items()}
+    return add_layers(installation(kind.device), [replace(layer, us=us)])
+
+
+def _of_kind(table: SpeedTable, kind: ExpertKind) -> SpeedTable:
+    """Return the experts of a table with this kind's numbers, their times by the names that linears use."""
+    found = []
+    for layer in table.layers:
+        us = {name.removeprefix(kind.prefix): us for name, us in layer.us.items() if name.startswith(kind.prefix)}
+        if us:
+            found.append(replace(layer, us=us))
+    return replace(table, layers=tuple(found))

@@ -1,0 +1,143 @@
+"""Measure the experts of a layer where they are loaded: packed, and by the method that would run them otherwise.
+
+A call is a whole layer: quantisation, the order of the tokens, both products, the sum over the experts of a token.
+Tokens choose by chance. Calls of one pass have other choices each: few tokens then read other experts in every call,
+as they do in a model of many layers, and no cache holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+
+from slidesparse.errors import SlideSparseError
+from slidesparse.gemm.expert_times import GROUPED, ExpertKind
+from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
+from slidesparse.quant import dtype_name
+from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
+from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, time_forms
+from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed
+
+RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x [M, H], weights float32 [M, k], chosen int32 [M, k], of all experts everywhere) -> [M, H]."""
+
+TOLERANCE = 5e-2
+"""Relative difference of two right layers. Both round the inner activations to 8 bits: where they differ in the last
+bit before, FP8 values may differ by a sixteenth after."""
+
+MOST_CHOICES = 32
+"""Calls of one pass, at most."""
+
+
+@dataclass
+class ExpertMeasurement:
+    """The measurement of the experts of one layer.
+
+    Args:
+        kind: The experts.
+        forms: ``dense`` and :data:`slidesparse.gemm.expert_times.GROUPED`, in this order.
+        source: Type of the activations.
+        stopwatch: Times passes.
+    """
+
+    kind: ExpertKind
+    forms: Mapping[str, RunExperts]
+    source: torch.dtype
+    stopwatch: Stopwatch
+    _faults: dict[str, str] = field(default_factory=dict)
+    _noises: list[float] = field(default_factory=list)
+
+    def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
+        """Time both forms at some numbers of tokens.
+
+        Args:
+            tokens: The numbers, ascending.
+            known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
+                unless it is near one of these.
+            is_over: Whether the time for measuring is spent; asked before every number of tokens.
+        """
+        columns: dict[int, dict[str, float]] = {}
+        for wanted in tokens:
+            m = wanted
+            while m > 1 and not self._fits(m, 1):
+                m //= 2
+            if is_over() or (m < wanted and not lacking([m], [*known, *columns])):
+                break
+            try:
+                passes = self._prepare(m)
+            except torch.OutOfMemoryError:
+                self._faults[GROUPED] = f"out of memory at {m} tokens"
+                break
+            if DENSE not in passes:
+                break
+            columns[m], noise = time_forms(passes, m)
+            self._noises += [] if noise is None else [noise]
+            if m < wanted or GROUPED not in passes:
+                break
+        self.stopwatch.begin()  # frees what the last graphs held
+        return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
+
+    def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return the operands of the calls of a pass: one x, and other choices each."""
+        kind, shape = self.kind, (tokens, self.kind.top_k)
+        x = gaussian(tokens, kind.hidden, dtype=self.source, device=kind.device, seed=SEED)
+        made = []
+        for seed in range(self._choices(tokens)):
+            draw = partial(gaussian, dtype=torch.float32, device=kind.device, seed=seed)
+            chosen = draw(tokens, kind.everywhere).topk(kind.top_k, 1).indices.to(torch.int32)
+            made.append((x, draw(*shape).softmax(1), chosen))
+        return made
+
+    def _choices(self, tokens: int) -> int:
+        """Return the number of calls that read more weights than the caches hold, or all that there are."""
+        kind = self.kind
+        weights = 3 * kind.inner * kind.hidden * kind.dtype.itemsize
+        touched = weights * max(1, min(kind.experts, tokens * kind.top_k * kind.experts // kind.everywhere))
+        return min(MOST_CHOICES, copies_needed(touched, self.stopwatch.l2_bytes, weights * kind.experts))
+
+    def _fits(self, tokens: int, times: int) -> bool:
+        """Return whether a call's activations fit ``times`` times: a graph has its own."""
+        kind, rows = self.kind, tokens * self.kind.top_k
+        lifted = max(kind.hidden, kind.inner) * 2 * kind.dtype.itemsize  # 2:4 lifts to as many columns, others to more
+        needed = rows * (lifted + (2 * kind.inner + kind.hidden) * self.source.itemsize)
+        return times * needed <= min(TRANSIENT_BYTES, self.stopwatch.free_bytes())
+
+    def _prepare(self, tokens: int) -> dict[str, Pass]:
+        passes: dict[str, Pass] = {}
+        inputs = self.inputs(tokens)
+        reference: torch.Tensor | None = None
+        self.stopwatch.begin()
+        for name, run in self.forms.items():
+            try:
+                result = ends(run(*inputs[-1])).clone()
+                reference = result if reference is None else reference
+                check = partial(_require_alike, reference=reference)
+                check(result)
+                calls = [partial(run, *given) for given in inputs]
+                passes[name] = self.stopwatch.prepare(calls, self._fits(tokens, 2), check)
+            except torch.OutOfMemoryError:
+                raise
+            except SlideSparseError as error:
+                self._faults[name] = str(error)
+                if isinstance(error, WrongResult):
+                    return {}  # wrong once is wrong
+            except (RuntimeError, AssertionError) as error:  # vLLM refuses so
+                self.stopwatch.wait()  # raises when the device failed: no result after that would be right
+                self._faults[name] = str(error).partition("\n")[0]
+            if name not in passes and name == DENSE:
+                return {}  # nothing to compare with
+        return passes
+
+    def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
+        if not columns:
+            return None
+        us = {name: tuple(columns[m].get(name) for m in columns) for name in self.forms}
+        return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(columns), us)
+
+
+def _require_alike(result: torch.Tensor, reference: torch.Tensor) -> None:
+    require_right(relative_error(ends(result), reference), TOLERANCE)

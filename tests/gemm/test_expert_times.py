@@ -1,0 +1,111 @@
+"""Experts are packed where neither decoding nor prompts get slower, by times that were measured here, or a prior's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slidesparse.gemm import expert_times, select, speed_files
+from slidesparse.gemm.backend import Problem
+from slidesparse.gemm.expert_times import ExpertKind, choose_experts, keep_expert_times, measured_here, pays
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.select import find_measured
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed_files import add_layers
+from slidesparse.pattern import Pattern
+
+CPU = torch.device("cpu")
+KIND = ExpertKind(torch.int8, Pattern(6, 8), hidden=64, inner=32, experts=8, everywhere=8, top_k=2, device=CPU)
+TOKENS = (16, 64, 256, 1024, 4096)
+
+
+def times(*shares: float | None, tokens: tuple[int, ...] = TOKENS) -> LayerSpeed:
+    """Of experts that take these shares of 100 us."""
+    us = {"dense": (100.0,) * len(tokens), "hopper": tuple(None if s is None else 100 * s for s in shares)}
+    return LayerSpeed("int8", 64, 64, tokens, us)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The CPU passes for a Hopper GPU without any times."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speed_files, "_UNWRITTEN", {})
+    monkeypatch.setattr(speed_files, "PACKAGED", tmp_path / "packaged")
+    for module in (select, expert_times):
+        monkeypatch.setattr(module, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select, "driver_version", lambda: "580.1")
+
+
+@pytest.mark.parametrize(
+    ("shares", "packed"),
+    [
+        ((0.9, 0.9, 0.9, 0.9, 0.9), True),
+        ((1.03, 1.03, 1.03, 0.8, 0.8), True),  # as noise could have it
+        ((1.04, 1.04, 1.04, 0.5, 0.5), False),  # decoding pays for prompts
+        ((0.6, 0.6, 0.6, 1.04, 1.04), False),  # prompts pay for decoding
+        ((0.9, 1.09, 0.9, 1.09, 0.9), True),
+        ((0.5, 1.11, 0.5, 0.5, 0.5), False),
+        ((0.5, None, 0.5, 0.5, 0.5), False),
+    ],
+)
+def test_neither_decoding_nor_prompts_may_get_slower(shares: tuple[float | None, ...], packed: bool) -> None:
+    assert pays(times(*shares)) == packed
+
+
+def test_an_engine_of_few_tokens_has_no_prompts_to_weigh() -> None:
+    assert pays(times(0.9, 1.0, tokens=(16, 256)))
+
+
+def test_nothing_measured_is_dense() -> None:
+    choice = choose_experts(KIND, TOKENS)
+    assert (choice.sparse, choice.reason) == (False, "experts like them have not been measured on this GPU")
+
+
+def test_times_are_kept_and_found_by_the_same_experts_alone() -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
+    choice = choose_experts(KIND, TOKENS)
+    assert (choice.sparse, choice.reason) == (True, "hopper takes 0.80 to 0.90 of dense's time; measured here")
+    assert measured_here(KIND) == TOKENS
+    others = {"experts": 16, "everywhere": 16}, {"top_k": 1}, {"everywhere": 16}, {"pattern": Pattern(4, 6)}
+    for other in (*others, {"dtype": torch.float8_e4m3fn}, {"hidden": 640}):
+        assert measured_here(replace(KIND, **other)) == ()  # type: ignore[arg-type]
+        assert not choose_experts(replace(KIND, **other), TOKENS).sparse  # type: ignore[arg-type]
+
+
+def test_times_of_experts_and_of_linears_of_one_size_stay_apart() -> None:
+    keep_expert_times(KIND, times(0.5, 0.5, 0.5, 0.5, 0.5))
+    problem = Problem(KIND.pattern, KIND.dtype, 64, 64, CPU)
+    assert find_measured(problem, ["dense", "hopper"]) is None
+    linear = times(2.0, 2.0, 2.0, 2.0, 2.0)
+    add_layers(
+        select.installation(CPU), [replace(linear, us={"dense": linear.us["dense"], "hopper 6:8": linear.us["hopper"]})]
+    )
+    found = find_measured(problem, ["dense", "hopper"])
+    assert found is not None
+    assert found.layer.us["hopper"] == (200.0,) * 5
+    assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.50 of dense's time; measured here"
+
+
+def test_a_missing_number_of_tokens_is_dense_unless_it_is_past_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, tokens=(16, 64, 256)))
+    choice = choose_experts(KIND, TOKENS)
+    assert not choice.sparse
+    assert choice.reason.endswith("measured here; nothing was measured near 1024 tokens")
+    assert choose_experts(KIND, (16, 64, 256)).sparse
+    keep_expert_times(KIND, times(0.8, 0.8, tokens=(1024, 2048)))
+    assert choose_experts(KIND, (*TOKENS, 16384)).sparse
+
+
+def test_times_of_another_kernel_are_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
+    before = Hopper().library()
+    monkeypatch.setattr(Hopper, "library", lambda _: "slidesparse hopper-99")
+    choice = choose_experts(KIND, TOKENS)
+    assert choice.sparse
+    assert choice.reason.endswith(f"prior: measured at 64x64 with {before}; this is slidesparse hopper-99")
+    assert measured_here(KIND) == ()
