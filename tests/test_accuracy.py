@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import re
@@ -118,25 +117,45 @@ def test_problems_have_right_answers_and_are_held_out() -> None:
             assert answer == f" {right_answer(question)}\n"
 
 
-def test_the_experiment_from_text_to_records(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    for i in range(200):  # of which a hash holds some out
-        (tmp_path / f"lib/module{i}.py").write_text(f"def function{i}(x):\n    return x * {i} + {i * i}\n" * 40)
-    for section in (1, 5, 7, 8):
-        (tmp_path / f"man/man{section}").mkdir(parents=True)
-        page = f".TH TOOL {section}\nThe tool keeps two of four weights and slides over the others.\n" * 20
-        (tmp_path / f"man/man{section}/tool.gz").write_bytes(gzip.compress(page.encode()))
-    run("corpus.py", "--stdlib", tmp_path / "lib", "--man", tmp_path / "man", "--out", tmp_path / "data")
-    assert json.loads((tmp_path / "data/facts.json").read_text())["stdlib"]["held_out"]["files"] > 0
-    command = ("run.py", "--data", tmp_path / "data", "--size", "tiny", "--steps", 3, "--recovery-steps", 2)
-    command += ("--patterns", "6:8", "--compared", "6:8", "--recovered", "6:8", "--recovery-methods", "wanda")
-    command += ("--limit", 30_000, "--weights", tmp_path / "weights.pt", "--out", tmp_path / "records.jsonl")
+def install(folder: Path, name: str, licence: str, text: str) -> None:
+    """A package as pip leaves it: one module, what it is, and what belongs to it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(text)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nLicense: {licence}\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n{name}-1.0.dist-info/METADATA,,\n")
+
+
+def module(number: int) -> str:
+    return "".join(f"def function_{number}_of_{line}(value):\n    return value + {line}\n" for line in range(40))
+
+
+def test_the_experiment_from_text_to_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm.CONTEXT", 32)
+    folder, corpus, out = tmp_path / "site-packages", tmp_path / "corpus.xz", tmp_path / "records"
+    for i in range(150):  # of which a hash holds some out
+        install(folder, f"package{i}", "MIT", module(i))
+    install(folder, "bought", "NVIDIA Proprietary Software", module(1000))
+    install(folder, "unnamed", "", module(1001))
+    install(folder, "copied", "MIT", module(7).replace("value + 3", "value - 3"))
+    run("corpus.py", "--no-debian", "--site-packages", folder, "--sources", tmp_path / "from.json", "--out", corpus)
+    told = json.loads((tmp_path / "from.json").read_text())
+    used = [set(told["packages"][part]) for part in ("train", "packages")]
+    assert used[1]
+    assert not used[0] & used[1]
+    assert not {"bought", "unnamed"} & (used[0] | used[1])
+    assert len({"package7", "copied"} & (used[0] | used[1])) == 1
+    assert told["packages"]["train"]["package7" if "package7" in used[0] else "copied"]["licences"] == ["MIT"]
+    command = ("run.py", "--corpus", corpus, "--epochs", 1, "--windows", 16, "--match-steps", 2, "--tiny")
+    command += ("--limit", 1000, "--weights", tmp_path / "weights", "--out", out)
     run(*command)
-    lines = (tmp_path / "records.jsonl").read_text()
+    lines = (out / "tiny-0.jsonl").read_text()
     records = {record["key"]: record for record in map(json.loads, lines.splitlines())}
-    methods = [f"6:8 {method} 0" for method in ("sparsegpt", "wanda", "magnitude")]
-    assert list(records) == ["trained", "dense none 0", *methods, "dense none 2", "6:8 wanda 2"]
-    assert records["6:8 wanda 2"]["zeros"] >= 0.25
-    assert records["dense none 2"]["zeros"] == 0
+    assert records["6:8 sparsegpt + match 0"]["zeros"] == records["6:8 sparsegpt + match 0.03"]["zeros"] == 0.25
+    assert 0 < records["plan@1.2 sparsegpt + match 0"]["zeros"] < 0.5
+    assert records["dense none 0"]["zeros"] == records["1-layers left-out 0"]["zeros"] == 0
+    assert len(records["2-layers left-out 0"]["kept"]) == 2
+    assert records["dense none 0"]["int8"] != records["dense none 0"]["fp8"]
+    assert json.loads((out / "tiny-3-0.jsonl").read_text().splitlines()[0])["layers"] == 3
     run(*command)  # everything is there already
-    assert (tmp_path / "records.jsonl").read_text() == lines
+    assert (out / "tiny-0.jsonl").read_text() == lines

@@ -28,7 +28,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from run import METHODS, Log, commit, machine
+from run import Log, commit, machine
 
 from slidesparse.demo.run import IGNORE, compare, embed, load_encoder, pair_similarities, read_sentences, spearman
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
@@ -56,6 +56,7 @@ class Case:
         return f"{self.pattern} {self.method} {self.seed}"
 
 
+METHODS = ("magnitude", "wanda", "sparsegpt")
 PATTERNS = ("14:16", "10:12", "8:10", "6:8", "4:6@50%", "2:4@50%", "4:6", "2:4")
 SEEDS = (0, 1, 2)
 EXAMPLES = 16

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import lzma
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import END, VOCABULARY
+from corpus import END, PARTS
 from task import KINDS, problems
 from torch import nn
 
 from slidesparse.models.perplexity import measure_perplexity
+from slidesparse.models.targets import find_targets
+from slidesparse.quant import parse_dtype, quantize_rows
 
 CONTEXT = 512
-TASK_SHARE = 0.25
-TASK_LINES = 80_000  # of each kind
+TASK_SHARE = 3 / 16
+TASK_LINES = 100_000  # of each kind
 EXAMS = 500  # of each kind
+SAVED_EVERY = 400  # steps
 
 
 @dataclass(frozen=True)
@@ -35,23 +40,26 @@ class Size:
     intermediate: int
     layers: int
     rate: float
-    batch: int
+    batch: int = 128
 
 
 SIZES = {
-    "tiny": Size(64, 152, 2, 3e-3, 8),  # to try the script on a CPU
-    "10m": Size(320, 896, 8, 3e-3, 128),
-    "100m": Size(768, 2048, 14, 1e-3, 128),
+    "tiny": Size(48, 144, 4, 3e-3, 8),  # to try the script on a CPU
+    "tiny-3": Size(48, 144, 3, 3e-3, 8),
+    "30m": Size(384, 1152, 14, 2e-3),
+    "30m-12": Size(384, 1152, 12, 2e-3),  # the smaller dense models that a pruned one competes with
+    "30m-10": Size(384, 1152, 10, 2e-3),
+    "100m": Size(768, 1920, 14, 1e-3),
 }
 
 
-def build(size: Size, seed: int) -> nn.Module:
+def build(size: Size, seed: int, vocabulary: int) -> nn.Module:
     """Float32 weights, as transformers initialises them."""
     import transformers
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
@@ -69,30 +77,34 @@ def build(size: Size, seed: int) -> nn.Module:
 class Data:
     """Tokens on the device: text and problems to train on, text and problems held out."""
 
-    def __init__(self, folder: Path, device: torch.device, limit: int | None = None) -> None:
+    def __init__(self, corpus: Path, device: torch.device, limit: int | None = None) -> None:
         from tokenizers import Tokenizer
 
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.facts = json.loads((folder / "facts.json").read_text())
-        texts = {
-            part: lzma.decompress((folder / f"{part}.xz").read_bytes()).decode()[:limit]
-            for part in ("train", "held_out")
-        }
-        self.train = self._encode(texts["train"].split(END)).to(device)
-        self.held_out = self._encode(texts["held_out"].split(END)).to(device)
-        self.held_out_bytes = len(texts["held_out"].encode())
+        head, _, body = lzma.decompress(corpus.read_bytes()).partition(b"\n")
+        told = json.loads(head)
+        self.facts: dict[str, Any] = told["facts"]
+        self.tokenizer = Tokenizer.from_str(told["tokenizer"])
+        self.device, start = device, 0
+        self.text: dict[str, torch.Tensor] = {}
+        self.bytes: dict[str, int] = {}
+        for part in PARTS:
+            count = self.facts[part]["tokens"]
+            tokens = np.frombuffer(body, dtype="<u2", count=count, offset=2 * start)[:limit]
+            self.text[part] = torch.from_numpy(tokens.astype(np.int32)).to(device)
+            self.bytes[part] = self.facts[part]["bytes"] if len(tokens) == count else 0  # 0: not known
+            start += count
         lines = TASK_LINES if limit is None else limit // 1000
         taken = [["".join(p) for p in itertools.islice(problems(kind, 0, False), lines)] for kind in KINDS]
         mixed = [line for group in zip(*taken, strict=True) for line in group]
-        self.task = self._encode(["".join(mixed[i : i + 64]) for i in range(0, len(mixed), 64)]).to(device)
-        self.exams = {kind: self._exam(kind, EXAMS if limit is None else 20, device) for kind in KINDS}
+        self.task = self._encode(["".join(mixed[i : i + 64]) for i in range(0, len(mixed), 64)])
+        self.exams = {kind: self._exam(kind, EXAMS if limit is None else 20) for kind in KINDS}
 
     def _encode(self, texts: list[str]) -> torch.Tensor:
         (end,) = self.tokenizer.encode(END).ids
         ids = [[*encoding.ids, end] for encoding in self.tokenizer.encode_batch(texts)]
-        return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int32)
+        return torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int32, device=self.device)
 
-    def _exam(self, kind: str, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _exam(self, kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Problems as token numbers [count, length], and which of them are the answer; the rest is padding."""
         rows, answers = [], []
         for question, answer in itertools.islice(problems(kind, 1, True), count):
@@ -100,17 +112,40 @@ class Data:
             rows.append(head + tail)
             answers.append([False] * len(head) + [True] * len(tail))
         length = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
-        return ids, torch.tensor([row + [False] * (length - len(row)) for row in answers], device=device)
+        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=self.device)
+        return ids, torch.tensor([row + [False] * (length - len(row)) for row in answers], device=self.device)
 
-    def batch(self, size: int, generator: torch.Generator) -> torch.Tensor:
-        """Random windows, int64 [size, CONTEXT + 1]."""
-        of_task = round(TASK_SHARE * size)
-        parts = []
-        for tokens, count in ((self.train, size - of_task), (self.task, of_task)):
-            starts = torch.randint(len(tokens) - CONTEXT, (count, 1), generator=generator, device=tokens.device)
-            parts.append(tokens[starts + torch.arange(CONTEXT + 1, device=tokens.device)])
+    def steps(self, epochs: float, rows: int) -> int:
+        """Steps of ``rows`` windows in which the text is read so many times."""
+        return int(epochs * self._windows() / (rows - round(TASK_SHARE * rows)))
+
+    def _windows(self) -> int:
+        return len(self.text["train"]) // CONTEXT - 1
+
+    def batch(self, step: int, rows: int, seed: int) -> torch.Tensor:
+        """The windows of a step, int64 [rows, CONTEXT + 1]: no window of text comes again before all were read."""
+        of_task = round(TASK_SHARE * rows)
+        numbers = torch.arange(step * (rows - of_task), (step + 1) * (rows - of_task))
+        starts = torch.cat(
+            [
+                self._starts(int(epoch), seed)[numbers[numbers // self._windows() == epoch] % self._windows()]
+                for epoch in (numbers // self._windows()).unique()
+            ]
+        )
+        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+        of_problems = torch.randint(len(self.task) - CONTEXT, (of_task,), generator=generator)
+        span = torch.arange(CONTEXT + 1, device=self.device)
+        parts = [
+            tokens[begin.to(self.device)[:, None] + span]
+            for tokens, begin in ((self.text["train"], starts), (self.task, of_problems))
+        ]
         return torch.cat(parts).to(torch.int64)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - one object lives as long as the program
+    def _starts(self, epoch: int, seed: int) -> torch.Tensor:
+        """Where the windows of an epoch begin, in its order; each epoch cuts the text elsewhere."""
+        generator = torch.Generator().manual_seed(1009 * seed + epoch)
+        return torch.randperm(self._windows(), generator=generator) * CONTEXT + 191 * epoch % CONTEXT
 
 
 def autocast(device: torch.device) -> Any:
@@ -119,6 +154,15 @@ def autocast(device: torch.device) -> Any:
 
 def _head_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy((hidden @ weight.T).to(torch.float32).flatten(0, 1), targets.flatten())
+
+
+def _head_divergence(
+    hidden: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor, wanted_weight: torch.Tensor
+) -> torch.Tensor:
+    """Mean over tokens of the Kullback-Leibler divergence from a teacher's prediction."""
+    log_q = F.log_softmax((hidden @ weight.T).to(torch.float32), -1)
+    log_p = F.log_softmax((wanted @ wanted_weight.T).to(torch.float32), -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
 class Trainer:
@@ -131,19 +175,50 @@ class Trainer:
     def __init__(self, plain: Any, size: Size, data: Data, compiled: bool) -> None:
         self.plain, self.size, self.data = plain, size, data
         self.device = next(plain.parameters()).device
-        self.twin = build(size, 0)
-        self.twin.to(self.device).load_state_dict(plain.state_dict(), assign=True)
+        self.twin: Any = build(size, 0, plain.config.vocab_size).to(self.device)
+        self.twin.load_state_dict(plain.state_dict(), assign=True)
         self.twin.tie_weights()
         self.head_loss: Callable[..., torch.Tensor] = _head_loss
+        self.head_divergence: Callable[..., torch.Tensor] = _head_divergence
         if compiled:
             for layer in self.twin.model.layers:
                 layer.compile()
-            self.head_loss = torch.compile(_head_loss)
+            self.head_loss, self.head_divergence = torch.compile(_head_loss), torch.compile(_head_divergence)
+
+    @contextmanager
+    def only_layers(self, kept: Sequence[int]) -> Iterator[None]:
+        """Leave out the other layers, of the model and of its twin."""
+        whole = [(model.model, model.model.layers) for model in (self.plain, self.twin)]
+        for stack, layers in whole:
+            stack.layers = nn.ModuleList(layers[i] for i in kept)
+        try:
+            yield
+        finally:
+            for stack, layers in whole:
+                stack.layers = layers
 
     def train(
-        self, steps: int, rate: float, seed: int, *, warmup: int = 0, after_step: Callable[[], None] = lambda: None
+        self,
+        steps: int,
+        rate: float,
+        seed: int,
+        *,
+        warmup: int = 0,
+        after_step: Callable[[], None] = lambda: None,
+        teacher: Any = None,
+        saved: Path | None = None,
     ) -> dict[str, float]:
-        """AdamW with warm-up and a cosine down to a tenth of the rate."""
+        """AdamW with warm-up and a cosine down to a tenth of the rate.
+
+        Args:
+            steps: Steps in all.
+            rate: The highest rate.
+            seed: Decides which windows each step reads.
+            warmup: Steps in which the rate grows.
+            after_step: Called after each step.
+            teacher: A model whose predictions are the target; None: the text is.
+            saved: Where the state is kept every now and then, to go on from after an interruption.
+        """
         parameters = list(self.twin.parameters())
         decayed = [p for p in parameters if p.dim() == 2]
         groups = [
@@ -151,19 +226,21 @@ class Trainer:
             {"params": [p for p in parameters if p.dim() != 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self.device.type == "cuda")
-        generator = torch.Generator(self.device).manual_seed(seed)
+        begin = 0
+        if saved is not None and saved.exists():
+            state = torch.load(saved, map_location=self.device)
+            self.twin.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            begin = state["step"]
         self.twin.train()
-        losses = []
-        started, measured_from = time.perf_counter(), min(10, steps - 1)
-        for step in range(steps):
+        started, measured_from = time.perf_counter(), min(begin + 10, steps - 1)
+        final = math.nan
+        for step in range(begin, steps):
             progress = max(step - warmup, 0) / max(steps - warmup, 1)
             factor = min((step + 1) / max(warmup, 1), 0.55 + 0.45 * math.cos(math.pi * progress))
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor
-            ids = self.data.batch(self.size.batch, generator)
-            with autocast(self.device):
-                hidden = self.twin.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-                loss = self.head_loss(hidden, self.twin.lm_head.weight, ids[:, 1:])
+            loss = self._loss(self.data.batch(step, self.size.batch, seed), teacher)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
@@ -172,43 +249,95 @@ class Trainer:
             if step == measured_from:
                 float(loss.detach())  # waits for the device
                 started = time.perf_counter()
-            if step % 50 == 0 or step == steps - 1:
-                losses.append(loss.detach())
-                if step % 500 == 0:
-                    print(f"  step {step} loss {float(loss.detach()):.3f}", flush=True)
-        final = float(losses[-1])
+            if step == steps - 1 or step % 200 == 0:
+                final = float(loss.detach())
+                print(f"  step {step} of {steps}, loss {final:.3f}", flush=True)
+            if saved is not None and step % SAVED_EVERY == SAVED_EVERY - 1:
+                save({"model": self.twin.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, saved)
         seconds = time.perf_counter() - started
         tokens = self.size.batch * CONTEXT * (steps - 1 - measured_from)
         return {"loss": final, "seconds": seconds, "tokens_per_s": tokens / seconds if tokens else 0.0}
 
+    def _loss(self, ids: torch.Tensor, teacher: Any) -> torch.Tensor:
+        inputs = {"input_ids": ids[:, :-1], "use_cache": False}
+        with autocast(self.device):
+            hidden = self.twin.model(**inputs).last_hidden_state
+            if teacher is None:
+                return self.head_loss(hidden, self.twin.lm_head.weight, ids[:, 1:])
+            with torch.no_grad():
+                wanted = teacher.model(**inputs).last_hidden_state
+            return self.head_divergence(hidden, self.twin.lm_head.weight, wanted, teacher.lm_head.weight)
+
+
+def save(values: object, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(values, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+@contextmanager
+def served(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Let the linears multiply as a server does: weights by channel and inputs by token in 8 bits.
+
+    The numbers are slidesparse's, and exact in BF16; the products are summed in float32, as on tensor cores.
+    """
+    linears, kind = find_targets(model).linears.values(), parse_dtype(dtype)
+
+    def forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight = quantize_rows(linear.weight.detach(), kind)
+        values = weight.values.to(torch.bfloat16)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            inputs = quantize_rows(x.to(torch.bfloat16), kind)
+            with torch.autocast(x.device.type, enabled=False):
+                out = F.linear(inputs.values.to(torch.bfloat16), values).to(torch.float32)
+            return (out * inputs.scale * weight.scale.T).to(x.dtype)
+
+        return product
+
+    for linear in linears:
+        linear.forward = forward(linear)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear.forward
+
 
 @torch.no_grad()
-def judge(model: Any, data: Data) -> dict[str, Any]:
-    """Perplexity of the held-out text, and the share of held-out problems that greedy decoding answers exactly.
+def judge(model: Any, data: Data, parts: Iterable[str] = ("packages", "files")) -> dict[str, Any]:
+    """Perplexity of held-out text, and the share of held-out problems that greedy decoding answers exactly.
 
     A greedy answer is right when every token of the right answer is the likeliest after what stands before it, so one
     reading of question and answer decides it.
     """
     model.eval()
-    device = data.held_out.device
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        with autocast(device):
+        with autocast(data.device):
             out: torch.Tensor = model(input_ids=ids, use_cache=False).logits
         return out
 
-    measured = measure_perplexity(
-        logits, data.held_out.to(torch.int64), CONTEXT, CONTEXT // 2, n_bytes=data.held_out_bytes, batch=64
-    )
+    measured = {
+        part: measure_perplexity(
+            logits,
+            data.text[part].to(torch.int64),
+            CONTEXT,
+            CONTEXT * 3 // 4,
+            n_bytes=data.bytes[part],
+            batch=64,
+        )
+        for part in parts
+    }
     exact = {}
     for kind, (ids, is_answer) in data.exams.items():
         guesses = logits(ids)[:, :-1].argmax(-1)
         right = (guesses == ids[:, 1:]) | ~is_answer[:, 1:]
         exact[kind] = float(right.all(1).float().mean())
     return {
-        "perplexity": measured.perplexity,
-        "bits_per_byte": measured.bits_per_byte,
-        "tokens": measured.tokens,
+        **{f"{part}_perplexity": found.perplexity for part, found in measured.items()},
+        **{f"{part}_bits_per_byte": found.bits_per_byte for part, found in measured.items()},
         "exact": exact,
         "exact_mean": sum(exact.values()) / len(exact),
     }
@@ -216,6 +345,34 @@ def judge(model: Any, data: Data) -> dict[str, Any]:
 
 def calibration(data: Data, samples: int, seed: int) -> list[dict[str, Any]]:
     """Windows of the training mixture as inputs of the model, 16 at a time."""
-    generator = torch.Generator(data.train.device).manual_seed(seed)
-    ids = data.batch(samples, generator)[:, :-1]
+    ids = data.batch(0, samples, seed)[:, :-1]
     return [{"input_ids": chunk, "use_cache": False} for chunk in ids.split(16)]
+
+
+@torch.no_grad()
+def influence(model: Any, batches: Iterable[dict[str, Any]], device: torch.device) -> list[float]:
+    """How much each layer turns the hidden state: one less the mean cosine between what it reads and what it gives.
+
+    Source: Men et al., "ShortGPT: Layers in Large Language Models are More Redundant Than You Expect" (2024), who drop
+    the layers that turn it least.
+    """
+    turned = [0.0] * len(model.model.layers)
+    tokens = 0
+
+    def hook(index: int) -> Callable[..., None]:
+        def see(layer: nn.Module, args: Any, out: Any) -> None:
+            given = out[0] if isinstance(out, tuple) else out
+            turned[index] += float((1 - F.cosine_similarity(args[0].float(), given.float(), dim=-1)).sum())
+
+        return see
+
+    handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(model.model.layers)]
+    try:
+        for batch in batches:
+            tokens += batch["input_ids"].numel()
+            with autocast(device):
+                model.model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [total / tokens for total in turned]

@@ -1,29 +1,32 @@
-"""The accuracy experiment on one model: train it, prune it in every way, train on with the zeros held, judge each.
+"""The accuracy experiment: train models, prune them in every way, and judge each, in float and as served.
 
-Appends one JSON line for each result and skips those that the file holds already, so an interrupted run goes on (with
-the same weights, which ``--weights`` keeps).
+Appends one JSON line for each result and skips those that a file holds already, so an interrupted run goes on: with the
+weights that ``--weights`` keeps, and within a training with its last saved state. What says most comes first.
 
-    python benchmarks/accuracy/run.py --data FOLDER --size 10m --seed 0 --out results/accuracy/10m-0.jsonl
+    python benchmarks/accuracy/run.py --corpus corpus.xz --weights FOLDER --out results/accuracy
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
 import subprocess
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, judge
+from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, influence, judge, save, served
+from speeds import ServedTime, served_speeds
 
-from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns, modelled_cost
-from slidesparse.models.layerwise import SetLoss, find_layer_list, prune_layers, record_inputs
+from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
+from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.match_layer import Matching
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -32,16 +35,50 @@ from slidesparse.prune import get_pruner
 from slidesparse.recovery import HeldZeros
 from slidesparse.support import is_nonzero
 
-PATTERNS = ("14:16", "8:10", "6:8", "4:6@50%", "4:6", "2:4")
-MORE = ("10:12", "4:6@25%", "4:6@75%", "2:4@25%", "2:4@50%")  # for the frontier, SparseGPT and no recovery only
-METHODS = ("magnitude", "wanda", "sparsegpt")
-CANDIDATES = ("dense", "14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
-RIVALS = (("10:12", Fraction(2)), ("6:8", Fraction(2)), ("4:6", Fraction(8, 5)))
-"""Uniform patterns that a plan of the same modelled speed must beat, and the gain of a 2:4 multiply."""
+PATTERNS = ("6:8", "4:6", "2:4")
+MATCHED = "sparsegpt + match"
+METHODS = (MATCHED, "sparsegpt", "magnitude")
+LAYERS_LEFT_OUT = (1, 2, 3, 4)
+SHARES = (0.03, 0.01)
+"""Of the budget of training, for recovery."""
 
-CALIBRATION_WINDOWS = 128
-HELD_OUT_WINDOWS = 16
+PLANS = (1.2, 1.164)
+"""Served speeds over stock vLLM at which patterns are mixed; the second is that of 4:6 everywhere."""
+
+MATCH_STEPS = 200
+CALIBRATION_WINDOWS = 512
+SENSITIVITY_WINDOWS = 32  # on which the damage of single sets is measured
 RECOVERY_RATE = 0.3  # of the rate of training
+EIGHT_BITS = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done with one model."""
+
+    size: str
+    seed: int
+    methods: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+    plans: tuple[float, ...] = ()
+
+
+JOBS = (
+    Job("30m", 0, METHODS, LAYERS_LEFT_OUT, SHARES[:1], PLANS[:1]),
+    Job("30m-12", 0),
+    Job("30m", 1, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1]),
+    Job("30m", 2, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1]),
+    Job("30m", 0, (), LAYERS_LEFT_OUT, SHARES[1:], PLANS),
+    Job("100m", 0, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1], PLANS[:1]),
+    Job("30m-10", 0),
+    Job("30m", 1, METHODS, LAYERS_LEFT_OUT, SHARES, PLANS),
+    Job("30m", 2, METHODS, LAYERS_LEFT_OUT, SHARES, PLANS),
+)
+"""In the order of what they tell; a model that comes again has more done with it."""
+
+TINY = (Job("tiny", 0, METHODS, LAYERS_LEFT_OUT[:2], SHARES[:1], PLANS[:1]), Job("tiny-3", 0))
+"""To try the script on a CPU."""
 
 
 class Log:
@@ -51,12 +88,13 @@ class Log:
         self.path, self.common = path, common
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
-        self.done = {json.loads(line)["key"] for line in lines}
+        self.done: dict[str, dict[str, Any]] = {record["key"]: record for record in map(json.loads, lines)}
 
     def write(self, key: str, **fields: Any) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.done[key] = {"format": 1, "key": key, "written": now, **self.common, **fields}
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"format": 1, "key": key, "written": now, **self.common, **fields}) + "\n")
+            file.write(json.dumps(self.done[key]) + "\n")
         shown = {name: round(value, 4) for name, value in fields.items() if isinstance(value, float)}
         print(f"{key}: {shown}", flush=True)
 
@@ -80,196 +118,214 @@ def machine(device: torch.device) -> dict[str, str]:
 class Experiment:
     """One trained model and everything that is done to it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.size = options, SIZES[options.size]
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, job: Job, data: Data, options: argparse.Namespace) -> None:
+        self.job, self.data, self.size = job, data, SIZES[job.size]
+        self.device = data.device
+        name = f"{job.size}-{job.seed}"
         self.log = Log(
-            options.out,
-            model=options.size,
-            seed=options.seed,
-            commit=commit(),
-            machine=machine(self.device),
+            options.out / f"{name}.jsonl", model=job.size, seed=job.seed, commit=commit(), machine=machine(self.device)
         )
-        self.data = Data(options.data, self.device, options.limit)
-        self.model: Any = build(self.size, options.seed).to(self.device)
-        self.trainer = Trainer(self.model, self.size, self.data, compiled=self.device.type == "cuda")
+        self.weights: Path = options.weights / f"{name}.pt"
+        self.state: Path = options.weights / f"{name}-state.pt"
+        self.steps = data.steps(options.epochs, self.size.batch)
+        self.epochs: float = options.epochs
+        self.match_steps: int = options.match_steps
+        vocabulary = data.tokenizer.get_vocab_size()
+        self.model: Any = build(self.size, job.seed, vocabulary).to(self.device)
+        self.trainer = Trainer(self.model, self.size, data, compiled=self.device.type == "cuda")
         self.linears = find_targets(self.model).linears
         everything = dict.fromkeys(self.linears, Pattern.parse("6:8"))
         run = run_once(self.model)
         self.sets = sets_to_prune(self.model, self.linears, everything, get_pruner("sparsegpt"), run)
-        self.calibration = calibration(self.data, CALIBRATION_WINDOWS if options.limit is None else 8, options.seed)
+        self.calibration = calibration(data, options.windows, 9000 + job.seed)
+        self.kept: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+
+    def run(self) -> None:
+        """What the job asks for."""
+        job = self.job
+        self.train()
+        self.one("dense none 0", self.restore)
+        for method in job.methods:
+            for pattern in PATTERNS:
+                self.pruned(pattern, method, 0)
+        for count in job.left_out:
+            self.leave_out(count, 0)
+        for speed in job.plans:
+            self.pruned(f"plan@{speed}", MATCHED, 0)
+        for share in job.shares:
+            for pattern in (*PATTERNS, *(f"plan@{speed}" for speed in job.plans)):
+                self.pruned(pattern, MATCHED, share)
+            for count in job.left_out:
+                self.leave_out(count, share)
 
     def train(self) -> None:
-        weights: Path | None = self.options.weights
-        if weights is not None and weights.exists():
-            self.model.load_state_dict(torch.load(weights, map_location=self.device))
+        if self.weights.exists():
+            self.model.load_state_dict(torch.load(self.weights, map_location=self.device))
         else:
-            steps = self.options.steps
-            told = self.trainer.train(steps, self.size.rate, self.options.seed, warmup=min(200, steps // 10))
-            if weights is not None:
-                torch.save(self.model.state_dict(), weights)
+            told = self.trainer.train(
+                self.steps, self.size.rate, self.job.seed, warmup=min(200, self.steps // 10), saved=self.state
+            )
             self.log.write(
                 "trained",
                 parameters=sum(p.numel() for p in self.model.parameters()),
                 linear_parameters=sum(linear.weight.numel() for linear in self.linears.values()),
-                steps=steps,
-                tokens=steps * self.size.batch * CONTEXT,
+                layers=self.size.layers,
+                steps=self.steps,
+                epochs=self.epochs,
+                tokens=self.steps * self.size.batch * CONTEXT,
                 corpus=self.data.facts,
                 rate=self.size.rate,
                 **told,
             )
-        self.trained = {name: value.clone() for name, value in self.model.state_dict().items()}
+            save(self.model.state_dict(), self.weights)
+            self.state.unlink(missing_ok=True)
+        self.trained = self.copied()
+        self.teacher = copy.deepcopy(self.model).eval()
+
+    def one(self, key: str, make: Any) -> None:
+        """Make a model by a function and judge it, unless the log has it; the function returns more fields, or none."""
+        if key in self.log.done:
+            return
+        started = time.perf_counter()
+        more = make() or {}
+        seconds = time.perf_counter() - started
+        what, _, share = key.rpartition(" ")
+        name, _, method = what.partition(" ")
+        judged = judge(self.model, self.data)
+        for dtype in EIGHT_BITS:
+            with served(self.model, dtype):
+                judged[dtype] = judge(self.model, self.data, ("packages",))
+        zeros = self.zeros()
+        self.log.write(
+            key, pattern=name, method=method, share=float(share), zeros=zeros, seconds=seconds, **judged, **more
+        )
+
+    def copied(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def restore(self) -> None:
         self.model.load_state_dict(self.trained)
 
-    @torch.no_grad()
-    def calibration_nats(self) -> float:
-        """Loss of the model as it is on the calibration windows."""
-        total, tokens = 0.0, 0
-        for batch in self.calibration:
-            ids = batch["input_ids"]
-            logits = self.model(**batch).logits[:, :-1].float()
-            total += float(
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-            )
-            tokens += ids[:, 1:].numel()
-        return total / tokens
+    def pruned(self, pattern: str, method: str, share: float) -> None:
+        """Prune, and train on with the zeros held for a share of the budget."""
 
-    def prune(self, patterns: dict[str, Pattern], method: str) -> list[SetLoss]:
+        def make() -> dict[str, Any]:
+            if (pattern, method) in self.kept:  # matching takes longer than all else
+                self.model.load_state_dict(self.kept[pattern, method])
+                found: dict[str, Any] = {}
+            else:
+                patterns = self.patterns(pattern)
+                found = self.prune(patterns, method)
+                if pattern.startswith("plan"):
+                    found["patterns"] = {name: str(chosen) for name, chosen in patterns.items()}
+                self.kept[pattern, method] = self.copied()
+            if not share:
+                return found
+            zeros, before = HeldZeros(self.model), self.zeros()
+            steps = self.recover(share, zeros.apply_)
+            assert self.zeros() >= before
+            return steps
+
+        self.one(f"{pattern} {method} {share}", make)
+
+    def patterns(self, text: str) -> dict[str, Pattern]:
+        """One pattern everywhere, or those that lose least at a served speed: ``plan@1.2``."""
+        name, _, speed = text.partition("@")
+        if name != "plan":
+            return dict.fromkeys(self.linears, Pattern.parse(text))
+        speeds = served_speeds("mixed")
+        target = Target(speedup=float(speed) / speeds["dense"])
+        return dict(choose_patterns(self.plan_sets(), target, [ServedTime(speeds)]).patterns)
+
+    def plan_sets(self) -> list[PlanSet]:
+        """The damage of each pattern in each set of linears, measured once."""
+        if "sensitivities" not in self.log.done:
+            self.restore()
+            self.model.eval()
+            started = time.perf_counter()
+            held_out = calibration(self.data, SENSITIVITY_WINDOWS, 5000 + self.job.seed)
+            found = measure_sensitivities(
+                self.model,
+                self.sets,
+                [Pattern.parse(text) for text in PATTERNS],
+                get_pruner("sparsegpt"),
+                self.calibration[:8],
+                held_out,
+            )
+            damages = [[list(one.names), one.pattern, one.damage] for one in found]
+            self.log.write("sensitivities", seconds=time.perf_counter() - started, damages=damages)
+        choices: dict[tuple[str, ...], list[PatternChoice]] = {}
+        for names, pattern, damage in self.log.done["sensitivities"]["damages"]:
+            kept = choices.setdefault(tuple(names), [PatternChoice(DENSE, 0.0)])
+            kept.append(PatternChoice(Pattern.parse(pattern), damage))
+        shapes = {name: (linear.out_features, linear.in_features) for name, linear in self.linears.items()}
+        return [PlanSet(names, tuple(shapes[n] for n in names), tuple(found)) for names, found in choices.items()]
+
+    def prune(self, patterns: dict[str, Pattern], method: str) -> dict[str, Any]:
         self.restore()
         self.model.eval()
         layer_list = find_layer_list(self.model, self.linears)
         samples = record_inputs(self.model, layer_list, self.calibration)
-        steps = prune_layers(self.model, layer_list, self.sets, patterns, get_pruner(method), samples)
-        return [loss for losses in steps for loss in losses]
+        pruner, matching = get_pruner(method.split()[0]), Matching(self.match_steps, self.job.seed)
+        steps = prune_layers(
+            self.model,
+            layer_list,
+            self.sets,
+            patterns,
+            pruner,
+            samples,
+            matching=matching if method == MATCHED else None,
+        )
+        losses = [loss.loss for losses in steps for loss in losses]
+        return {"set_loss_mean": sum(losses) / len(losses), "set_loss_max": max(losses)}
+
+    def recover(self, share: float, after_step: Any = lambda: None) -> dict[str, int]:
+        """Train towards the dense model's predictions; the same windows whatever is recovered."""
+        steps = max(round(share * self.steps), 2)
+        self.trainer.train(
+            steps,
+            RECOVERY_RATE * self.size.rate,
+            1000 + self.job.seed,
+            warmup=max(steps // 10, 1),
+            after_step=after_step,
+            teacher=self.teacher,
+        )
+        return {"recovery_steps": steps}
+
+    def leave_out(self, count: int, share: float) -> None:
+        """Depth pruning: leave out the layers that turn the hidden state least."""
+
+        key = f"{count}-layers left-out {share}"
+        if key in self.log.done:
+            return
+        self.restore()
+        turned = influence(self.model.eval(), self.calibration, self.device)
+        kept = sorted(sorted(range(len(turned)), key=turned.__getitem__)[count:])
+        with self.trainer.only_layers(kept):
+            self.one(key, lambda: {"kept": kept, "influence": turned, **(self.recover(share) if share else {})})
 
     def zeros(self) -> float:
         weights = [linear.weight.detach() for linear in self.linears.values()]
         return 1 - sum(int(is_nonzero(w).sum()) for w in weights) / sum(w.numel() for w in weights)
 
-    def judged(self, pattern: str, method: str, recovery_steps: int, **more: Any) -> None:
-        key = f"{pattern} {method} {recovery_steps}"
-        self.log.write(
-            key,
-            pattern=pattern,
-            method=method,
-            recovery_steps=recovery_steps,
-            zeros=self.zeros(),
-            calibration_nats=self.calibration_nats(),
-            **judge(self.model, self.data),
-            **more,
-        )
-
-    def one_shot(self, pattern: str, method: str) -> None:
-        if f"{pattern} {method} 0" in self.log.done:
-            return
-        started = time.perf_counter()
-        losses = self.prune(dict.fromkeys(self.linears, Pattern.parse(pattern)), method)
-        seconds = time.perf_counter() - started
-        values = [loss.loss for loss in losses]
-        self.judged(
-            pattern, method, 0, set_loss_mean=sum(values) / len(values), set_loss_max=max(values), seconds=seconds
-        )
-
-    def dense(self, recovery_steps: int) -> None:
-        if f"dense none {recovery_steps}" in self.log.done:
-            return
-        self.restore()
-        if recovery_steps:
-            self.trainer.train(recovery_steps, RECOVERY_RATE * self.size.rate, 1000 + self.options.seed, warmup=10)
-        self.judged("dense", "none", recovery_steps)
-
-    def recovered(self, pattern: str, method: str) -> None:
-        steps = self.options.recovery_steps
-        if f"{pattern} {method} {steps}" in self.log.done:
-            return
-        self.prune(dict.fromkeys(self.linears, Pattern.parse(pattern)), method)
-        zeros, before = HeldZeros(self.model), self.zeros()
-        # The same batches as for the dense model.
-        self.trainer.train(
-            steps, RECOVERY_RATE * self.size.rate, 1000 + self.options.seed, warmup=10, after_step=zeros.apply_
-        )
-        assert self.zeros() >= before
-        self.judged(pattern, method, steps)
-
-    def plans(self) -> None:
-        if all(f"plan {rival} {gain}" in self.log.done for rival, gain in RIVALS):
-            return
-        self.restore()
-        self.model.eval()
-        patterns = [Pattern.parse(text) for text in CANDIDATES]
-        started = time.perf_counter()
-        held_out = calibration(
-            self.data, HELD_OUT_WINDOWS if self.options.limit is None else 4, 500 + self.options.seed
-        )
-        choices: dict[tuple[str, ...], list[PatternChoice]] = {}
-        pruner = get_pruner(self.options.plan_method)
-        for found in measure_sensitivities(self.model, self.sets, patterns, pruner, self.calibration, held_out):
-            kept = choices.setdefault(found.names, [PatternChoice(DENSE, 0.0)])
-            kept.append(PatternChoice(Pattern.parse(found.pattern), found.damage))
-        shapes = {name: (linear.out_features, linear.in_features) for name, linear in self.linears.items()}
-        sets = [PlanSet(names, tuple(shapes[n] for n in names), tuple(found)) for names, found in choices.items()]
-        self.log.write(
-            "sensitivities",
-            seconds=time.perf_counter() - started,
-            method=self.options.plan_method,
-            damages=[[" ".join(s.names), {str(c.pattern): c.damage for c in s.choices}] for s in sets],
-        )
-        for rival, gain in RIVALS:
-            uniform = Pattern.parse(rival)
-            total = sum(out * columns for out, columns in shapes.values())
-            speedup = float(total / sum(modelled_cost(uniform, *shape, gain) for shape in shapes.values()))
-            plan = choose_patterns(sets, Target(speedup=speedup), gain)
-            self.prune(dict(plan.patterns), "sparsegpt")
-            self.log.write(
-                f"plan {rival} {gain}",
-                rival=rival,
-                mma_gain=float(gain),
-                rival_speedup=speedup,
-                speedup=plan.speedup,
-                damage=plan.damage,
-                rival_damage=sum(c.damage for s in sets for c in s.choices if c.pattern == uniform),
-                zeros=self.zeros(),
-                patterns={name: str(pattern) for name, pattern in plan.patterns.items()},
-                **judge(self.model, self.data),
-            )
-
-
-def everything(experiment: Experiment) -> None:
-    options = experiment.options
-    experiment.train()
-    experiment.dense(0)
-    for method in reversed(METHODS):
-        for pattern in options.patterns if method == "sparsegpt" else options.compared:
-            experiment.one_shot(pattern, method)
-    if options.plan_method != "none":
-        for pattern in MORE:
-            experiment.one_shot(pattern, "sparsegpt")
-        experiment.plans()
-    experiment.dense(options.recovery_steps)
-    for method in options.recovery_methods:
-        for pattern in options.recovered:
-            experiment.recovered(pattern, method)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that corpus.py wrote")
-    parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--recovery-steps", type=int, required=True)
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
-    parser.add_argument("--compared", nargs="+", default=PATTERNS, help="patterns for Wanda and magnitude")
-    parser.add_argument("--recovered", nargs="+", default=PATTERNS)
-    parser.add_argument("--recovery-methods", nargs="+", default=tuple(reversed(METHODS)))
-    parser.add_argument("--plan-method", default="none", help="method that sensitivities are measured with, or none")
-    parser.add_argument("--weights", type=Path, help="where the trained weights are kept")
-    parser.add_argument("--limit", type=int, help="characters of text, to try the script")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True, help="the file that corpus.py wrote")
+    parser.add_argument("--epochs", type=float, default=1.25, help="how often the text is read")
+    parser.add_argument("--weights", type=Path, required=True, help="folder where trained weights are kept")
+    parser.add_argument("--windows", type=int, default=CALIBRATION_WINDOWS, help="of text to calibrate on")
+    parser.add_argument("--match-steps", type=int, default=MATCH_STEPS)
+    parser.add_argument("--models", nargs="+", help="only these, such as 30m-0 and 30m-12-0 (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="to try the script on a CPU")
+    parser.add_argument("--limit", type=int, help="tokens of text, to try the script")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     options = parser.parse_args()
-    everything(Experiment(options))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = Data(options.corpus, device, options.limit)
+    for job in TINY if options.tiny else JOBS:
+        if options.models is None or f"{job.size}-{job.seed}" in options.models:
+            Experiment(job, data, options).run()
 
 
 if __name__ == "__main__":

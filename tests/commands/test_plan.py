@@ -26,11 +26,13 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import (
+    Multiplies,
     PatternChoice,
     PlanSet,
     Target,
     choose_patterns,
     least_zeros,
+    modelled_bytes,
     modelled_cost,
 )
 from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
@@ -67,13 +69,20 @@ def sets(count: int, seed: int = 0) -> list[PlanSet]:
 @pytest.mark.parametrize("gain", [Fraction(2), Fraction(8, 5)], ids=str)
 def test_no_other_choice_is_better(target: Target, gain: Fraction) -> None:
     candidates = sets(5)
-    plan = choose_patterns(candidates, target, gain)
-    dense = sum(target.cost(DENSE, *shape, gain) for one in candidates for shape in one.shapes)
+    plan, time = choose_patterns(candidates, target, [Multiplies(gain)]), Multiplies(gain)
+    dense, all_weights = (
+        sum(time.of(one, DENSE) for one in candidates),
+        sum(o * k for s in candidates for o, k in s.shapes),
+    )
 
     def reaches(chosen: tuple[PatternChoice, ...]) -> bool:
-        pairs = zip(candidates, chosen, strict=True)
-        cost = sum(target.cost(choice.pattern, *shape, gain) for one, choice in pairs for shape in one.shapes)
-        return cost <= target.budget(dense) * (1 + 1e-9)
+        pairs = [(one, choice.pattern) for one, choice in zip(candidates, chosen, strict=True)]
+        shapes = [(pattern, *shape) for one, pattern in pairs for shape in one.shapes]
+        if target.speedup is not None:
+            return sum(time.of(*pair) for pair in pairs) * target.speedup <= dense * (1 + 1e-9)
+        if target.sparsity is not None:
+            return sum(out * least_zeros(p, k) for p, out, k in shapes) >= target.sparsity * all_weights * (1 - 1e-9)
+        return float(sum(modelled_bytes(*shape) for shape in shapes)) <= target.gigabytes * 1e9 * (1 + 1e-9)
 
     every = itertools.product(*(one.choices for one in candidates))
     best = min(sum(choice.damage for choice in chosen) for chosen in every if reaches(chosen))
@@ -131,7 +140,7 @@ def test_out_of_reach() -> None:
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 2.000x, 50.0% zeros"):
         choose_patterns(sets(3), Target(speedup=2.1))
     with pytest.raises(InputError, match=r"got at best 1.600x"):
-        choose_patterns(sets(3), Target(speedup=1.7), Fraction(8, 5))
+        choose_patterns(sets(3), Target(speedup=1.7), [Multiplies(Fraction(8, 5))])
 
 
 @pytest.mark.parametrize(

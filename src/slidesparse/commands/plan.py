@@ -35,7 +35,15 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
-from slidesparse.models.choose_patterns import PatternChoice, Plan, PlanSet, Target, choose_patterns, require_reachable
+from slidesparse.models.choose_patterns import (
+    Multiplies,
+    PatternChoice,
+    Plan,
+    PlanSet,
+    Target,
+    choose_patterns,
+    require_reachable,
+)
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import (
@@ -148,8 +156,9 @@ def plan_checkpoint(
     sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
+    times = (Multiplies(options.mma_gain),)
     undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
-    require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, options.mma_gain)
+    require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, times)
     find_layer_list(meta.model, shapes)
     config: Any = meta.model.config
     windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
@@ -170,7 +179,7 @@ def plan_checkpoint(
                 advance(1, f"{found.pattern} {found.damage:.1e}")
         damages = file.damages_of(sets)
         chosen = _plan_sets(sets, shapes, patterns, damages, reached)
-        plan = choose_patterns(chosen, options.target, options.mma_gain)
+        plan = choose_patterns(chosen, options.target, times)
         write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
 

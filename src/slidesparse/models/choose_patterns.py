@@ -1,11 +1,8 @@
 """Choose a pattern for every set of linears: the least damage at a given speed, share of zeros or memory.
 
 Each set gets one pattern, such that the sum of the damages is smallest and the sum of the costs stays within a budget:
-an integer programme, solved exactly by SciPy's HiGHS.
-
-The speed is modelled: a multiply costs ``out * packed columns``, and those in 2:4 form cost ``1 / mma_gain`` of a dense
-one. ``mma_gain`` is 2 on hardware that reaches its ideal and about 1.6 on Hopper. Quantising, lifting and attention are
-left out, so the speed-up is that of the matrix products alone.
+an integer programme, solved exactly by SciPy's HiGHS. What a set costs in time is a :class:`StepTime`'s to say; where
+there are several, for several loads, each has a budget of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import DENSE, Pattern
@@ -64,6 +62,39 @@ def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) 
     return out * (Fraction(following * pattern.slid_group) / mma_gain + rest)
 
 
+class StepTime(Protocol):
+    """What a step of the model takes at one load, in a unit of its own."""
+
+    @property
+    def name(self) -> str:
+        """The load."""
+
+    @property
+    def rest(self) -> float:
+        """What no pattern changes."""
+
+    def of(self, one: PlanSet, pattern: Pattern) -> float:
+        """Return what a set takes with a pattern."""
+
+
+@dataclass(frozen=True)
+class Multiplies:
+    """The time of the matrix products alone, in dense multiply-adds a token: quantising and attention are left out.
+
+    Attributes:
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2 on hardware that reaches its
+            ideal, and about 1.6 on Hopper.
+    """
+
+    mma_gain: Fraction = Fraction(2)
+    name: str = "matrix products"
+    rest: float = 0.0
+
+    def of(self, one: PlanSet, pattern: Pattern) -> float:
+        """See :class:`StepTime`."""
+        return float(one.reached * sum(modelled_cost(pattern, *shape, self.mma_gain) for shape in one.shapes))
+
+
 def least_zeros(pattern: Pattern, columns: int) -> int:
     """Return the least number of zeros of a row: two in each group that follows the pattern, less the last padding.
 
@@ -90,7 +121,7 @@ class Target:
     """The target of a plan; exactly one of the three is given.
 
     Attributes:
-        speedup: Modelled speed-up over dense, of all treated linears together.
+        speedup: Speed-up over dense, at every load.
         sparsity: Share of zeros, from 0 to 1.
         gigabytes: Size of the treated linears' weights in 8 bits and 2:4 form, in 1e9 bytes.
     """
@@ -113,23 +144,6 @@ class Target:
                 needed="a positive number; a sparsity is less than 1, a speed-up at least 1",
             )
 
-    def cost(self, pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> float:
-        """Return the share of the budget that a weight takes, in the budget's unit."""
-        if self.speedup is not None:
-            return float(modelled_cost(pattern, out, columns, mma_gain))
-        if self.sparsity is not None:
-            return float(out * (columns - least_zeros(pattern, columns)))
-        return float(modelled_bytes(pattern, out, columns))
-
-    def budget(self, dense: float) -> float:
-        """Return the most that all weights may take, when dense ones take ``dense``."""
-        if self.speedup is not None:
-            return dense / self.speedup
-        if self.sparsity is not None:
-            return dense * (1 - self.sparsity)
-        assert self.gigabytes is not None
-        return self.gigabytes * 1e9
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -138,7 +152,7 @@ class Plan:
     Attributes:
         patterns: Linear -> pattern.
         damage: Sum of the damages of all sets.
-        speedup: Modelled speed-up over dense.
+        speedups: Load -> speed-up over dense.
         sparsity: Least share of zeros.
         gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
         has_experts: Whether some of the patterns are those of experts.
@@ -146,59 +160,91 @@ class Plan:
 
     patterns: Mapping[str, Pattern]
     damage: float
-    speedup: float
+    speedups: Mapping[str, float]
     sparsity: float
     gigabytes: float
     has_experts: bool = False
 
+    @property
+    def speedup(self) -> float:
+        """The least of the speed-ups."""
+        return min(self.speedups.values())
 
-def choose_patterns(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> Plan:
+
+Times = Sequence[StepTime]
+"""One for each load."""
+
+
+def choose_patterns(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> Plan:
     """Return the plan of least damage that reaches a target.
 
     Args:
         sets: The sets, with the patterns to choose from.
         target: The speed-up, share of zeros or size to reach.
-        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size.
+        times: What a step takes: a speed-up is reached at each of these loads.
 
     Raises:
         InputError: Even the sparsest choices do not reach it; the error says what they reach.
     """
-    require_reachable(sets, target, mma_gain)
-    costs, budget = _costs(sets, target, mma_gain)
+    require_reachable(sets, target, times)
     damages = [[choice.damage for choice in one.choices] for one in sets]
-    return _make_plan(sets, _solve(damages, costs, budget), mma_gain)
+    return _make_plan(sets, _solve(damages, _limits(sets, target, times)), times)
 
 
-def require_reachable(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction = Fraction(2)) -> None:
+def require_reachable(sets: Sequence[PlanSet], target: Target, times: Times = (Multiplies(),)) -> None:
     """Refuse a target that no choice reaches: costs are known before any damage is.
 
     Raises:
         InputError: Even the sparsest choices do not reach it; the error says what they reach.
     """
-    costs, budget = _costs(sets, target, mma_gain)
-    least = [min(range(len(cost)), key=cost.__getitem__) for cost in costs]
-    if sum(cost[i] for cost, i in zip(costs, least, strict=True)) > budget * (1 + 1e-9):
-        best = _make_plan(sets, least, mma_gain)
-        raise InputError(
-            "no choice of patterns reaches the target",
-            got=f"at best {best.speedup:.3f}x, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
-            remedy="ask for less, or allow sparser patterns",
-        )
+    for limit in _limits(sets, target, times):
+        least = [min(range(len(cost)), key=cost.__getitem__) for cost in limit.costs]
+        if sum(cost[i] for cost, i in zip(limit.costs, least, strict=True)) > limit.budget * (1 + 1e-9):
+            best = _make_plan(sets, least, times)
+            at = "".join(f" for {name}" for name in best.speedups if len(times) > 1 and name == limit.name)
+            speed = best.speedups.get(limit.name, best.speedup)
+            raise InputError(
+                "no choice of patterns reaches the target",
+                got=f"at best {speed:.3f}x{at}, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
+                remedy="ask for less, or allow sparser patterns",
+            )
 
 
-def _costs(sets: Sequence[PlanSet], target: Target, mma_gain: Fraction) -> tuple[list[list[float]], float]:
-    """Return the cost of every choice of every set, and the most that all may cost together."""
+@dataclass(frozen=True)
+class _Limit:
+    """What every choice of every set costs, and the most that all may cost together."""
+
+    name: str
+    costs: list[list[float]]
+    budget: float
+
+
+def _limits(sets: Sequence[PlanSet], target: Target, times: Times) -> list[_Limit]:
+    if target.speedup is not None:
+        return [_time_limit(sets, target.speedup, time) for time in times]
 
     def cost(one: PlanSet, pattern: Pattern) -> float:
-        share = float(one.reached) if target.speedup is not None else 1.0
-        return share * sum(target.cost(pattern, *shape, mma_gain) for shape in one.shapes)
+        measure = modelled_bytes if target.sparsity is None else _numbers_left
+        return float(sum(measure(pattern, *shape) for shape in one.shapes))
 
     costs = [[cost(one, choice.pattern) for choice in one.choices] for one in sets]
-    dense = sum(cost(one, DENSE) for one in sets)
-    return costs, target.budget(dense)
+    if target.sparsity is None:
+        assert target.gigabytes is not None
+        return [_Limit("memory", costs, target.gigabytes * 1e9)]
+    return [_Limit("zeros", costs, sum(cost(one, DENSE) for one in sets) * (1 - target.sparsity))]
 
 
-def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
+def _numbers_left(pattern: Pattern, out: int, columns: int) -> int:
+    return out * (columns - least_zeros(pattern, columns))
+
+
+def _time_limit(sets: Sequence[PlanSet], speedup: float, time: StepTime) -> _Limit:
+    costs = [[time.of(one, choice.pattern) for choice in one.choices] for one in sets]
+    dense = time.rest + sum(time.of(one, DENSE) for one in sets)
+    return _Limit(time.name, costs, dense / speedup - time.rest)
+
+
+def _solve(damages: Sequence[Sequence[float]], limits: Sequence[_Limit]) -> list[int]:
     """Return the index of the choice that each set gets.
 
     The solver may stop a millionth of the unit of damage short of the best, and damages of one model differ by more
@@ -207,16 +253,14 @@ def _solve(damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]],
     """
     unit = max(map(max, damages))
     while True:
-        chosen = _solve_in_units(damages, costs, budget, unit)
+        chosen = _solve_in_units(damages, limits, unit)
         total = sum(damage[i] for damage, i in zip(damages, chosen, strict=True))
         if total >= unit or total == 0:
             return chosen
         unit = total
 
 
-def _solve_in_units(
-    damages: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float, unit: float
-) -> list[int]:
+def _solve_in_units(damages: Sequence[Sequence[float]], limits: Sequence[_Limit], unit: float) -> list[int]:
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -224,7 +268,6 @@ def _solve_in_units(
     except ImportError as error:
         raise UnsupportedError("SciPy is not installed", remedy='pip install "slidesparse[plan]"') from error
     starts = np.cumsum([0, *map(len, damages)])
-    flat_costs = np.concatenate([np.asarray(cost, dtype=float) for cost in costs])
     flat_damages = np.concatenate([np.asarray(damage, dtype=float) for damage in damages])
     one_each = lil_array((len(damages), starts[-1]))
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -236,7 +279,7 @@ def _solve_in_units(
         bounds=Bounds(0, allowed.astype(float)),
         constraints=[
             LinearConstraint(one_each.tocsr(), 1, 1),
-            LinearConstraint(flat_costs[None] / budget, -np.inf, 1 + 1e-9),
+            *(LinearConstraint(np.concatenate(one.costs)[None] / one.budget, -np.inf, 1 + 1e-9) for one in limits),
         ],
         options={"mip_rel_gap": 0.0, "time_limit": TIME_LIMIT_S},
     )
@@ -249,17 +292,19 @@ def _solve_in_units(
     return [int(solution.x[begin:end].argmax()) for begin, end in itertools.pairwise(starts)]
 
 
-def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], mma_gain: Fraction) -> Plan:
+def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], times: Times) -> Plan:
     taken = [(one, one.choices[i]) for one, i in zip(sets, chosen, strict=True)]
     weights = [(choice.pattern, shape) for one, choice in taken for shape in one.shapes]
-    reached = [(choice.pattern, shape, one.reached) for one, choice in taken for shape in one.shapes]
     total = sum(out * columns for _, (out, columns) in weights)
-    dense = sum(share * modelled_cost(DENSE, *shape, mma_gain) for _, shape, share in reached)
-    sparse = sum(share * modelled_cost(pattern, *shape, mma_gain) for pattern, shape, share in reached)
+
+    def speedup(time: StepTime) -> float:
+        dense, sparse = sum(time.of(one, DENSE) for one in sets), sum(time.of(o, c.pattern) for o, c in taken)
+        return (time.rest + dense) / (time.rest + sparse)
+
     return Plan(
         patterns={name: choice.pattern for one, choice in taken for name in one.names},
         damage=sum(choice.damage for _, choice in taken),
-        speedup=float(dense / sparse),
+        speedups={time.name: speedup(time) for time in times},
         sparsity=sum(out * least_zeros(pattern, columns) for pattern, (out, columns) in weights) / total,
         gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
         has_experts=any(one.reached != 1 for one in sets),

@@ -1,0 +1,37 @@
+"""How fast patterns are when they are served, over stock vLLM: read from the records of ``slidesparse bench serve``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+
+from slidesparse.models.choose_patterns import PlanSet
+from slidesparse.pattern import Pattern
+
+RECORDS = Path(__file__).parents[2] / "results/h200/serve/qwen2.5-7b-int8.jsonl"
+ENGINES = {"control": "dense", "6:8": "6:8", "4:6": "4:6", "2:4": "2:4"}
+"""Engine of the records -> pattern of all its layers; the control is the plugin with nothing pruned."""
+
+
+def served_speeds(workload: str, records: Path = RECORDS) -> dict[str, float]:
+    """Pattern -> requests in a second over those of stock vLLM."""
+    seconds: dict[str, list[float]] = {}
+    for record in map(json.loads, records.read_text().splitlines()):
+        if record["workload"]["name"] == workload and record["key"]["graphs"] is None and record["seconds"]:
+            seconds.setdefault(record["key"]["engine"], []).append(mean(record["seconds"]))
+    stock = mean(seconds["stock"] + seconds["stock again"])
+    return {pattern: stock / mean(seconds[engine]) for engine, pattern in ENGINES.items()}
+
+
+class ServedTime:
+    """The time of a step if each linear takes the share of it that its weights have, at its pattern's served speed."""
+
+    name, rest = "mixed load", 0.0
+
+    def __init__(self, speeds: dict[str, float]) -> None:
+        self.speeds = speeds
+
+    def of(self, one: PlanSet, pattern: Pattern) -> float:
+        """See :class:`slidesparse.models.choose_patterns.StepTime`."""
+        return sum(out * columns for out, columns in one.shapes) / self.speeds[str(pattern)]
