@@ -29,7 +29,7 @@ def test_rows_are_those_of_their_tokens(
     device: str, monkeypatch: pytest.MonkeyPatch, pattern: str, columns: int, dtype: torch.dtype, by: str
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(kernel, "BY_TOKEN", 1 if by == "token" else 100)
+    monkeypatch.setattr(kernel, "MOST_COPIES", 2 if by == "token" else 1)
     gather = by != "itself"
     packed = pack_segments(torch.zeros(1, columns, dtype=INT8), Pattern.parse(pattern))
     rows, tokens = torch.tensor(ROWS, device=device), torch.tensor(TOKENS, device=device)

