@@ -91,14 +91,17 @@ def test_times_of_experts_and_of_linears_of_one_size_stay_apart() -> None:
     assert choose_experts(KIND, TOKENS).reason == "hopper takes 0.50 of dense's time; measured here"
 
 
-def test_a_missing_number_of_tokens_is_dense_unless_it_is_past_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_expert_times(KIND, times(0.8, 0.8, 0.8, tokens=(16, 64, 256)))
+def test_decoding_and_prompts_must_both_be_measured() -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, tokens=(16, 64)))
     choice = choose_experts(KIND, TOKENS)
     assert not choice.sparse
-    assert choice.reason.endswith("measured here; nothing was measured near 1024 tokens")
-    assert choose_experts(KIND, (16, 64, 256)).sparse
-    keep_expert_times(KIND, times(0.8, 0.8, tokens=(1024, 2048)))
-    assert choose_experts(KIND, (*TOKENS, 16384)).sparse
+    assert choice.reason.endswith("measured here; no prompt was measured")
+    assert choose_experts(KIND, (16, 256)).sparse  # an engine that never has more
+    keep_expert_times(KIND, times(0.9, tokens=(4096,)))
+    assert choose_experts(KIND, TOKENS).sparse
+    other = replace(KIND, pattern=Pattern(4, 6))
+    keep_expert_times(other, times(0.8, tokens=(1024,)))
+    assert choose_experts(other, TOKENS).reason.endswith("no decoding step was measured")
 
 
 def test_times_of_another_kernel_are_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:

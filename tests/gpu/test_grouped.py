@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from expert_weights import packed_experts, routed
+from small_mixtures import MIXTURES
+from small_models import make
 
+import slidesparse
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.expert_order import arrange
 from slidesparse.experts import SlideExperts
 from slidesparse.gemm.grouped import TorchExperts
@@ -13,6 +19,7 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile
 from slidesparse.layout import Lifted, LinearTensors
 from slidesparse.lifting import TorchLift
+from slidesparse.models.packed_mixture import PackedMixture
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +128,24 @@ def test_many_launches_repeat() -> None:
     for _ in range(500):
         different += (layer(x, weights, chosen).view(torch.int16) != first.view(torch.int16)).any()
     assert int(different) == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_loaded_mixture_runs_packed_experts(tmp_path: Path, dtype: str) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
+    model = make(tmp_path / "m", MIXTURES["qwen3-moe"], **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 3:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    ours = slidesparse.load(tmp_path / "s", device="cuda", tune="off")
+    packed = [module for module in ours.modules() if isinstance(module, PackedMixture)]
+    assert packed
+    assert all(isinstance(one.slide.product, HopperExperts) for one in packed)
+    exact = slidesparse.load(tmp_path / "s", device="cuda", backend="reference")
+    tokens = torch.randint(3, 90, (2, 11), device="cuda")
+    with torch.no_grad():
+        a, b = ours(tokens).logits.float(), exact(tokens).logits.float()
+    assert (a - b).norm() < 5e-2 * b.norm()

@@ -8,15 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from expert_weights import packed_experts
 
 import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.experts import SlideExperts
 from slidesparse.gemm import choose
+from slidesparse.gemm.expert_times import ExpertKind, find_expert_times
+from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import backends_to_compare, installation
 from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.linear import SlideLinear, packed_problem
 from slidesparse.packing import pack
+from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import BUDGET_S, LoadTuner
@@ -65,6 +70,36 @@ def test_a_layer_is_measured_once_within_its_memory_and_time(
     assert MEASURED_HERE in choose(problem).reason
     assert not LoadTuner(16384, torch.bfloat16, LOG).wants(problem)
     assert [line for line in caplog.messages if "measured int8" in line or "measured f" in line or "measured b" in line]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_experts_are_measured_once_within_their_memory_and_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    hidden, inner, count, device = 2048, 768, 32, torch.device("cuda", torch.cuda.current_device())
+    gate_up, down = (
+        packed_experts(count, out, columns, torch.int8, "6:8", "cuda")
+        for out, columns in ((2 * inner, hidden), (hidden, inner))
+    )
+    layer = SlideExperts(gate_up, down, HopperExperts())
+    kind = ExpertKind(torch.int8, Pattern(6, 8), hidden, inner, count, count, 8, device)
+    before, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
+    tuner = LoadTuner(16384, torch.bfloat16, LOG)
+    assert tuner.wants_experts(kind)
+    tuner.measure_experts(kind, {"dense": layer, "hopper": layer})  # the same experts, so the same times
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * TRANSIENT_BYTES
+    assert torch.cuda.memory_allocated() - before < 96 << 20
+    assert tuner.spent_s < BUDGET_S
+    found = find_expert_times(kind)
+    assert found is not None
+    assert found.here == found.layer.tokens == tuple(tuner.expert_sizes)
+    dense, packed = found.layer.us["dense"], found.layer.us["hopper"]
+    assert all(a and b and 0.8 < a / b < 1.25 for a, b in zip(dense, packed, strict=True))
+    (less, more) = (us or 0.0 for us in packed[-2:])
+    assert more > 2.5 * less > 0  # four times the tokens
+    assert not LoadTuner(16384, torch.bfloat16, LOG).wants_experts(kind)
+    assert "measured int8 32 experts 1536x2048 6:8 in" in caplog.text
 
 
 def test_a_second_load_measures_nothing(

@@ -193,7 +193,7 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
 class Tuner:
     """In place of what measures: takes the times that it was given, and runs both forms once."""
 
-    sizes = (16, 64)
+    expert_sizes = (16, 64)
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse
@@ -213,7 +213,7 @@ class Tuner:
         from slidesparse.gemm.expert_times import ExpertChoice
 
         assert kind in self.seen
-        assert tokens == self.sizes
+        assert tokens == self.expert_sizes
         return ExpertChoice(self.sparse, "hopper takes 0.50 of dense's time; measured here")
 
 

@@ -56,9 +56,10 @@ def test_both_forms_are_timed_with_other_choices_in_every_call() -> None:
     assert found.layer.us == {"dense": (1e3,) * 3, "hopper": (5e2,) * 3}
     assert (found.faults, found.noise) == ({}, 0.0)
     # An expert has 1536 bytes: two of them, and no more than there are, until three caches are full.
+    # The most important numbers of tokens come first.
     assert [(name, tokens, calls) for name, tokens, _, calls in watch.prepared] == [
-        *(("dense", 1, 2), ("hopper", 1, 2), ("dense", 64, 1), ("hopper", 64, 1)),
-        *(("dense", 4096, 1), ("hopper", 4096, 1)),
+        *(("dense", 64, 1), ("hopper", 64, 1), ("dense", 4096, 1), ("hopper", 4096, 1)),
+        *(("dense", 1, 2), ("hopper", 1, 2)),
     ]
 
 
@@ -95,8 +96,12 @@ def test_memory_ends_it_at_the_largest_number_that_fits() -> None:
     measurement = ExpertMeasurement(KIND, forms(layer), torch.bfloat16, watch)
     found = measurement.measure([16, 64, 1024, 4096], [], lambda: False)
     assert found.layer is not None
-    assert found.layer.tokens == (16, 64, 256)
-    assert [capture for *_, capture, _ in watch.prepared] == [True] * 4 + [False] * 2
+    assert found.layer.tokens == (16, 64, 256)  # in place of 4096, and near 1024 no more
+    assert [(tokens, capture) for _, tokens, capture, _ in watch.prepared[::2]] == [
+        (64, True),
+        (256, False),
+        (16, True),
+    ]
 
 
 @pytest.fixture
@@ -128,21 +133,26 @@ def test_the_tuner_measures_a_kind_once_and_the_next_start_reads(
     assert by.wants_experts(KIND)
     by.measure_experts(KIND, forms(layer))
     assert not by.wants_experts(KIND)
-    assert measured_here(KIND) == (16, 64, 256)
-    assert choose_experts(KIND, by.sizes).sparse == sparse
+    assert measured_here(KIND) == (1, 16, 64, 256)
+    assert choose_experts(KIND, by.expert_sizes).sparse == sparse
     assert not tuner(stopwatch(share)).wants_experts(KIND)
     begun, ended = caplog.messages
-    head = "slidesparse: measuring int8 4 experts 32x32 6:8 on this GPU: packed and as they are, at 16 to 256 tokens"
+    head = "slidesparse: measuring int8 4 experts 32x32 6:8 on this GPU: packed and as they are, at 1 to 256 tokens"
     assert begun == head
-    assert ended.endswith(f"hopper over dense {share:.2f} at 16, {share:.2f} at 64, {share:.2f} at 256 tokens")
+    assert ended.endswith(
+        f"hopper over dense {share:.2f} at 1, {share:.2f} at 16, {share:.2f} at 64, {share:.2f} at 256 tokens"
+    )
 
 
 @pytest.mark.usefixtures("gpu")
-def test_without_time_experts_are_left_to_the_next_start(caplog: pytest.LogCaptureFixture) -> None:
-    watch = stopwatch()
-    by = tuner(watch, budget_s=1e-3)
+def test_a_start_without_time_measures_what_matters_and_the_next_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    by = tuner(stopwatch(), budget_s=1e-3)
     assert by.wants_experts(KIND)
-    watch.clock.seconds = 5.0
     by.measure_experts(KIND, forms(layer))
-    assert not choose_experts(KIND, by.sizes).sparse
+    assert measured_here(KIND) == (64,)
     assert "measuring ends after 0.001 s of this start" in caplog.text
+    assert not by.wants_experts(replace(KIND, top_k=1))
+    after = tuner(stopwatch())
+    assert after.wants_experts(KIND)
+    after.measure_experts(KIND, forms(layer))
+    assert measured_here(KIND) == (1, 16, 64, 256)

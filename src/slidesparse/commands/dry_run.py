@@ -20,7 +20,7 @@ from slidesparse.errors import CheckpointError
 from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
 from slidesparse.files.write_errors import innermost_folder, require_space
-from slidesparse.models.experts import EXPERTS_RUN_DENSE
+from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.quant import dtype_name
 
 
@@ -91,7 +91,7 @@ class DryRun:
         for pattern, what in self.experts.items():
             lines.append(f"would treat {_line(what, 'tensors of experts')} at {pattern}")
         lines += [f"experts: {line}" for line in self.treated_experts]
-        lines += [EXPERTS_RUN_DENSE] if self.experts else []
+        lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")

@@ -26,7 +26,8 @@ from slidesparse.files.meta_model import build_meta_model, model_class
 from slidesparse.files.texts import as_text, read_documents
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
-from slidesparse.models.experts import EXPERTS_RUN_DENSE
+from slidesparse.models.experts import find_experts
+from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
 
 
@@ -145,21 +146,26 @@ def evaluate(
                 advance=advance,
             )
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
-    experts = _experts_words(checkpoint)
+    experts = _experts_words(checkpoint, model)
     evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
     if noted is not None:
         add_measurements(noted, _card_rows(evaluation, limit))
     return evaluation
 
 
-def _experts_words(checkpoint: Checkpoint) -> str | None:
-    """Return how the pruned experts of a checkpoint run here; None for one without."""
+def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
+    """Return how the pruned experts of a checkpoint ran here; None for one without."""
     marker = Marker.from_config(checkpoint.config)
     if marker is None or not marker.experts:
         return None
     if quantisation_dtype(checkpoint.config) is None:
-        return EXPERTS_RUN_DENSE
-    return f"{EXPERTS_RUN_DENSE}; their inputs keep the model's type here, and vLLM rounds them"
+        return "pruned experts ran dense"
+    packed = sum(isinstance(module, PackedMixture) for module in model.modules())
+    dense = len(find_experts(model))
+    if not dense:
+        return "pruned experts ran sparse"
+    layers = f"{dense} of {packed + dense} layers"
+    return f"pruned experts ran dense in {layers}, with inputs that vLLM rounds and that were not"
 
 
 def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str, str]]:

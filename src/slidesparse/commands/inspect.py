@@ -85,7 +85,7 @@ class Inspection:
         faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
         experts: The mixtures of experts.
-        expert_layers: The weights of experts that could be read, all experts of a layer in one; they run dense.
+        expert_layers: The weights of experts that could be read, all experts of a layer in one.
     """
 
     path: str

@@ -134,6 +134,6 @@ def _describe(group: list[ExpertLayer]) -> str:
     zeros = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
     megabytes = sum(each.stored_bytes for each in group) / 1e6
     return (
-        f"experts, which run dense: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {one.dtype},"
+        f"experts: {name}, {one.count} of {one.shape[0]}x{one.shape[1]}, {one.dtype},"
         f" marked {one.marked or '-'}, tightest {one.tightest}, zeros {zeros}, {megabytes:.2f} MB"
     )

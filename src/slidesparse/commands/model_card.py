@@ -74,7 +74,7 @@ def write_card(
     common = counts[0][0] if counts else "dense"
     rows = {
         "patterns": ", ".join(f"{pattern} in {count} linears" for pattern, count in counts) or "none",
-        **({"experts, which run dense": _plain("; ".join(experts))} if experts else {}),
+        **({"experts": _plain("; ".join(experts))} if experts else {}),
         "method": _plain(method),
         "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",

@@ -34,7 +34,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.models.config_keys import MARKER_VERSION
-from slidesparse.models.experts import EXPERTS_RUN_DENSE
+from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.targets import describe_dense
 from slidesparse.quant import QUANTISED, dtype_name, parse_dtype
@@ -97,7 +97,7 @@ class PruneSummary:
         counts = Counter(self.patterns.values())
         lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
-        lines += [EXPERTS_RUN_DENSE] if self.experts else []
+        lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)

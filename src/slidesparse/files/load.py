@@ -18,6 +18,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_tensors import ExpertReader
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.hub import source_folder
+from slidesparse.files.load_experts import ExpertLoader
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.packed_file import FILE_NAME, PackedFile
@@ -41,6 +42,8 @@ def load(
     revision: str | None = None,
 ) -> nn.Module:
     """Load a pruned checkpoint for inference.
+
+    Pruned INT8 and FP8 experts of a mixture run sparse on a Hopper GPU; the log says why others run dense.
 
     Args:
         path: A folder that ``slidesparse prune`` wrote, or as text the ``namespace/name`` under which it is on the
@@ -90,6 +93,7 @@ def load(
         layer = SlideLinear(packed, bias, backend=backend, fallback=fallback, dense_dtype=dtype)
         model.set_submodule(name, layer)
         filled |= {f"{name}.weight", f"{name}.bias"}
+    filled |= ExpertLoader(meta, checkpoint, marker, device, backend, fallback).load()
     _load_rest(meta, checkpoint, filled, device)
     loaded: nn.Module = model.to(device).eval()
     return loaded

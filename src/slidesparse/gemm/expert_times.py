@@ -13,8 +13,8 @@ other gains. Experts are packed where
 * no M takes more than :data:`SLOWER` of stock's time. Short measurements of one M differ by some percent from start
   to start, so a rule of "nowhere slower" would differ from start to start too.
 
-Where an M that the engine may run has no time, experts stay dense: a guess could be wrong in either way, and is paid in
-every step.
+A start that had no time for every M goes by those that it measured, as long as both ways are among them. Where one of
+the two was not measured, experts stay dense: a guess could be wrong, and is paid in every step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from slidesparse.gemm.select import can_be_timed, installation
-from slidesparse.gemm.speed import DENSE, LayerSpeed, MeasuredLayer, SpeedTable, find_nearest, lacking, times_key
+from slidesparse.gemm.speed import DENSE, LayerSpeed, MeasuredLayer, SpeedTable, find_nearest, times_key
 from slidesparse.gemm.speed_files import add_layers, tables_for
 from slidesparse.gemm.time_model import MARGIN, explain
 from slidesparse.pattern import Pattern
@@ -43,9 +43,6 @@ DECODING = 256
 
 SLOWER = 1.1
 """The most of stock's time that packed experts may take at any M."""
-
-ALIKE_FROM = 2048
-"""Where this M or more was measured, the largest stands for all beyond it: every expert has tokens for whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +93,16 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
 
     Args:
         kind: The experts.
-        tokens: The M's that stand for all that the engine may run.
+        tokens: M's that stand for all that the engine may run.
     """
     measured = find_expert_times(kind)
     if measured is None:
         return ExpertChoice(False, NOT_MEASURED)
     reason = f"{explain(measured.layer)}; {measured.describe()}"
-    most = max(measured.layer.tokens[-1], ALIKE_FROM)
-    missing = lacking([min(m, most) for m in tokens], measured.layer.tokens)
+    missing = {_is_decoding(m) for m in tokens} - {_is_decoding(m) for m in measured.layer.tokens}
     if missing:
-        return ExpertChoice(False, f"{reason}; nothing was measured near {missing[0]} tokens")
+        why = "no decoding step was measured" if True in missing else "no prompt was measured"
+        return ExpertChoice(False, f"{reason}; {why}")
     return ExpertChoice(pays(measured.layer), reason)
 
 
@@ -115,8 +112,12 @@ def pays(layer: LayerSpeed) -> bool:
     for m, dense, packed in zip(layer.tokens, layer.us[DENSE], layer.us[GROUPED], strict=True):
         if dense is None or packed is None or packed > SLOWER * dense:
             return False
-        shares.setdefault(m <= DECODING, []).append(packed / dense)
+        shares.setdefault(_is_decoding(m), []).append(packed / dense)
     return all(math.exp(sum(map(math.log, phase)) / len(phase)) <= MARGIN for phase in shares.values())
+
+
+def _is_decoding(tokens: int) -> bool:
+    return tokens <= DECODING
 
 
 def find_expert_times(kind: ExpertKind) -> MeasuredLayer | None:

@@ -17,9 +17,8 @@ from torch import nn
 LEAVE_DENSE = "--ignore 're:.*experts'"
 """The option that leaves all experts alone."""
 
-NO_KERNEL = "nothing multiplies them sparse by default"
-EXPERTS_RUN_DENSE = f"experts follow their pattern and run dense: {NO_KERNEL}"
-"""What every command says of pruned experts."""
+EXPERTS_FOLLOW = "experts follow their pattern: in INT8 and FP8 they run sparse on a Hopper GPU, all others run dense"
+"""What commands say of pruned experts."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
-from slidesparse.models.experts import NO_KERNEL, describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import find_targets, input_sets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling, without_weights
@@ -228,7 +228,5 @@ def sparsify_(
                 model.set_submodule(alias, layer)
     describe_in_config(model)
     for line in describe_experts(experts):
-        LOG.warning(
-            "experts stay dense in memory: %s; slidesparse prune treats them in a checkpoint; %s", NO_KERNEL, line
-        )
+        LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)
     return model

@@ -96,6 +96,11 @@ class LoadTuner:
             return False
         return True
 
+    @property
+    def expert_sizes(self) -> list[int]:
+        """The numbers of tokens at which experts are measured: one token reads few of them, and launches decide."""
+        return [1, *self.sizes]
+
     def measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback = "dense") -> None:
         """Measure a layer that :meth:`wants` named, or wait for the process that does; a failure is one line.
 
@@ -111,7 +116,7 @@ class LoadTuner:
         if kind in self._seen or not can_be_timed(kind.device) or torch.cuda.is_current_stream_capturing():
             return False
         self._seen.add(kind)
-        return bool(lacking(self.sizes, measured_here(kind))) and self._has_time()
+        return bool(lacking(self.expert_sizes, measured_here(kind))) and self._has_time()
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
         """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
@@ -167,7 +172,7 @@ class LoadTuner:
 
     def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
         known = measured_here(kind)
-        tokens = lacking(self.sizes, known)
+        tokens = lacking(self.expert_sizes, known)
         if not tokens:
             return  # the process that was waited for has measured it
         start = self._clock()

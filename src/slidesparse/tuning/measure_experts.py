@@ -29,6 +29,10 @@ TOLERANCE = 5e-2
 """Relative difference of two right layers. Both round the inner activations to 8 bits: where they differ in the last
 bit before, FP8 values may differ by a sixteenth after."""
 
+IMPORTANT = (64, 4096, 16, 1024, 1, 256, 16384)
+"""What is measured before all other numbers of tokens, so that a start without time for all of them has decoding steps
+and prompts: vLLM's own kernel is compiled for each number anew."""
+
 MOST_CHOICES = 32
 """Calls of one pass, at most."""
 
@@ -55,18 +59,20 @@ class ExpertMeasurement:
         """Time both forms at some numbers of tokens.
 
         Args:
-            tokens: The numbers, ascending.
+            tokens: The numbers, which are measured in the order of :data:`IMPORTANT`.
             known: Numbers whose times are known: where memory ends before one of ``tokens``, a smaller one is measured
                 unless it is near one of these.
             is_over: Whether the time for measuring is spent; asked before every number of tokens.
         """
         columns: dict[int, dict[str, float]] = {}
-        for wanted in tokens:
+        for wanted in sorted(tokens, key=_importance):
             m = wanted
             while m > 1 and not self._fits(m, 1):
                 m //= 2
-            if is_over() or (m < wanted and not lacking([m], [*known, *columns])):
+            if is_over():
                 break
+            if m < wanted and not lacking([m], [*known, *columns]):
+                continue
             try:
                 passes = self._prepare(m)
             except torch.OutOfMemoryError:
@@ -76,7 +82,7 @@ class ExpertMeasurement:
                 break
             columns[m], noise = time_forms(passes, m)
             self._noises += [] if noise is None else [noise]
-            if m < wanted or GROUPED not in passes:
+            if GROUPED not in passes:
                 break
         self.stopwatch.begin()  # frees what the last graphs held
         return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
@@ -102,7 +108,7 @@ class ExpertMeasurement:
     def _fits(self, tokens: int, times: int) -> bool:
         """Return whether a call's activations fit ``times`` times: a graph has its own."""
         kind, rows = self.kind, tokens * self.kind.top_k
-        lifted = max(kind.hidden, kind.inner) * 2 * kind.dtype.itemsize  # 2:4 lifts to as many columns, others to more
+        lifted = max(kind.hidden, kind.inner) * 2 * kind.dtype.itemsize  # less than twice as many columns
         needed = rows * (lifted + (2 * kind.inner + kind.hidden) * self.source.itemsize)
         return times * needed <= min(TRANSIENT_BYTES, self.stopwatch.free_bytes())
 
@@ -135,8 +141,13 @@ class ExpertMeasurement:
     def _layer(self, columns: Mapping[int, Mapping[str, float]]) -> LayerSpeed | None:
         if not columns:
             return None
-        us = {name: tuple(columns[m].get(name) for m in columns) for name in self.forms}
-        return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(columns), us)
+        tokens = sorted(columns)
+        us = {name: tuple(columns[m].get(name) for m in tokens) for name in self.forms}
+        return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(tokens), us)
+
+
+def _importance(tokens: int) -> tuple[int, int]:
+    return IMPORTANT.index(tokens) if tokens in IMPORTANT else len(IMPORTANT), tokens
 
 
 def _require_alike(result: torch.Tensor, reference: torch.Tensor) -> None:

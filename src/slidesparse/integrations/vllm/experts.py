@@ -100,7 +100,7 @@ class _Packing:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             forms = {DENSE: partial(self._multiply_dense, layer), GROUPED: partial(_multiply, layer, packed)}
             tuner.measure_experts(experts.kind, forms)
-        sizes = () if tuner is None else tuner.sizes
+        sizes = () if tuner is None else tuner.expert_sizes
         choice = ExpertChoice(True, ASKED_FOR) if asked else choose_experts(experts.kind, sizes)
         text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
         if not choice.sparse:

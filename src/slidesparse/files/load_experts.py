@@ -1,0 +1,117 @@
+"""Pack the experts of a checkpoint for transformers' model, one layer at a time, or say why they run dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from slidesparse.base.log import LOG
+from slidesparse.base.traced_tensor import replay
+from slidesparse.experts import SlideExperts, split_rows
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_of
+from slidesparse.files.marker import Marker, quantisation_dtype
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.gemm import Problem
+from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
+from slidesparse.gemm.select import Fallback
+from slidesparse.gemm.select_grouped import grouped_product
+from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.packed_mixture import PackedMixture, why_not_packed
+from slidesparse.packed import PackedWeight
+from slidesparse.packing import pack
+from slidesparse.pattern import DENSE, Pattern
+
+LEAVES = ("gate_up_proj", "down_proj")
+
+
+@dataclass
+class ExpertLoader:
+    """Packs the experts of a model that were pruned in 8 bits.
+
+    Args:
+        meta: The model.
+        checkpoint: Its checkpoint.
+        marker: What was pruned.
+        device: Where packed experts go.
+        backend: The user's choice for sparse layers.
+        fallback: What ``auto`` does where no accelerated backend can run.
+    """
+
+    meta: MetaModel
+    checkpoint: Checkpoint
+    marker: Marker
+    device: torch.device
+    backend: str
+    fallback: Fallback
+    _reasons: dict[str, list[str]] = field(default_factory=dict)
+
+    def load(self) -> set[str]:
+        """Put packed experts into the model, and log why others stay dense; return the states that they fill.
+
+        Raises:
+            PatternViolation: Experts do not satisfy what the marker says of them.
+        """
+        filled: set[str] = set()
+        for experts in find_experts(self.meta.model) if self.marker.experts else ():
+            slide = self._packed(experts)
+            if isinstance(slide, str):
+                self._reasons.setdefault(slide, []).append(experts.name)
+                continue
+            self.meta.model.set_submodule(experts.name, PackedMixture(slide))
+            filled |= {state for leaf in experts.weights for state in experts.states(leaf)}
+        for reason, names in self._reasons.items():
+            layers = names[0] if len(names) == 1 else f"{len(names)} layers"
+            LOG.info("slidesparse: the experts of %s run dense: %s", layers, reason)
+        return filled
+
+    def _packed(self, experts: Experts) -> SlideExperts | str:
+        """Return the experts of a layer packed, or why they run dense."""
+        dtype = quantisation_dtype(self.checkpoint.config)
+        if dtype is None:
+            return "their weights are of a float type"
+        why_not = why_not_packed(self.meta.model.get_submodule(experts.name), experts)
+        if why_not is not None:
+            return why_not
+        tensors = tensors_of(experts, self.meta, self.checkpoint)
+        if any(one.transposed or f"{name}_scale" not in self.checkpoint.files for name, one in tensors.items()):
+            return "their weights are transposed, or have no scales"
+        patterns = {leaf: self._patterns(experts.layer(leaf), tensors) for leaf in LEAVES}
+        if any(len(found) != 1 for found in patterns.values()):
+            return "not all of them were pruned to one pattern"
+        ((gate_up,), (down,)) = patterns.values()
+        if not gate_up.is_uniform or gate_up == DENSE or down == DENSE:
+            return f"their pattern is {gate_up}"
+        _, out, columns = experts.weights["gate_up_proj"]
+        product = self._product(Problem(gate_up, dtype, out, columns, self.device))
+        if isinstance(product, str):
+            return product
+        packed = [self._read(f"{experts.name}.{leaf}", next(iter(patterns[leaf])), experts.count) for leaf in LEAVES]
+        return SlideExperts(packed[0], packed[1], product)
+
+    def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:
+        """Return the patterns of the tensors of a layer's weights; dense for those that were not pruned."""
+        names = (name for name, tensor in tensors.items() if tensor.layer == layer)
+        marked = (marker_name(name, len(self.checkpoint.stored(name).shape)) for name in names)
+        return {self.marker.experts.get(name, DENSE) for name in marked}
+
+    def _product(self, problem: Problem) -> GroupedProduct | str:
+        """Return what multiplies, as the user chose, or why nothing does."""
+        if self.backend == "reference":
+            return TorchExperts()
+        if self.backend not in ("auto", "hopper"):
+            return f"the backend {self.backend} does not multiply by experts"
+        if problem.device.type == "cpu" and self.fallback != "none":
+            return "no kernel multiplies by experts on a CPU"
+        found = grouped_product(problem)
+        return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
+
+    def _read(self, state: str, pattern: Pattern, count: int) -> list[PackedWeight]:
+        """Return the packed weights of all experts of one state of the model, [experts, out, in]."""
+        origin = self.meta.names.origins[state]
+        values = replay(origin, partial(self.checkpoint.tensor, device=self.device))
+        scale = replay(origin, lambda name: self.checkpoint.tensor(f"{name}_scale", self.device))
+        whole = pack(values.flatten(0, 1), pattern, scale=scale.flatten(), name=state)
+        return split_rows(whole, count)

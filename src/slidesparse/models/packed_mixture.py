@@ -1,0 +1,69 @@
+"""Packed experts in the place of transformers' own, which hold the weights of a layer in one parameter each.
+
+From its version 5 on, transformers describes such modules: how gate and up lie, whether there is a bias, what the gate
+does. Modules that it describes otherwise than as gate, up and down with SiLU stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.experts import SlideExperts
+from slidesparse.models.experts import Experts
+
+DESCRIBED = {
+    "has_gate": (True, "they have no gate"),
+    "has_bias": (False, "they have a bias"),
+    "has_post_expert_norm": (False, "a norm follows each expert"),
+    "is_concatenated": (True, "gate and up take turns, row by row"),
+    "is_transposed": (False, "their weights are transposed"),
+}
+"""What transformers says of a module of experts -> what it must be, and why experts stay dense where it is not."""
+
+PARAMETERS = {"gate_up_proj", "down_proj"}
+
+
+class PackedMixture(nn.Module):
+    """Experts that are called as transformers calls them.
+
+    Args:
+        slide: The experts.
+    """
+
+    def __init__(self, slide: SlideExperts) -> None:
+        super().__init__()
+        self.slide = slide
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts: [M, H] -> [M, H].
+
+        Args:
+            hidden_states: [M, H].
+            top_k_index: Integers [M, k]; the number of experts itself stands for none.
+            top_k_weights: [M, k].
+        """
+        here = torch.where(top_k_index < self.slide.count, top_k_index, -1)
+        y: torch.Tensor = self.slide(hidden_states, top_k_weights, here)
+        return y
+
+
+def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
+    """Return why packed experts cannot take the place of a module, in words; None where they can."""
+    if experts.members or set(experts.weights) != PARAMETERS:
+        return f"{type(module).__name__} holds them in another way than in gate_up_proj and down_proj"
+    for name, (needed, why) in DESCRIBED.items():
+        found = getattr(module, name, None)
+        if found is None:
+            return f"transformers does not describe {type(module).__name__}"
+        if found is not needed:
+            return why
+    gate: Any = getattr(module, "_apply_gate", None)
+    if getattr(gate, "__module__", None) != "transformers.integrations.moe":
+        return f"the gate of {type(module).__name__} is its own"
+    activation = type(getattr(module, "act_fn", None)).__name__
+    return None if activation in ("SiLU", "SiLUActivation") else f"their activation is {activation}, not SiLU"

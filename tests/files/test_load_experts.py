@@ -1,0 +1,181 @@
+"""Pruned experts of a checkpoint take the place of transformers' own, or stay dense and say why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_mixtures import MIXTURES
+from small_models import make
+from torch import nn
+
+import slidesparse
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import PatternViolation
+from slidesparse.files import load_experts
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.packed_mixture import DESCRIBED, PackedMixture, why_not_packed
+
+IDS = torch.arange(12)[None]
+
+
+def pruned(path: Path, name: str, dtype: str = "int8", pattern: str = "6:8", **options: Any) -> Path:
+    if not hasattr(transformers, MIXTURES[name].model):
+        pytest.skip(f"this transformers has no {MIXTURES[name].model}")
+    model = make(path / "m", MIXTURES[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 3:
+                parameter.normal_(std=0.2)  # so that experts decide the result
+    model.save_pretrained(path / "m")
+    prune_checkpoint(path / "m", path / "s", PruneOptions(pattern, dtype, **options))
+    return path / "s"
+
+
+def mixtures(model: nn.Module) -> list[PackedMixture]:
+    return [module for module in model.modules() if isinstance(module, PackedMixture)]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits.float()
+    return found
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe", "deepseek-v3", "jamba"])
+def test_packed_experts_compute_what_dense_ones_do(tmp_path: Path, name: str) -> None:
+    path = pruned(tmp_path, name)
+    dense, ours = slidesparse.load(path), slidesparse.load(path, backend="reference")
+    assert not mixtures(dense)
+    assert len(mixtures(ours)) == len(find_experts(dense)) > 0
+    assert not find_experts(ours)
+    assert not any(value.is_meta for value in ours.state_dict().values())
+    a, b = logits(dense), logits(ours)
+    assert not torch.equal(a, b)  # inputs of the experts are rounded
+    assert (a - b).norm() < 0.05 * a.norm()
+
+
+def test_fp8_experts_and_those_of_another_pattern(tmp_path: Path) -> None:
+    path = pruned(tmp_path, "qwen3-moe", "fp8", "4:6")
+    ours = slidesparse.load(path, fallback="none")
+    (first, *_) = mixtures(ours)
+    assert isinstance(first.slide.product, TorchExperts)
+    assert first.slide.gate_up.dtype == torch.float8_e4m3fn
+    a, b = logits(slidesparse.load(path)), logits(ours)
+    assert (a - b).norm() < 0.1 * a.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "loading", "why"),
+    [
+        ("mixtral", "int8", {}, "no kernel multiplies by experts on a CPU"),
+        ("mixtral", "int8", {"backend": "dense"}, "the backend dense does not multiply by experts"),
+        ("mixtral", "bf16", {"backend": "reference"}, "their weights are of a float type"),
+        ("llama4-text", "int8", {"backend": "reference"}, "transformers does not describe Llama4TextExperts"),
+    ],
+)
+def test_why_experts_run_dense_is_one_line(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    dtype: str,
+    loading: dict[str, Any],
+    why: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = slidesparse.load(pruned(tmp_path, name, dtype), **loading)
+    assert not mixtures(model)
+    (line,) = [line for line in caplog.messages if "run dense" in line]
+    assert line.startswith("slidesparse: the experts of ")
+    assert why in line
+
+
+def test_gate_and_up_of_two_patterns_run_dense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    path = pruned(tmp_path, "qwen3-moe", pattern="2:4")
+    config = json.loads((path / "config.json").read_text())
+    marked = config["slidesparse_config"]["experts"]
+    marked["model.layers.0.mlp.experts.*.up_proj"] = "6:8"  # which weights of 2:4 satisfy too
+    (path / "config.json").write_text(json.dumps(config))
+    assert len(mixtures(slidesparse.load(path, backend="reference"))) == 1
+    assert "the experts of model.layers.0.mlp.experts run dense: not all of them were pruned to one" in caplog.text
+
+
+def test_experts_that_were_left_alone_need_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = slidesparse.load(pruned(tmp_path, "mixtral", ignore=("re:.*experts",)), backend="reference")
+    assert not mixtures(model)
+    assert "run dense" not in caplog.text
+
+
+def test_a_gpu_is_asked_for_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def product(problem: Any) -> str:
+        asked.append(problem)
+        return "the grouped product cannot run them: no Hopper GPU"
+
+    monkeypatch.setattr(load_experts, "grouped_product", product)
+    path = pruned(tmp_path, "qwen3-moe")
+    assert mixtures(slidesparse.load(path, fallback="none"))
+    assert {(str(p.pattern), p.dtype, p.out_features, p.in_features) for p in asked} == {("6:8", torch.int8, 96, 64)}
+
+
+def test_weights_that_break_the_pattern_are_refused(tmp_path: Path) -> None:
+    path = pruned(tmp_path, "qwen3-moe")
+    file = path / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.2.up_proj.weight"].fill_(1)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(PatternViolation, match=r"model.layers.1.mlp.experts"):
+        slidesparse.load(path, backend="reference")
+    assert Checkpoint(path).files  # the files are as they were
+
+
+def test_a_number_past_the_last_expert_stands_for_none(tmp_path: Path) -> None:
+    (first, *_) = mixtures(slidesparse.load(pruned(tmp_path, "qwen3-moe"), backend="reference"))
+    x, weights = torch.randn(3, 64).bfloat16(), torch.rand(3, 2)
+    some, none = torch.tensor([[0, 4], [4, 1], [4, 4]]), torch.tensor([[0, -1], [-1, 1], [-1, -1]])
+    assert torch.equal(first(x, some, weights), first.slide(x, weights, none))
+    assert not first(x, some, weights)[2].any()
+
+
+def described(**changed: Any) -> Any:
+    plain = {name: needed for name, (needed, _) in DESCRIBED.items()}
+    gate = SimpleNamespace(__module__="transformers.integrations.moe")
+    module = SimpleNamespace(**{**plain, "_apply_gate": gate, "act_fn": nn.SiLU(), **changed})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"has_bias": True}, "they have a bias"),
+        ({"has_gate": False}, "they have no gate"),
+        ({"is_transposed": True}, "their weights are transposed"),
+        ({"is_concatenated": False}, "gate and up take turns, row by row"),
+        ({"has_post_expert_norm": True}, "a norm follows each expert"),
+        ({"has_post_expert_norm": None}, "transformers does not describe SimpleNamespace"),
+        (
+            {"_apply_gate": SimpleNamespace(__module__="transformers.models.x")},
+            "the gate of SimpleNamespace is its own",
+        ),
+        ({"act_fn": nn.GELU()}, "their activation is GELU, not SiLU"),
+    ],
+)
+def test_why_a_module_keeps_its_experts(changed: dict[str, Any], why: str | None) -> None:
+    weights = {"gate_up_proj": (2, 8, 4), "down_proj": (2, 4, 4)}
+    assert why_not_packed(described(**changed), Experts("mlp.experts", 2, weights)) == why
+    listed = Experts("mlp.experts", 2, {"up.weight": (4, 4)}, members=("0", "1"))
+    assert "in another way than in gate_up_proj and down_proj" in str(why_not_packed(described(), listed))
