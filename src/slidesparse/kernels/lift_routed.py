@@ -51,7 +51,7 @@ def lift_routed(
     if gather and rows.shape[1] <= MOST_COPIES:
         launcher = _launcher_like(like, None, rows.shape[1])
         launcher.run(len(rows), index, (x, rows, values.view(torch.int16), scale), (like.padded,), (x.stride(0),))
-    else:
+    elif count:
         tensors = x, tokens, values.view(torch.int16), scale
         _launcher_like(like, gather, 0).run(like.programs, index, tensors, (count,), (x.stride(0),))
     return Lifted(values.resize_(count, like.width), scale, None)
