@@ -41,13 +41,12 @@ def test_the_times_measured_here_are_written_and_can_be_read(
     assert main(["tune", "--share", str(path)]) == 1
     assert "nothing was measured on this NVIDIA H100 PCIe" in capsys.readouterr().err
     experts = replace(LAYER, us={f"8 experts, 2 a token: {name}": times for name, times in US.items()})
-    add_layers(HERE, [experts])
-    assert main(["tune", "--share", str(path)]) == 1  # times of experts alone are nothing to share
-    add_layers(HERE, [LAYER])
-    capsys.readouterr()
+    add_layers(HERE, [LAYER, experts])
     assert main(["tune", "--share", str(path)]) == 0
-    assert "int8 4096x4096: hopper 6:8 takes 0.83 to 0.90 of dense's time" in capsys.readouterr().out
-    assert share.read(path) == SpeedTable(HERE, (LAYER,))
+    out = capsys.readouterr().out
+    assert "int8 4096x4096: hopper 6:8 takes 0.83 to 0.90 of dense's time" in out
+    assert "int8 4096x4096, 8 experts, 2 a token: hopper 6:8 takes 0.83 to 0.90 of dense's time" in out
+    assert share.read(path) == SpeedTable(HERE, (LAYER, experts))
     assert main(["tune", "--share", str(path)]) == 1
     assert f"{path} is there already" in capsys.readouterr().err
 

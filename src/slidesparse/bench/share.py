@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from slidesparse.base.whole_file import replace_file
 from slidesparse.bench import environment
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS, get_backend
+from slidesparse.gemm.expert_times import as_linear
 from slidesparse.gemm.select import installation
 from slidesparse.gemm.speed import DENSE, LayerSpeed, SpeedTable
 from slidesparse.gemm.speed_files import (
@@ -48,7 +48,7 @@ FALL = 0.7
 
 
 def write(path: Path) -> SpeedTable:
-    """Write the times measured here into a file, and return them; those of experts stay here.
+    """Write the times measured here into a file, and return them.
 
     Raises:
         InputError: There are none, or the file is there already.
@@ -57,9 +57,7 @@ def write(path: Path) -> SpeedTable:
     environment.require_cuda("tune --share")
     here = installation()
     table = load_speeds(tuned_path(here))
-    if table is not None:
-        table = replace(table, layers=tuple(layer for layer in table.layers if DENSE in layer.us))
-    if table is None or not table.layers:
+    if table is None:
         raise InputError(
             f"nothing was measured on this {here.gpu} with this driver and these libraries",
             remedy="run slidesparse tune ./MODEL first",
@@ -104,12 +102,17 @@ def faults(table: SpeedTable) -> Iterator[str]:
     if not table.layers:
         yield "no layers"
     for layer in table.layers:
-        yield from (
-            f"{layer.dtype} {layer.out}x{layer.columns}: {fault}" for fault in _layer_faults(layer, accelerated)
-        )
+        yield from (f"{_name(layer)}: {fault}" for fault in _layer_faults(layer, accelerated))
 
 
-def _layer_faults(layer: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
+def _name(layer: LayerSpeed) -> str:
+    """Return ``int8 4096x4096``, or ``int8 1536x2048, 128 experts, 8 a token``."""
+    prefix, _ = as_linear(layer)
+    return f"{layer.dtype} {layer.out}x{layer.columns}" + (f", {prefix[:-2]}" if prefix else "")
+
+
+def _layer_faults(found: LayerSpeed, accelerated: set[str]) -> Iterator[str]:
+    _, layer = as_linear(found)
     if layer.dtype not in DTYPES:
         yield f"unknown type {layer.dtype!r}"
     if len(layer.tokens) < FEWEST_TOKENS:
@@ -163,5 +166,5 @@ def describe(table: SpeedTable, path: Path) -> str:
     there = table.installation
     libraries = ", ".join(there.libraries.values())
     lines = [f"{there.gpu}, compute capability {there.capability}, driver {there.driver}, {libraries}"]
-    lines += [f"{layer.dtype} {layer.out}x{layer.columns}: {explain(layer)}" for layer in table.layers]
+    lines += [f"{_name(layer)}: {explain(as_linear(layer)[1])}" for layer in table.layers]
     return "\n".join([*lines, f"{path}: these lines are all that it says about this machine"])

@@ -20,6 +20,7 @@ the two was not measured, experts stay dense: a guess could be wrong, and is pai
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from slidesparse.quant import dtype_name
 
 GROUPED = "hopper"
 """The backend whose kernel multiplies by experts."""
+
+_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token: ")
 
 NOT_MEASURED = "experts like them have not been measured on this GPU"
 
@@ -148,11 +151,27 @@ def keep_expert_times(kind: ExpertKind, layer: LayerSpeed) -> Path | None:
     return add_layers(installation(kind.device), [replace(layer, us=us)])
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Return the part of a name of times that tells experts, empty for a linear's, and the rest.
+
+    >>> split_name("128 experts, 8 a token: hopper 6:8"), split_name("hopper 6:8")
+    (('128 experts, 8 a token: ', 'hopper 6:8'), ('', 'hopper 6:8'))
+    """
+    found = _EXPERTS.match(name)
+    return (found[0], name[found.end() :]) if found else ("", name)
+
+
+def as_linear(layer: LayerSpeed) -> tuple[str, LayerSpeed]:
+    """Return what tells experts in the names of a layer's times, and the times by the names that linears use.
+
+    Times of others than the first name tells are left out: one comparison has experts of one kind.
+    """
+    named = [(*split_name(name), us) for name, us in layer.us.items()]
+    prefix = named[0][0] if named else ""
+    return prefix, replace(layer, us={rest: us for told, rest, us in named if told == prefix})
+
+
 def _of_kind(table: SpeedTable, kind: ExpertKind) -> SpeedTable:
     """Return the experts of a table with this kind's numbers, their times by the names that linears use."""
-    found = []
-    for layer in table.layers:
-        us = {name.removeprefix(kind.prefix): us for name, us in layer.us.items() if name.startswith(kind.prefix)}
-        if us:
-            found.append(replace(layer, us=us))
-    return replace(table, layers=tuple(found))
+    layers = map(as_linear, table.layers)
+    return replace(table, layers=tuple(layer for prefix, layer in layers if prefix == kind.prefix))
