@@ -18,7 +18,7 @@ ROOT = Path(slidesparse.__file__).parent
 LAYERS = [
     {"errors"},
     {"base"},
-    {"pattern", "records"},
+    {"expert_sizes", "pattern", "records"},
     {"served_figures", "support"},
     {"served_records"},
     {"expert_order", "prologue", "quant", "slide"},
@@ -52,6 +52,7 @@ FORBIDDEN = {
     "fp4": {"slidesparse.kernels", "slidesparse.gemm", "triton"},  # arithmetic, without a path to a GPU
     "gemm/hopper": {"slidesparse.gemm.cusparselt"},  # a backend can be deleted without touching another
     "gemm/cusparselt": {"slidesparse.gemm.hopper"},
+    "expert_sizes": {"torch", "numpy"},
     "records": {"torch", "numpy"},
     "served_figures": {"torch", "numpy"},
     "served_records": {"torch", "numpy"},

@@ -12,13 +12,17 @@ import torch
 from bench_records import IDLE, LOADED, MACHINE
 from test_bench import FakeStopwatch
 
-from slidesparse.bench import expert_operands, grouped, grouped_stock, grouped_table, mixtures, runner
+from slidesparse.bench import expert_operands, grouped, grouped_stock, mixtures, runner
 from slidesparse.bench.comparison import Session
 from slidesparse.bench.grouped_stock import Stock
-from slidesparse.bench.mixtures import MIXTURES, ExpertSizes, cases, draw, profile_of
+from slidesparse.bench.mixtures import cases, draw, profile_of
 from slidesparse.bench.problems import PROFILES, Profile
 from slidesparse.cli import main
+from slidesparse.expert_sizes import MIXTURES, ExpertSizes
 from slidesparse.records import GROUPED, Case, read_records
+from slidesparse.report import write_report
+from slidesparse.report.experts import expert_tables, operations
+from slidesparse.report.numbers import Comparison, comparisons
 
 CPU = torch.device("cpu")
 SIZES = ExpertSizes(hidden=32, inner=16, experts=4, top_k=2)
@@ -48,7 +52,7 @@ def test_the_most_important_cases_come_first_and_none_twice() -> None:
     assert {(case.model, case.tokens) for case in head} == {("Qwen3-30B-A3B", 16384), ("Qwen3-30B-A3B", 64)}
     assert [case.layer for case in head[:3]] == ["gate_up, balanced", "down, balanced", "experts, balanced"]
     assert [(case.out_features, case.in_features) for case in head[:2]] == [(1536, 2048), (2048, 768)]
-    assert grouped_table.operations(head[0]) == 2 * 16384 * 8 * 1536 * 2048
+    assert operations(Comparison(head[0], ())) == 2 * 16384 * 8 * 1536 * 2048
 
 
 def test_tokens_have_different_experts_and_skew_is_what_the_page_says() -> None:
@@ -123,9 +127,9 @@ def test_stock_is_measured_where_it_is_and_refused_where_it_changed(
     monkeypatch.setattr(grouped, "stock_layer", layer)
     stock, ours = grouped.measure(session(FakeStopwatch(iter([30.0, 10.0]))), case)
     assert (stock.variant, stock.backend, stock.algorithm) == ("dense", "vllm", "exact")
-    table = grouped_table.describe([stock, ours]).splitlines()
-    assert table[1].split()[-1] == "-"
-    assert table[2].split()[-1] == "3.00"
+    (table,) = expert_tables(comparisons([stock, ours]))
+    assert [row[4] for row in table.rows] == ["exact", "6:8"]
+    assert [row[-1] for row in table.rows] == [None, 3.0]
 
     monkeypatch.undo()
     monkeypatch.setitem(MIXTURES, "Tiny", SIZES)
@@ -144,12 +148,18 @@ def test_the_command_prints_a_table_of_shares(
     path = tmp_path / "r.jsonl"
     arguments = ["--models", "Tiny", "--tokens", "9", "--dtype", "int8", "--patterns", "6:8"]
     assert main(["bench", "gemm", "--grouped", "--out", str(path), *arguments]) == 0
-    head, *rows = capsys.readouterr().out.partition("\n\n")[2].splitlines()
-    assert head.split()[:9] == ["mixture", "type", "what", "routing", "tokens", "weights", "us", "TB/s", "TOPS"]
+    _, title, table = capsys.readouterr().out.split("\n\n")
+    assert title == "Experts of mixtures, INT8"
+    head, *rows = table.splitlines()
+    assert head.split()[:8] == ["mixture", "what", "routing", "M", "weights", "us", "TB/s", "TOPS"]
     assert len(rows) == 6
+    assert len({len(row) for row in rows}) == 1
     cells = rows[0].split()
-    assert cells[:7] == ["Tiny", "int8", "gate_up", "balanced", "9", "6:8", "20.0"]
-    assert cells[9] == "75%"
+    assert cells[:6] == ["Tiny", "gate_up", "balanced", "9", "6:8", "20.0"]
+    assert cells[8] == "75%"
+    page, *_ = write_report(read_records([path]), tmp_path / "report")
+    assert "## Experts of mixtures" in page.read_text()
+    assert "| Tiny | gate_up | balanced | 9 | 6:8 | 20.0 |" in page.read_text()
 
 
 @pytest.mark.parametrize(

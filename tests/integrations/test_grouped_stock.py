@@ -13,7 +13,8 @@ import torch
 
 from slidesparse.bench import grouped_stock
 from slidesparse.bench.expert_operands import dense_experts, expected_layer, expected_product
-from slidesparse.bench.mixtures import DOWN, GATE_UP, ExpertSizes, draw
+from slidesparse.bench.mixtures import draw
+from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.quant import quantize_rows
 from slidesparse.tuning.checking import relative_error

@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 
 import torch
 
-from slidesparse.bench.mixtures import DOWN, GATE_UP, ExpertSizes
 from slidesparse.bench.operands import weight_of
+from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm import Problem
 from slidesparse.gemm.reference import apply_scales, product

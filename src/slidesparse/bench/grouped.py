@@ -26,10 +26,11 @@ from slidesparse.bench.expert_operands import (
 )
 from slidesparse.bench.gemm import error_against
 from slidesparse.bench.grouped_stock import Stock, stock_layer, stock_product
-from slidesparse.bench.mixtures import DOWN, GATE_UP, LAYER, draw, part_and_routing, sizes_of
+from slidesparse.bench.mixtures import draw, sizes_of
 from slidesparse.bench.operands import float_type, lifted
 from slidesparse.errors import SlideSparseError, UnsupportedError
 from slidesparse.expert_order import Arrangement, arrange
+from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER, part_and_routing
 from slidesparse.experts import ExpertLinear, SlideExperts
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.gemm.grouped import TokenTile
@@ -49,7 +50,7 @@ bit before, an FP8 value may differ by a sixteenth after."""
 
 def measure(session: Session, case: Case) -> list[Record]:
     """Return the records of one case, vLLM's own first."""
-    measured = _Layer(session, case) if part_and_routing(case)[0] == LAYER else _Product(session, case)
+    measured = _Layer(session, case) if part_and_routing(case.layer)[0] == LAYER else _Product(session, case)
     subjects: list[Subject] = []
     refusals: list[Refusal] = []
     makers: list[tuple[str, str, Callable[[], list[Subject]]]] = []
@@ -69,7 +70,7 @@ class _Measured:
 
     def __init__(self, session: Session, case: Case) -> None:
         self.case, self.device, self.sizes = case, session.device, sizes_of(case)
-        self.part, routing = part_and_routing(case)
+        self.part, routing = part_and_routing(case.layer)
         self.chosen = draw(routing, case.tokens, self.sizes, self.device)
         self.touched = int(self.chosen.unique().numel())
         self.source = float_type(case.dtype)

@@ -17,8 +17,8 @@ import torch
 
 from slidesparse.bench.dense import vllm_ops, vllm_quantize
 from slidesparse.bench.expert_operands import DenseExperts
-from slidesparse.bench.mixtures import DOWN, GATE_UP, ExpertSizes
 from slidesparse.errors import UnsupportedError
+from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 
 T = TypeVar("T")
 

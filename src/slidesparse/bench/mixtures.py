@@ -7,60 +7,23 @@ average number of tokens, the busiest of 8 has 1.7 times.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import torch
 
 from slidesparse.bench.problems import Profile
+from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER, MIXTURES, ExpertSizes
 from slidesparse.records import GROUPED, Case
 
 BALANCED, SKEWED = "balanced", "skewed"
 ZIPF = 0.5
 """Of experts in the order of their tokens, the r-th is drawn with a weight of ``r ** -ZIPF``."""
 
-GATE_UP, DOWN, LAYER = "gate_up", "down", "experts"
-"""What is measured: either product alone, and everything between the router and the sum over the experts of a token."""
-
 PATTERNS = ("6:8", "4:6", "2:4")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 TOLD = (16384, 64)
 """The numbers of tokens that are measured before all others: a prompt's, and a decoding step's."""
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """The experts of one layer.
-
-    Attributes:
-        hidden: Columns of gate and up, rows of down.
-        inner: Rows of gate, and of up; columns of down.
-        experts: Number of experts.
-        top_k: Experts of a token.
-    """
-
-    hidden: int
-    inner: int
-    experts: int
-    top_k: int
-
-    def shape(self, part: str) -> tuple[int, int]:
-        """Return (rows, columns) of one expert's weight; of the whole layer a weight as large as all three."""
-        shapes = {
-            GATE_UP: (2 * self.inner, self.hidden),
-            DOWN: (self.hidden, self.inner),
-            LAYER: (3 * self.inner, self.hidden),
-        }
-        return shapes[part]
-
-
-MIXTURES = {
-    "Qwen3-30B-A3B": ExpertSizes(2048, 768, 128, 8),
-    "Mixtral-8x7B": ExpertSizes(4096, 14336, 8, 2),
-    "DeepSeek-V2-Lite": ExpertSizes(2048, 1408, 64, 6),
-    "gpt-oss-20b": ExpertSizes(2880, 2880, 32, 4),
-}
-"""The most important first."""
 
 
 def profile_of(profile: Profile) -> Profile:
@@ -85,12 +48,6 @@ def cases(profile: Profile) -> list[Case]:
 def sizes_of(case: Case) -> ExpertSizes:
     """Return the experts of a case."""
     return MIXTURES[case.model]
-
-
-def part_and_routing(case: Case) -> tuple[str, str]:
-    """Return what a case measures, and how its tokens choose."""
-    part, _, routing = case.layer.partition(", ")
-    return part, routing
 
 
 def draw(routing: str, tokens: int, sizes: ExpertSizes, device: torch.device) -> torch.Tensor:

@@ -141,9 +141,12 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _bench_grouped(options: argparse.Namespace) -> int:
-    from slidesparse.bench import grouped_table, mixtures, problems, runner
+    from slidesparse.bench import mixtures, problems, runner
+    from slidesparse.expert_sizes import MIXTURES
     from slidesparse.quant import QUANT_NAMES
     from slidesparse.records import GROUPED, read_records
+    from slidesparse.report.experts import expert_tables
+    from slidesparse.report.numbers import comparisons
 
     if options.backends is not None:
         raise InputError("--backends", got="--grouped", needed="none: one backend multiplies by experts")
@@ -154,14 +157,15 @@ def _bench_grouped(options: argparse.Namespace) -> int:
         options.budget_s,
         patterns=options.patterns,
         tokens=options.tokens,
-        known_models=mixtures.MIXTURES,
+        known_models=MIXTURES,
         known_dtypes=QUANT_NAMES,
     )
     summary = runner.run((GROUPED,), profile, runner.cuda_session(profile), options.out)
     if options.json:
         print(json.dumps(asdict(summary), indent=2))
     else:
-        print(summary.describe(), grouped_table.describe(read_records([options.out])), sep="\n\n")
+        tables = expert_tables(comparisons(read_records([options.out])))
+        print(summary.describe(), *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
     return 1 if summary.wrong else 0
 
 

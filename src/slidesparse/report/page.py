@@ -8,7 +8,7 @@ from typing import Any
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.records import Machine, Record
-from slidesparse.report import engines, tables
+from slidesparse.report import engines, experts, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
 from slidesparse.report.table import Table
 
@@ -30,6 +30,11 @@ ABOUT_KERNELS = """\
 `overhead` and `more us` are against our own quantise-only kernel: the same work without lifting. `of copy rate`
 compares bytes a second, each counted once as read and once as written, with a device-to-device copy in the same
 comparison."""
+
+ABOUT_EXPERTS = """\
+Products are one launch for all experts; `experts` is a whole layer, from the router's choice to the sum over the
+experts of a token. `of plain`: of the rate of the kernel of one weight on as many rows. Bytes are those of experts that
+have tokens, of rows as they are read, and of results. `over vllm`: over vLLM's own experts, in the same comparison."""
 
 ABOUT_FUSED = """\
 `over its bytes` divides the time by what the kernel's bytes, each counted once as read and once as written, take at the
@@ -59,6 +64,7 @@ Section = tuple[str, str, Callable[[Sequence[Comparison]], list[Table]]]
 SECTIONS: tuple[Section, ...] = (
     ("Speed-up", ABOUT_SPEEDUP, tables.speedup_tables),
     ("Efficiency", ABOUT_EFFICIENCY, tables.efficiency_tables),
+    ("Experts of mixtures", ABOUT_EXPERTS, experts.expert_tables),
     ("Kernels", ABOUT_KERNELS, tables.kernel_tables),
     ("vLLM, end to end", ABOUT_ENGINES, engines.engine_tables),
     ("vLLM, where the time goes", ABOUT_BREAKDOWN, engines.breakdown_tables),

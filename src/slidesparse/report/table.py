@@ -36,6 +36,12 @@ class Table:
         lines = ["| " + " | ".join(map(self._show, self.columns, row)) + " |" for row in self.rows]
         return "\n".join([head, rule, *lines])
 
+    def text(self) -> str:
+        """Return aligned lines, for a terminal."""
+        rows = [self.columns, *(tuple(map(self._show, self.columns, row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
     def _show(self, column: str, cell: Cell) -> str:
         if cell is None:
             return "-"
