@@ -87,7 +87,7 @@ def test_what_vllm_refuses_is_a_fault_and_no_crash() -> None:
         raise AssertionError("no workspace\nmore")
 
     found = ExpertMeasurement(KIND, forms(refuses, layer), torch.bfloat16, stopwatch()).measure([16], [], lambda: False)
-    assert (found.layer, found.faults) == (None, {"dense": "no workspace"})
+    assert (found.layer, found.faults) == (None, {"dense": "AssertionError: no workspace"})
 
 
 def test_memory_ends_it_at_the_largest_number_that_fits() -> None:

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from slidesparse.errors import SlideSparseError
+from slidesparse.errors import SlideSparseError, first_line
 from slidesparse.gemm.expert_times import GROUPED, ExpertKind
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.quant import dtype_name
@@ -131,9 +131,9 @@ class ExpertMeasurement:
                 self._faults[name] = str(error)
                 if isinstance(error, WrongResult):
                     return {}  # wrong once is wrong
-            except (RuntimeError, AssertionError) as error:  # vLLM refuses so
+            except Exception as error:  # vLLM is called before it serves, and may refuse in any way
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
-                self._faults[name] = str(error).partition("\n")[0]
+                self._faults[name] = first_line(error)
             if name not in passes and name == DENSE:
                 return {}  # nothing to compare with
         return passes
