@@ -78,6 +78,27 @@ def test_the_latest_comparison_counts() -> None:
     assert speed.layer_speeds(newer + older) == expected
 
 
+def test_times_of_experts_are_those_of_whole_layers() -> None:
+    whole = Case("grouped", "Mixtral-8x7B", "experts, balanced", "int8", 64, 3 * 14336, 4096)
+    at_256 = replace(whole, tokens=256)
+    records = [
+        record(whole, DENSE_VARIANT, 40.0, backend="vllm"),
+        record(whole, "6:8", 30.0, backend="hopper"),
+        record(at_256, DENSE_VARIANT, 50.0, backend="vllm"),
+        record(at_256, "6:8", None, backend="hopper", why_not="out of memory"),
+        record(replace(whole, layer="experts, skewed"), "6:8", 1.0, backend="hopper"),
+        record(replace(whole, layer="gate_up, balanced"), "6:8", 1.0, backend="hopper"),
+        record(whole, "6:8", 1.0, backend="reference"),
+    ]
+    (layer,) = speed.layer_speeds(records)
+    eight = "8 experts, 2 a token: "
+    us = {f"{eight}dense": (40.0, 50.0), f"{eight}hopper 6:8": (30.0, None)}
+    assert layer == LayerSpeed("int8", 2 * 14336, 4096, (64, 256), us)
+    assert speed.describe([layer]) == [("28672x4096", "int8", f"{eight}hopper 6:8", "64: 0.75  256: -")]
+    linear = _ours(_linear(64), 3.0, 2.0)
+    assert len(speed.layer_speeds(records + linear)) == 2
+
+
 def test_records_without_layers_are_refused() -> None:
     with pytest.raises(InputError, match="records without a layer's time"):
         speed.layer_speeds([record(case(), DENSE_VARIANT, 1.0, backend="dense")])

@@ -269,6 +269,20 @@ def test_auto_goes_by_the_times_of_both_forms(
 
 
 @pytest.mark.usefixtures("without_expert_kernels")
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_was_never_measured_stays_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
+    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    why = "experts like them have not been measured on this GPU" if alone else "with data parallelism they cannot be"
+    assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
     checkpoint = tmp_path / "sparse" / "model.safetensors"

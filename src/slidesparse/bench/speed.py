@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 
 from slidesparse.bench.comparison import Session, Subject, compare_laps
 from slidesparse.bench.linear import layer_subject
+from slidesparse.bench.mixtures import BALANCED
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.expert_sizes import GATE_UP, LAYER, MIXTURES
 from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
+from slidesparse.gemm.expert_times import GROUPED as EXPERTS_BACKEND
+from slidesparse.gemm.expert_times import as_linear, name_prefix
 from slidesparse.gemm.speed import LayerSpeed, times_key
 from slidesparse.pattern import Pattern
-from slidesparse.records import DENSE_VARIANT, Case, Machine, Record
+from slidesparse.records import DENSE_VARIANT, GROUPED, Case, Machine, Record
+
+WHOLE = f"{LAYER}, {BALANCED}"
+"""Cases of whole layers of experts, as a server runs them."""
 
 Sizes = tuple[str, int, int]
 
@@ -67,31 +74,68 @@ def libraries_of(machine: Machine) -> dict[str, str]:
 def layer_speeds(records: Iterable[Record]) -> list[LayerSpeed]:
     """Return the times of our own layers in records of ``bench linear``, of each problem the latest.
 
+    Whole layers of experts, in records of ``bench gemm --grouped``, are among them; tokens chose by chance there.
+
     Raises:
         InputError: There are none.
     """
+    records = list(records)
+    linears = _latest(records, lambda record: record.case.benchmark == "linear" and _key(record) is not None)
+    experts = _latest(records, _is_of_experts)
+    layers = _layers(linears, _sizes_of_linear, _key) + _layers(experts, _sizes_of_experts, _key_of_experts)
+    if not layers:
+        raise InputError("records without a layer's time", remedy="pass records of slidesparse bench linear")
+    return layers
+
+
+def _latest(records: Iterable[Record], wanted: Callable[[Record], bool]) -> dict[Case, list[Record]]:
     latest: dict[Case, list[Record]] = {}
     for record in records:
-        if record.case.benchmark != "linear" or record.timing is None or _key(record) is None:
+        if record.timing is None or not wanted(record):
             continue
         known = latest.setdefault(record.case, [])
         if known and known[0].started < record.started:
             known.clear()
         if not known or known[0].started == record.started:
             known.append(record)
-    layers: dict[Sizes, dict[int, list[Record]]] = {}
+    return latest
+
+
+def _layers(
+    latest: Mapping[Case, list[Record]], sizes_of: Callable[[Case], Sizes], key: Callable[[Record], str | None]
+) -> list[LayerSpeed]:
+    layers: dict[tuple[str, Sizes], dict[int, list[Record]]] = {}
     for case, found in latest.items():
-        layers.setdefault((case.dtype, case.out_features, case.in_features), {})[case.tokens] = found
-    if not layers:
-        raise InputError("records without a layer's time", remedy="pass records of slidesparse bench linear")
-    return [_layer(sizes, by_tokens) for sizes, by_tokens in layers.items()]
+        layers.setdefault((case.model if case.benchmark == GROUPED else "", sizes_of(case)), {})[case.tokens] = found
+    return [_layer(sizes, by_tokens, key) for (_, sizes), by_tokens in layers.items()]
 
 
-def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]]) -> LayerSpeed:
+def _layer(sizes: Sizes, by_tokens: dict[int, list[Record]], key: Callable[[Record], str | None]) -> LayerSpeed:
     tokens = sorted(by_tokens)
-    times = {m: {_key(record): _median_us(record) for record in by_tokens[m]} for m in tokens}
+    times = {m: {key(record): _median_us(record) for record in by_tokens[m]} for m in tokens}
     names = dict.fromkeys(name for column in times.values() for name in column if name is not None)
     return LayerSpeed(*sizes, tuple(tokens), {name: tuple(times[m].get(name) for m in tokens) for name in names})
+
+
+def _sizes_of_linear(case: Case) -> Sizes:
+    return case.dtype, case.out_features, case.in_features
+
+
+def _sizes_of_experts(case: Case) -> Sizes:
+    return case.dtype, *MIXTURES[case.model].shape(GATE_UP)
+
+
+def _is_of_experts(record: Record) -> bool:
+    """Return whether a record is of a whole layer of experts, ours on a GPU or vLLM's."""
+    case = record.case
+    whole = case.benchmark == GROUPED and case.model in MIXTURES and case.layer == WHOLE
+    return whole and (record.variant == DENSE_VARIANT or record.backend == EXPERTS_BACKEND)
+
+
+def _key_of_experts(record: Record) -> str:
+    sizes = MIXTURES[record.case.model]
+    name = DENSE_VARIANT if record.variant == DENSE_VARIANT else times_key(EXPERTS_BACKEND, record.variant)
+    return f"{name_prefix(sizes.experts, sizes.experts, sizes.top_k)}{name}"
 
 
 def _key(record: Record) -> str | None:
@@ -122,13 +166,13 @@ def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
         (
             f"{layer.out}x{layer.columns}",
             layer.dtype,
-            name,
+            f"{experts}{name}",
             "  ".join(
                 f"{m}: {us / dense:.2f}" if us and dense else f"{m}: -"
                 for m, us, dense in zip(layer.tokens, times, layer.us.get(DENSE_VARIANT, times), strict=True)
             ),
         )
-        for layer in layers
+        for experts, layer in map(as_linear, layers)
         for name, times in layer.us.items()
         if name != DENSE_VARIANT
     ]

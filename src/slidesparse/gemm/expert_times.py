@@ -79,8 +79,7 @@ class ExpertKind:
     @property
     def prefix(self) -> str:
         """The beginning of the names of its times."""
-        of = f" of {self.everywhere}" if self.everywhere != self.experts else ""
-        return f"{self.experts}{of} experts, {self.top_k} a token: "
+        return name_prefix(self.experts, self.everywhere, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,16 @@ def keep_expert_times(kind: ExpertKind, layer: LayerSpeed) -> Path | None:
     """
     us = {f"{kind.prefix}{times_key(name, str(kind.pattern))}": times for name, times in layer.us.items()}
     return add_layers(installation(kind.device), [replace(layer, us=us)])
+
+
+def name_prefix(experts: int, everywhere: int, top_k: int) -> str:
+    """Return the part of a name of times that tells experts.
+
+    >>> name_prefix(128, 128, 8), name_prefix(64, 128, 8)
+    ('128 experts, 8 a token: ', '64 of 128 experts, 8 a token: ')
+    """
+    of = f" of {everywhere}" if everywhere != experts else ""
+    return f"{experts}{of} experts, {top_k} a token: "
 
 
 def split_name(name: str) -> tuple[str, str]:

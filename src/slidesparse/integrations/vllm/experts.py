@@ -7,7 +7,7 @@ of the same name because vLLM asks for it, which packs the experts when they are
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
+from slidesparse.gemm.expert_times import GROUPED, NOT_MEASURED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select_grouped import grouped_product
@@ -39,6 +39,8 @@ GATHERED = "allgather_reducescatter"
 """vLLM's default way to the experts of other GPUs."""
 
 ASKED_FOR = "grouped products for any number of tokens; asked for"
+
+NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
 
@@ -100,8 +102,7 @@ class _Packing:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             forms = {DENSE: partial(self._multiply_dense, layer), GROUPED: partial(_multiply, layer, packed)}
             tuner.measure_experts(experts.kind, forms)
-        sizes = () if tuner is None else tuner.expert_sizes
-        choice = ExpertChoice(True, ASKED_FOR) if asked else choose_experts(experts.kind, sizes)
+        choice = ExpertChoice(True, ASKED_FOR) if asked else self._choose(layer, experts.kind)
         text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
         if not choice.sparse:
             if packed is None:
@@ -114,6 +115,11 @@ class _Packing:
             delattr(layer, f"{name}_weight")
         kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
         return Outcome(True, True, text, True, kept, dense_bytes)
+
+    def _choose(self, layer: Any, kind: ExpertKind) -> ExpertChoice:
+        tuner = self.slide_model.tuner
+        choice = choose_experts(kind, () if tuner is None else tuner.expert_sizes)
+        return replace(choice, reason=NOT_ALONE) if choice.reason == NOT_MEASURED and not is_alone(layer) else choice
 
     def _packed_to_measure(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
         """Return experts packed next to the dense ones; None, and a line, where memory does not suffice for both."""
