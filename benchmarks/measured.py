@@ -24,9 +24,11 @@ import torch
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.commands import cards as card_list
+from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.pattern import Pattern
-from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, Record, read_records
+from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
+from slidesparse.report.experts import MEMORY_RATE, operations, share
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
 from slidesparse.report.serve_numbers import Group, groups, timeline_bins
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step, TimelineRecord, read
@@ -329,6 +331,46 @@ def gemm() -> str:
     return markdown(("type", "fastest dense, TOPS", *patterns), rows)
 
 
+@lru_cache(maxsize=4)
+def experts_of(what: str) -> dict[tuple[str, int], Comparison]:
+    """(type, tokens) -> what was measured of Qwen3-30B-A3B's experts, tokens routed by chance."""
+    found = comparisons(read_records([H200 / "grouped.jsonl"]))
+    return {
+        (one.case.dtype, one.case.tokens): one
+        for one in found
+        if one.case.model == "Qwen3-30B-A3B" and one.case.layer == f"{what}, balanced" and one.best(DENSE_VARIANT)
+    }
+
+
+def expert_layers() -> str:
+    """Whole layers of experts, over vLLM's own."""
+    patterns, rows = ("2:4", "4:6", "6:8"), []
+    for (dtype, tokens), one in sorted(
+        experts_of(LAYER).items(), key=lambda item: (list(TYPES).index(item[0][0]), item[0][1])
+    ):
+        dense = one.best(DENSE_VARIANT)
+        assert dense is not None
+        cells = [f"{median_us(dense):.0f}", *(shown(share(one, pattern, DENSE_VARIANT)) for pattern in patterns)]
+        rows.append([TYPES[dtype], str(tokens), *cells])
+    return markdown(("type", "tokens", "vLLM, us a layer", *patterns), rows)
+
+
+def expert_products() -> str:
+    """One launch for all experts: rates, and what they are shares of."""
+    rows = []
+    for what in (GATE_UP, DOWN):
+        for tokens in (64, 16384):
+            for name in ("vLLM", "6:8", "4:6", "2:4"):
+                one = experts_of(what)["int8", tokens]
+                record = one.best(DENSE_VARIANT if name == "vLLM" else name)
+                assert record is not None
+                us, plain = median_us(record), share(one, name, f"{PLAIN} {name}")
+                rate, tops = record.n_bytes / us * 1e6, operations(one) / us / 1e6
+                shares = ["-" if plain is None else percent(plain), percent(rate / MEMORY_RATE)]
+                rows.append([what, str(tokens), name, f"{us:.1f}", f"{rate / 1e12:.2f}", f"{tops:.0f}", *shares])
+    return markdown(("INT8", "tokens", "weights", "us", "TB/s", "TOPS", "of the plain rate", "of 4.8 TB/s"), rows)
+
+
 LIFTING = {
     "copy": COPY,
     "2:4": "lift 2:4",
@@ -448,6 +490,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decoding": decoding,
     "gemm": gemm,
     "lifting": lifting,
+    "expert-layers": expert_layers,
+    "expert-products": expert_products,
     "cpu": cpu,
     "demo": demo,
     "cards": cards,
