@@ -124,6 +124,27 @@ class SlideExperts(nn.Module):
         outer = self.down.multiply(lifted, at, x.dtype, second)
         return weighted_sum(outer, at.rows, weights.to(torch.float32).contiguous())
 
+    def warm_up(self, dtype: torch.dtype, top_k: int) -> None:
+        """Run tokens of this type through the layer, so that every Triton kernel that any number needs is compiled.
+
+        There are two variants of lifts, up to :data:`~slidesparse.kernels.lift_launch.FEW_TOKENS` rows and beyond, and
+        two ways to order pairs. The activations of the larger batch take some tens of MB.
+        """
+        device = self.gate_up.operand.device
+        if not runs_triton(device):
+            return
+        from slidesparse.kernels.arrange_experts import FEW_PAIRS
+        from slidesparse.kernels.lift_launch import FEW_TOKENS
+
+        for pairs in (1, FEW_TOKENS + 1, FEW_PAIRS + 1):
+            tokens = -(-pairs // top_k)
+            chosen = torch.arange(tokens * top_k, dtype=torch.int32, device=device).view(tokens, top_k) % self.count
+            if pairs > FEW_PAIRS:
+                _arranged(chosen, self.count, self.tiles(chosen.numel())[0].tokens)
+            else:
+                x = torch.zeros(tokens, self.hidden, dtype=dtype, device=device)
+                self(x, torch.ones(tokens, top_k, device=device), chosen)
+
     def tiles(self, pairs: int) -> Sequence[TokenTile]:
         """Return the tiles of the two products for a number of pairs, of one number of tokens.
 

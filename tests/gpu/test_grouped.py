@@ -17,6 +17,7 @@ from slidesparse.experts import SlideExperts
 from slidesparse.gemm.grouped import TorchExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile
+from slidesparse.kernels.triton_launcher import Launcher
 from slidesparse.layout import Lifted, LinearTensors
 from slidesparse.lifting import TorchLift
 from slidesparse.models.packed_mixture import PackedMixture
@@ -115,6 +116,22 @@ def test_a_graph_follows_the_routing() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(y, eager(x, weights, chosen))
+
+
+def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up = packed_experts(EXPERTS, 2 * INNER, HIDDEN, INT8, "6:8", "cuda")
+    down = packed_experts(EXPERTS, HIDDEN, INNER, INT8, "6:8", "cuda")
+    layer = SlideExperts(gate_up, down, HopperExperts())
+    layer.warm_up(BF16, 2)
+    layer.product.warm_up(INT8, BF16, 0)
+
+    def compiles(*_: object) -> None:
+        raise AssertionError("a kernel was compiled")
+
+    monkeypatch.setattr(Launcher, "compile_and_launch", compiles)
+    for tokens in (1, 16, 200, 300, 2000, 5000):
+        x, weights = torch.randn(tokens, HIDDEN, device="cuda", dtype=BF16), torch.rand(tokens, 2, device="cuda")
+        layer(x, weights, routed(tokens, EXPERTS, 2, "cuda"))
 
 
 def test_many_launches_repeat() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from statistics import fmean, median
 
 import pytest
 import torch
 from expert_weights import packed_experts, routed
+from vllm_answers import difference
 from vllm_families import SMALL
-from vllm_tiny import TOKENS, Answers, Case, Served, prompts, serve
+from vllm_tiny import TOKENS, Case, Served, prompts, serve
 
 from slidesparse.bench.vllm_engine import Engine, EngineOptions
 from slidesparse.experts import SlideExperts
@@ -58,12 +58,8 @@ def served(outcomes: dict[str, Served], name: str) -> Served:
     return found
 
 
-def apart(one: Answers, other: Answers) -> float:
-    """How far log-probabilities of first tokens are apart in a middling prompt: a router may tip over in any one."""
-    return median(
-        fmean(abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys())
-        for mine, theirs in zip(one.likeliest, other.likeliest, strict=True)
-    )
+BF16_LOGITS = 2.0**-6
+"""The step of bfloat16 logits between 2 and 4, in which answers are told apart."""
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -71,8 +67,9 @@ def test_a_mixture_is_as_near_to_stock_as_rounding_allows(outcomes: dict[str, Se
     stock, ours, nudged = (served(outcomes, f"{dtype}, {whose}") for whose in ("stock", "sparse", "nudged"))
     assert (stock.facts["experts"], ours.facts["experts"]) == (0, SMALL["num_hidden_layers"])
     assert [len(tokens) for tokens in ours.answers[0].tokens] == [TOKENS] * len(prompts())
-    assert apart(stock.answers[0], nudged.answers[0]) > 0
-    assert apart(stock.answers[0], ours.answers[0]) <= apart(stock.answers[0], nudged.answers[0])
+    # A router tips over for one of the tokens of INT8, which gives that prompt another expert: 0.036 on an H200.
+    rounding = difference(stock.answers[0], nudged.answers[0]) + 2 * BF16_LOGITS
+    assert 0 < difference(stock.answers[0], ours.answers[0]) < rounding
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])

@@ -35,7 +35,7 @@ def _experts_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
     return tl.where(expert < 0, EXPERTS, expert)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "tile_rows"])
 def arrange_kernel(
     chosen,
     rows,
@@ -43,9 +43,9 @@ def arrange_kernel(
     experts,
     used,
     pairs,
+    tile_rows,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
     BINS: tl.constexpr,
     MOST: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -57,7 +57,7 @@ def arrange_kernel(
     for start in tl.static_range(0, MOST, CHUNK):
         if start < pairs:
             counts += tl.histogram(_experts_of(chosen, start + tl.arange(0, CHUNK), pairs, EXPERTS), BINS)
-    tiles = tl.where(bins < EXPERTS, (counts + TILE - 1) // TILE, 0)
+    tiles = tl.where(bins < EXPERTS, (counts + tile_rows - 1) // tile_rows, 0)
     first = tl.sum(tl.where(bins < own, tiles, 0))
     seen = 0
     for start in tl.static_range(0, MOST, CHUNK):
@@ -65,7 +65,7 @@ def arrange_kernel(
             pair = start + tl.arange(0, CHUNK)
             expert = _experts_of(chosen, pair, pairs, EXPERTS)
             mine = (expert == own).to(tl.int32)
-            row = (first * TILE + seen + tl.cumsum(mine, 0) - mine).to(tl.int64)
+            row = (first * tile_rows + seen + tl.cumsum(mine, 0) - mine).to(tl.int64)
             tl.store(rows + pair, row, mask=mine > 0)
             tl.store(tokens + row, (pair // K).to(tl.int64), mask=mine > 0)
             if own == 0:
@@ -73,7 +73,9 @@ def arrange_kernel(
             seen += tl.sum(mine)
     tile = tl.arange(0, CHUNK)
     tl.store(
-        experts + tile, tl.full((CHUNK,), 0, tl.int32) + own, mask=(tile >= first) & (tile * TILE < first * TILE + seen)
+        experts + tile,
+        tl.full((CHUNK,), 0, tl.int32) + own,
+        mask=(tile >= first) & (tile * tile_rows < first * tile_rows + seen),
     )
     if own == 0:
         tl.store(used, tl.sum(tiles))
@@ -87,7 +89,7 @@ def count_kernel(chosen, counts, pairs, EXPERTS: tl.constexpr, BINS: tl.constexp
     tl.store(counts + own * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit(do_not_specialize=["pairs", "tile_rows"])
 def place_kernel(
     chosen,
     counts,
@@ -96,9 +98,9 @@ def place_kernel(
     experts,
     used,
     pairs,
+    tile_rows,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
-    TILE: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -116,7 +118,7 @@ def place_kernel(
         total += tl.sum(found, 0)
         before += tl.sum(tl.where((chunk < own)[:, None], found, 0), 0)
         start += AT_ONCE
-    in_tiles = (total + TILE - 1) // TILE
+    in_tiles = (total + tile_rows - 1) // tile_rows
     ends = tl.cumsum(in_tiles, 0)
 
     pair = tl.arange(0, CHUNK)
@@ -124,7 +126,7 @@ def place_kernel(
     ordered = tl.sort(expert * CHUNK + pair)  # by expert, and by pair where that is the same
     expert, pair = ordered // CHUNK, own * CHUNK + ordered % CHUNK
     here = tl.histogram(expert, BINS)
-    first = (ends - in_tiles) * TILE + before - (tl.cumsum(here, 0) - here)
+    first = (ends - in_tiles) * tile_rows + before - (tl.cumsum(here, 0) - here)
     row = (tl.gather(first, expert, 0) + tl.arange(0, CHUNK)).to(tl.int64)
     row = tl.where(expert < EXPERTS, row, -1)
     tl.store(rows + pair, row, mask=pair < pairs)
@@ -168,13 +170,13 @@ def arrange(
     pairs, k = chosen.numel(), chosen.shape[1]
     made = of_pairs, tokens, of_tiles, used
     if pairs <= FEW_PAIRS and len(of_tiles) <= CHUNK:
-        _one_launch(chosen.dtype, k, experts, tile, device).run(experts, index, (chosen, *made), (pairs,), ())
+        _one_launch(chosen.dtype, k, experts, device).run(experts, index, (chosen, *made), (pairs, tile), ())
         return made
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(chunks, _bins(experts), dtype=torch.int32, device=device)
-    count, place = _two_launches(chosen.dtype, k, experts, tile, device)
+    count, place = _two_launches(chosen.dtype, k, experts, device)
     count.run(chunks, index, (chosen, counts), (pairs,), ())
-    place.run(chunks, index, (chosen, counts, *made), (pairs,), ())
+    place.run(chunks, index, (chosen, counts, *made), (pairs, tile), ())
     return made
 
 
@@ -184,16 +186,13 @@ def _bins(experts: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _one_launch(dtype: torch.dtype, k: int, experts: int, tile: int, device: torch.device) -> Launcher:
+def _one_launch(dtype: torch.dtype, k: int, experts: int, device: torch.device) -> Launcher:
     """Return the launcher for a type of numbers of experts, and the sizes of a mixture, on one device."""
-    constants = k, experts, tile, _bins(experts), FEW_PAIRS, CHUNK
-    return Launcher(arrange_kernel, constants, num_warps=NUM_WARPS)
+    return Launcher(arrange_kernel, (k, experts, _bins(experts), FEW_PAIRS, CHUNK), num_warps=NUM_WARPS)
 
 
 @lru_cache(maxsize=256)
-def _two_launches(
-    dtype: torch.dtype, k: int, experts: int, tile: int, device: torch.device
-) -> tuple[Launcher, Launcher]:
+def _two_launches(dtype: torch.dtype, k: int, experts: int, device: torch.device) -> tuple[Launcher, Launcher]:
     bins = _bins(experts)
     count = Launcher(count_kernel, (experts, bins, CHUNK), num_warps=NUM_WARPS)
-    return count, Launcher(place_kernel, (k, experts, tile, bins, CHUNK, COUNTS_AT_ONCE), num_warps=NUM_WARPS)
+    return count, Launcher(place_kernel, (k, experts, bins, CHUNK, COUNTS_AT_ONCE), num_warps=NUM_WARPS)

@@ -251,8 +251,10 @@ def pack_experts(layer: Any, experts: LoadedExperts) -> SlideExperts:
         whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
+    dtype = layer.moe_config.in_dtype
     if isinstance(experts.product, HopperExperts):
-        experts.product.warm_up(slide.gate_up.dtype, layer.moe_config.in_dtype, slide.gate_up.operand.get_device())
+        experts.product.warm_up(slide.gate_up.dtype, dtype, slide.gate_up.operand.get_device())
+    slide.warm_up(dtype, experts.kind.top_k)
     return slide
 
 
