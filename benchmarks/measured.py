@@ -160,6 +160,7 @@ def graphs() -> str:
 # -- served loads --------------------------------------------------------------------------------------------------
 
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
+MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 OURS = (CONTROL, "6:8", "4:6", "2:4")
 GRAPHS = f"{STOCK}, graphs to 1024"
@@ -239,6 +240,25 @@ def _joules(group: Group, engine: str) -> float:
     power = group.records[engine]["mixed"].power
     assert power is not None
     return power.energy_j
+
+
+def served_mixture() -> str:
+    """A mixture under load: milliseconds, and over FP8 in stock vLLM, the faster of its two."""
+    by_type = {group.records[STOCK]["mixed"].key.dtype: group for group in groups(read(ServeRecord, [MIXTURE]))}
+    int8, fp8 = by_type["int8"], by_type["fp8"]
+    rows = []
+    for load, words in LOADS.items():
+        stock = [int8.seconds(STOCK, load), fp8.seconds(STOCK, load), fp8.seconds(GRAPHS, load)]
+        ours = [int8.seconds(pattern, load) for pattern in ("6:8", "4:6", "2:4")]
+        cells = [f"{_ms(value)} ({(stock[1] or 0.0) / (value or 1.0):.2f})" for value in ours]
+        rows.append([f"{words}, ms", *map(_ms, stock), *cells])
+    names = "stock, INT8", "stock, FP8", "stock, FP8, graphs to 1024"
+    return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *names, "6:8, INT8", "4:6, INT8", "2:4, INT8"), rows)
+
+
+def _ms(seconds: float | None) -> str:
+    ms = 1e3 * (seconds or 0.0)
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
 
 
 def mixed_steps() -> str:
@@ -485,6 +505,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-headline": served_headline,
     "served": served,
     "served-targets": served_targets,
+    "served-mixture": served_mixture,
     "mixed-steps": mixed_steps,
     "layers": layers,
     "decoding": decoding,
