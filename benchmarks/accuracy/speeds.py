@@ -27,7 +27,7 @@ def served_speeds(workload: str, records: Path = RECORDS) -> dict[str, float]:
 class ServedTime:
     """The time of a step if each linear takes the share of it that its weights have, at its pattern's served speed."""
 
-    name, rest = "mixed load", 0.0
+    name, rest, rest_before = "mixed load", 0.0, 0.0
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = speeds
