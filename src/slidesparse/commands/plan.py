@@ -57,7 +57,7 @@ from slidesparse.models.experts import (
 )
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.parts import text_config
-from slidesparse.models.sensitivity import may_have, measure_sensitivities
+from slidesparse.models.sensitivity import damage_together, may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
@@ -193,7 +193,9 @@ def plan_checkpoint(
                 advance(1, f"{found.pattern} {found.damage:.1e}")
         damages = file.damages_of(sets)
         chosen = _plan_sets(sets, shapes, patterns, damages, reached)
-        plan = replace(choose_patterns(chosen, options.target, times), basis=basis)
+        plan = choose_patterns(chosen, options.target, times)
+        together = damage_together(model, sets, plan.patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], weights)
+        plan = replace(plan, basis=basis, together=together)
         write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
 
@@ -328,12 +330,17 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             *([EXPERTS_COUNTED] if plan.has_experts else []),
             f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
-            f" predicted damage {plan.damage:.4f} nats a token",
+            f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
             *plan.basis,
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
             f" --dtype {options.dtype}",
         ]
     )
+
+
+def _together_words(plan: Plan) -> str:
+    """Return how the damage of the whole compares with the sum of what single sets do."""
+    return "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
 
 
 def _speed_words(plan: Plan, options: PlanOptions) -> str:
@@ -377,6 +384,7 @@ def _described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
             "sparsity": plan.sparsity,
             "gigabytes": plan.gigabytes,
             "damage": plan.damage,
+            "damage_together": plan.together,
             **({"speedups": dict(plan.speedups), "basis": list(plan.basis)} if options.at else {}),
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},

@@ -162,6 +162,7 @@ class Plan:
         gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
         has_experts: Whether some of the patterns are those of experts.
         basis: What measured speed-ups rest on, in words; empty where they are modelled.
+        together: Damage of all sets pruned together; None where it was not measured.
     """
 
     patterns: Mapping[str, Pattern]
@@ -171,6 +172,7 @@ class Plan:
     gigabytes: float
     has_experts: bool = False
     basis: tuple[str, ...] = ()
+    together: float | None = None
 
     @property
     def speedup(self) -> float:
