@@ -43,6 +43,7 @@ KINDS = {
     "pattern": Kind("a pattern everywhere", "#0072b2", "o", "-"),
     "plan": Kind("patterns mixed by a plan", "#009e73", "*", "none"),
     "left out": Kind("layers left out", "#d55e00", "s", "-"),
+    "dense": Kind("nothing pruned, norms joined", "#222222", "v", "none"),
     "smaller": Kind("a smaller dense model, trained alike", "#555555", "D", "none"),
 }
 
@@ -65,6 +66,7 @@ def points(share: float) -> Iterator[Point]:
         kind = "left out" if "left out" in name else "plan" if name == "plan" else "pattern"
         if found:
             yield Point(kind, name.split()[0] if kind == "left out" else name, speed, *report.spread(found))
+    yield Point("dense", "dense", report.served_speeds("mixed")["dense"], 0.0, 0.0)
     for name, speed, found in report.smaller(RECORDS, runs, "int8"):
         yield Point("smaller", name.split()[-2], speed, *report.spread(found))
 
@@ -77,10 +79,11 @@ def panel(axes: Axes, share: float) -> None:
         if not mine:
             continue
         mine.sort(key=lambda point: point.speed)
+        several = any(point.deviation for point in mine)
         axes.errorbar(
             [point.speed for point in mine],
             [point.loss for point in mine],
-            [point.deviation for point in mine],
+            [point.deviation for point in mine] if several else None,
             color=style.colour,
             marker=style.marker,
             linestyle=style.line,
@@ -90,28 +93,37 @@ def panel(axes: Axes, share: float) -> None:
         )
         for point in mine:
             text = point.name if kind == "pattern" else f"\N{MINUS SIGN}{point.name}" if kind == "left out" else ""
-            above = kind == "left out"
             axes.annotate(
                 text,
                 (point.speed, point.loss),
-                xytext=(-6, 7) if above else (7, -13),
+                xytext=(-6, 6),
                 textcoords="offset points",
-                ha="right" if above else "left",
+                ha="right",
                 fontsize=10,
                 color=style.colour,
                 gid=f"loss-{share:g}-{kind}-{point.name}".replace(" ", "-"),
             )
     axes.axhline(0, color=FAINT, linewidth=1)
     axes.set_yscale("symlog", linthresh=1)
-    axes.set_yticks([0, 1, 3, 10, 30, 100], ["0", "1", "3", "10", "30", "100"])
+    axes.set_yticks([0, 0.5, 1, 3, 10, 30, 100], ["0", "0.5", "1", "3", "10", "30", "100"])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_xticks([1, 1.1, 1.2, 1.3, 1.4], [f"{x:g}{TIMES}" for x in (1, 1.1, 1.2, 1.3, 1.4)])
     axes.set_title(PANELS[share], fontsize=11, color=INK, weight="bold", pad=8)
-    axes.set_xlabel("served speed, mixed load, over stock dense vLLM (measured with Qwen2.5-7B)", fontsize=9, color=INK)
+    axes.set_xlabel("mixed load over stock dense vLLM, as served with Qwen2.5-7B in INT8", fontsize=9, color=INK)
     axes.grid(color="#e5e5e5")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_facecolor("none")
+
+
+def conditions() -> str:
+    """What the records say of the models."""
+    runs = report.read(RECORDS, MODEL)
+    trained, seeds = next(iter(runs.values()))["trained"], len(runs)
+    model = (
+        f"{trained['parameters'] / 1e6:.0f} M parameters, {trained['layers']} layers, {seeds} seed{'s' * (seeds > 1)}"
+    )
+    return f"{model}; speeds of a plan and of fewer layers in proportion to their weights"
 
 
 def draw(path: Path) -> None:
@@ -122,14 +134,15 @@ def draw(path: Path) -> None:
         box = {"boxstyle": "round,pad=0.015", "facecolor": "white", "edgecolor": "none", "zorder": -1}
         figure.patches.append(FancyBboxPatch((0.02, 0.035), 0.96, 0.93, transform=figure.transFigure, **box))
         figure.patch.set_alpha(0)
-        panels = [figure.add_axes((0.075 + 0.48 * i, 0.15, 0.42, 0.75)) for i in range(len(PANELS))]
+        panels = [figure.add_axes((0.075 + 0.48 * i, 0.2, 0.42, 0.7)) for i in range(len(PANELS))]
         for axes, share in zip(panels, PANELS, strict=True):
             panel(axes, share)
-        low = min(axes.get_ylim()[0] for axes in panels), max(axes.get_ylim()[1] for axes in panels)
+        losses = [point.loss for share in PANELS for point in points(share)]
         for axes in panels:
-            axes.set_ylim(*low)
+            axes.set(xlim=(1, 1.43), ylim=(min(*losses, 0) - 0.15, 1.6 * max(losses)))
         panels[0].set_ylabel("held-out perplexity over dense, INT8 (%)", color=INK)
-        panels[1].legend(frameon=False, fontsize=9, loc="upper left")
+        panels[1].legend(frameon=False, fontsize=9, loc="upper left", handletextpad=0.4)
+        figure.text(0.97, 0.055, conditions(), fontsize=9, color="#555555", ha="right")
         figure.savefig(path, metadata={"Date": None}, transparent=True)
 
 
