@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "results/accuracy"
 SCRIPTS = ROOT / "benchmarks/accuracy"
 PAGE = (ROOT / "docs/accuracy.md").read_text()
+WORDS = " ".join(PAGE.split())
 
 
 def tables_of(text: str) -> dict[str, set[str]]:
@@ -59,30 +62,38 @@ def test_the_page_quotes_the_tables() -> None:
 
 def test_the_page_says_in_words_what_the_records_say() -> None:
     """The sentences whose numbers stand in no table of the page."""
-    values = runpy.run_path(str(SCRIPTS / "report.py"))
-    read, against_dense = values["read"], values["values"]
-    small, large = read(RECORDS, "10m"), read(RECORDS, "100m")
+    report = runpy.run_path(str(SCRIPTS / "report.py"))
+    runs, smaller = report["read"](RECORDS, "30m"), report["read"](RECORDS, "30m-12")
+    matched, records = report["MATCHED"], runs[0]
 
-    def points(runs: Any, pattern: str, measure: str, steps: int = 0) -> list[float]:
-        return list(against_dense(runs, pattern, "sparsegpt", steps, measure))
+    def loss(key: str) -> float:
+        (found,) = report["values"](runs, key, "packages_perplexity")
+        return float(found)
 
-    assert [round(points(large, p, "exact_mean")[0], 1) for p in ("8:10", "6:8", "2:4")] == [-1.1, -0.7, -11.3]
-    assert "fall by 0.7\npoints at 6:8 and by 11.3 at 2:4" in PAGE
-    assert [round(points(large, p, "calibration_nats", 80)[0]) for p in ("6:8", "2:4")] == [20, 183]
-    assert "The large model: 20 and 183." in PAGE
-    losses = [large[0][f"6:8 {method} 0"] for method in ("sparsegpt", "wanda", "magnitude")]
-    assert f"({', '.join(format(r['set_loss_mean'], '.4f') for r in losses)} on the largest)" in PAGE
-    assert "({:.4f} and {:.4f} nats)".format(*(r["calibration_nats"] for r in losses[1:])) in PAGE
-    for measure, half_is_better in (("perplexity", lambda a, b: a < b), ("exact_mean", lambda a, b: a > b)):
-        pairs = zip(points(small, "4:6@50%", measure), points(small, "6:8", measure), strict=True)
-        assert [half_is_better(*pair) for pair in pairs] == [measure == "perplexity"] * 3
-    saved = []
-    for run in small.values():
-        dense = run["dense none 0"]["perplexity"]
-        for plan in (record for key, record in run.items() if key.startswith("plan ")):
-            uniform = run[f"{plan['rival']} sparsegpt 0"]["perplexity"]
-            saved.append(100 * (uniform - plan["perplexity"]) / (uniform - dense))
-    assert f"by {min(saved):.0f} to {max(saved):.0f} %, on every seed" in PAGE
+    saved = [1 - loss(f"{p} {matched} 0") / loss(f"{p} sparsegpt 0") for p in ("6:8", "4:6", "2:4")]
+    assert [round(100 * share) for share in saved] == [17, 18, 28]
+    assert "Matching takes 17, 18 and 28 % off SparseGPT's loss" in WORDS
+    recovered = [1 - loss(f"{p} {matched} 0.03") / loss(f"{p} {matched} 0") for p in ("2:4", "4:6", "6:8")]
+    assert [round(100 * share) for share in recovered] == [38, 20, -22]
+    assert "Recovery takes 38 % off the loss at 2:4 and 20 % at 4:6. At 6:8 it ends slightly above one shot." in WORDS
+    counted = [round(100 * records[f"6:8 {matched} {share}"]["exact"]["count"]) for share in (0, 0.03)]
+    assert f"counting falls from {counted[0]} to {counted[1]} %" in WORDS
+    speeds = report["served_speeds"]("mixed")
+    at = (1.2 - speeds["4:6"]) / (speeds["2:4"] - speeds["4:6"])
+    assert f"{(1 - at) * loss(f'4:6 {matched} 0') + at * loss(f'2:4 {matched} 0'):.1f}" == "2.3"
+    plan = records[f"plan@1.2 {matched} 0"]
+    chosen = Counter(plan["patterns"].values())
+    assert (chosen["2:4"], chosen["4:6"], chosen["dense"]) == (43, 28, 27)
+    foreseen = sum(d for (n, *_), p, d in records["sensitivities"]["damages"] if plan["patterns"][n] == p)
+    grown = math.log(plan["packages_perplexity"] / records["dense none 0"]["packages_perplexity"])
+    assert f"foresaw {foreseen:.4f} nats; the loss on held-out packages grew by {grown:.4f}" in WORDS
+    apart = smaller[0]["trained"]["loss"] - records["trained"]["loss"]
+    assert f"is {apart:.4f} nats higher, so {100 * math.expm1(apart):.1f} % of perplexity" in WORDS
+    corpus = json.loads((RECORDS / "corpus.json").read_text())
+    assert corpus["facts"] == records["trained"]["corpus"]
+    assert "17 whole packages are held out by a hash of their names (207 files, 1.8 MB), and 157 single files" in WORDS
+    assert [len(corpus["packages"][part]) for part in ("train", "packages")] == [344, 17]
+    assert all(about["licences"] for part in corpus["packages"].values() for about in part.values())
 
 
 def test_named_records_and_pictures_exist() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,18 @@ def test_most_of_a_mixed_step_is_dense_at_6_of_8() -> None:
         assert 1.05 < ours[6] / control[6] < 1.11  # forward, relative to it
 
 
-def test_the_picture_is_current(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"), [("speed", "1.17\N{MULTIPLICATION SIGN}"), ("loss", "patterns mixed by a plan")]
+)
+def test_pictures_are_current(name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
-    drawing = runpy.run_path(str(ROOT / "docs/figures/speed.py"))
-    drawing["draw"](tmp_path / "speed.svg")
-    texts = [
-        re.findall(r">([^<>\n]+)<", path.read_text())
-        for path in (drawing["FIGURES"] / "speed.svg", tmp_path / "speed.svg")
-    ]
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
+    drawing = runpy.run_path(str(ROOT / f"docs/figures/{name}.py"))
+    drawing["draw"](tmp_path / "drawn.svg")
+    paths = drawing["FIGURES"] / f"{name}.svg", tmp_path / "drawn.svg"
+    texts = [re.findall(r">([^<>\n]+)<", path.read_text()) for path in paths]
     assert texts[0] == texts[1]  # texts, not bytes: another matplotlib writes other bytes
-    assert "1.17\N{MULTIPLICATION SIGN}" in texts[0]
+    assert told in texts[0]
 
 
 # -- records -------------------------------------------------------------------------------------------------------

@@ -72,10 +72,11 @@ def test_linked_files_exist() -> None:
 
 def test_accuracy_figures_are_those_of_the_tables() -> None:
     tables = (ROOT / "results/accuracy/tables.md").read_text()
-    perplexity = tables[tables.index("11 M parameters: held-out") :]
-    for pattern, sparsegpt, magnitude in (("6:8", "3.5", "9"), ("4:6", "9", "25"), ("2:4", "51", "203")):
+    perplexity = tables[tables.index("30 M parameters: perplexity of held-out packages") :]
+    for pattern, matched, magnitude in (("6:8", "0.5", "2"), ("4:6", "1.3", "6"), ("2:4", "6.0", "31")):
         cells = next(line for line in perplexity.splitlines() if line.startswith(f"| {pattern} |")).split("|")
-        measured = {name: float(cells[i].split("±")[0]) for name, i in (("magnitude", 2), ("sparsegpt", 4))}
-        assert f"{measured['sparsegpt']:.{1 if '.' in sparsegpt else 0}f}" == sparsegpt
-        assert f"{measured['magnitude']:.0f}" == magnitude
-    assert "6:8 raises held-out perplexity by 3.5 %, 4:6 by 9 % and 2:4 by 51 %; by magnitude 9, 25 and 203 %" in README
+        assert (f"{float(cells[4]):.1f}", f"{float(cells[2]):.0f}") == (matched, magnitude)
+    plan = next(line for line in tables.splitlines() if line.startswith("| 1.200x | plan |")).split("|")
+    assert f"A plan at 1.2x loses {float(plan[3]):.2f} %" in README
+    assert "6:8 raises the perplexity of packages that it never saw by 0.5 %, 4:6 by 1.3 % and 2:4 by 6.0 %" in README
+    assert "by magnitude 2, 6 and 31 %" in README

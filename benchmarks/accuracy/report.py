@@ -8,27 +8,43 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from speeds import served_speeds
 
 from slidesparse.pattern import Pattern
 
-PATTERNS = ("14:16", "4:6@50%", "8:10", "6:8", "4:6", "2:4")
+PATTERNS = ("6:8", "4:6", "2:4")
 """In the order of their zeros."""
 
-METHODS = {
+MATCHED = "sparsegpt + match"
+COLUMNS = {
+    "magnitude": ("magnitude", 0),
+    "SparseGPT": ("sparsegpt", 0),
+    "matched": (MATCHED, 0),
+    "recovered, 1 %": (MATCHED, 0.01),
+    "recovered, 3 %": (MATCHED, 0.03),
+}
+"""Column -> method, and share of the budget for recovery."""
+
+ENCODER_METHODS = {
     "magnitude": ("magnitude", "#888888", "s"),
     "wanda": ("Wanda", "#0072b2", "o"),
     "sparsegpt": ("SparseGPT", "#d55e00", "^"),
 }
 """Method -> label, colour (told apart by colour-blind readers), marker."""
 
-NAMES = {"10m": "11 M parameters, three seeds", "100m": "102 M parameters, one seed"}
-GAINS = {"a 2:4 multiply twice as fast": Fraction(2), "Hopper: 1.6 times": Fraction(8, 5)}
+MODELS = {"30m": "30 M", "100m": "101 M"}
+SMALLER = ("30m-12", "30m-10")
+MEASURES = {
+    "packages_perplexity": "perplexity of held-out packages over dense, %",
+    "files_perplexity": "perplexity of held-out files over dense, %",
+    "exact_mean": "exact answers over dense, points",
+}
+TYPES = {"": "BF16", "int8": "INT8", "fp8": "FP8"}
 Record = dict[str, Any]
 Runs = dict[int, dict[str, Record]]
 """Seed -> key -> record."""
@@ -37,30 +53,35 @@ Runs = dict[int, dict[str, Record]]
 def read(folder: Path, model: str) -> Runs:
     runs: Runs = {}
     for path in sorted(folder.glob(f"{model}-*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            runs.setdefault(record["seed"], {})[record["key"]] = record
+        for record in lines(path):
+            if record["model"] == model:
+                runs.setdefault(record["seed"], {})[record["key"]] = record
     return runs
 
 
-def recovery_steps(runs: Runs) -> int:
-    return int(max(record.get("recovery_steps", 0) for run in runs.values() for record in run.values()))
+def lines(path: Path) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def values(runs: Runs, pattern: str, method: str, steps: int, measure: str) -> list[float]:
-    """One number a seed, against the dense model of the same seed and budget.
+def value(record: Record, measure: str, dtype: str = "") -> float:
+    """A record's measure, in floats or as served in a type."""
+    found: float = (record[dtype] if dtype else record)[measure]
+    return found
 
-    Perplexities as percent above it, shares as points above it, nats as thousandths above it.
+
+def values(
+    runs: Runs, key: str, measure: str, dtype: str = "", than: str = "", base: Runs | None = None
+) -> list[float]:
+    """One number a seed, against the dense model of the same seed, in floats or as served in the type ``than``.
+
+    Perplexities as percent above it, shares as points above it.
     """
     found = []
-    for run in runs.values():
-        record, dense = run.get(f"{pattern} {method} {steps}"), run[f"dense none {steps}"]
-        if record is not None:
-            one, other = record[measure], dense[measure]
-            if measure == "perplexity":
-                found.append(100 * (one / other - 1))
-            else:
-                found.append((1000 if measure == "calibration_nats" else 100) * (one - other))
+    for seed, run in runs.items():
+        dense = (base or runs)[seed]["dense none 0"]
+        if key in run:
+            one, other = value(run[key], measure, dtype), value(dense, measure, than)
+            found.append(100 * (one - other) if measure == "exact_mean" else 100 * (one / other - 1))
     return found
 
 
@@ -89,96 +110,127 @@ def dense_table(everything: dict[str, Runs]) -> str:
     rows = []
     for model, runs in everything.items():
         for seed, run in sorted(runs.items()):
-            trained, dense, more = run["trained"], run["dense none 0"], run[f"dense none {recovery_steps(runs)}"]
+            trained, dense = run["trained"], run.get("dense none 0")
+            judged = ["-"] * 5
+            if dense is not None:
+                judged = [
+                    f"{dense['packages_perplexity']:.3f}",
+                    f"{dense['packages_bits_per_byte']:.3f}",
+                    f"{trained['corpus']['xz_bits_per_byte']:.3f}",
+                    f"{dense['files_perplexity']:.3f}",
+                    f"{100 * dense['exact_mean']:.1f} %",
+                ]
             rows.append(
                 (
                     f"{model}, seed {seed}",
                     f"{trained['parameters'] / 1e6:.1f} M",
+                    f"{trained['layers']}",
                     f"{trained['tokens'] / 1e6:.0f} M",
-                    f"{dense['perplexity']:.3f}",
-                    f"{dense['bits_per_byte']:.3f}",
-                    f"{trained['corpus']['xz_bits_per_byte']:.3f}",
-                    f"{100 * dense['exact_mean']:.1f} %",
-                    f"{more['perplexity']:.3f}",
-                    f"{100 * more['exact_mean']:.1f} %",
+                    f"{trained['epochs']:g}",
+                    f"{trained['loss']:.4f}",
+                    *judged,
                 )
             )
-    head = ("model", "parameters", "tokens", "perplexity", "bits a byte", "xz -9", "exact", "trained on", "exact")
-    return table(head, rows)
+    head = (
+        "model",
+        "parameters",
+        "layers",
+        "tokens",
+        "text read",
+        "last batch, nats",
+        "held-out packages",
+        "bits a byte",
+    )
+    return table((*head, "xz -9", "held-out files", "exact"), rows)
 
 
-def pattern_table(runs: Runs, measure: str, digits: int) -> str:
-    steps = recovery_steps(runs)
-    head = [
-        "pattern",
-        *(label for label, *_ in METHODS.values()),
-        *(f"{label}, recovered" for label, *_ in METHODS.values()),
-    ]
+def columns_of(runs: Runs) -> dict[str, tuple[str, float]]:
+    """The columns that have a number."""
+    known = {key for run in runs.values() for key in run}
+    return {
+        name: (method, share)
+        for name, (method, share) in COLUMNS.items()
+        if any(f"{pattern} {method} {share}" in known for pattern in PATTERNS)
+    }
+
+
+def pattern_table(runs: Runs, measure: str) -> str:
+    """Rows of patterns, columns of methods and of recovery."""
+    digits, columns = 1 if measure == "exact_mean" else 2, columns_of(runs)
     rows = [
-        [pattern, *(cell(values(runs, pattern, method, s, measure), digits) for s in (0, steps) for method in METHODS)]
+        [
+            pattern,
+            *(cell(values(runs, f"{pattern} {method} {share}", measure), digits) for method, share in columns.values()),
+        ]
         for pattern in PATTERNS
     ]
-    return table(head, rows)
+    return table(["pattern", *columns], rows)
 
 
-def loss_table(everything: dict[str, Runs]) -> str:
-    """Calibration loss of 6:8 by method: mean of the sets' relative output errors, and nats a token of the model."""
+def served_table(runs: Runs) -> str:
+    """In floats and as served, one shot, matched, and recovered; and how fast that is served."""
+    head = ["pattern", *(f"{name}{more}" for more in ("", ", recovered") for name in TYPES.values())]
+    eight_bits = {dtype: served_speeds("mixed", dtype) for dtype in TYPES if dtype}
     rows = []
-    for model, runs in everything.items():
-        for seed, run in sorted(runs.items()):
-            records = [run[f"6:8 {method} 0"] for method in METHODS]
-            rows.append(
-                [
-                    f"{model}, seed {seed}",
-                    *(f"{r['set_loss_mean']:.4f}" for r in records),
-                    f"{run['dense none 0']['calibration_nats']:.4f}",
-                ]
-                + [f"{r['calibration_nats']:.4f}" for r in records]
-            )
-    labels = [label for label, *_ in METHODS.values()]
-    return table(["model", *(f"{x}, sets" for x in labels), "dense, nats", *(f"{x}, nats" for x in labels)], rows)
+    for pattern in ("dense", *PATTERNS):
+        keys = [f"{pattern} {MATCHED} {share}" for share in (0, 0.03)] if pattern != "dense" else ["dense none 0"]
+        cells = [cell(values(runs, key, "packages_perplexity", dtype), 2) for key in keys for dtype in TYPES]
+        speeds = [f"{found[pattern]:.3f}x" for found in eight_bits.values()]
+        rows.append([pattern, *cells, *(["-"] * (2 * len(TYPES) - len(cells))), *speeds])
+    return table([*head, *(f"speed, {TYPES[dtype]}" for dtype in eight_bits)], rows)
 
 
-def plan_table(runs: Runs) -> str:
+def rivals(runs: Runs) -> Iterator[tuple[str, str, float]]:
+    """What competes for a speed: a name, the key without the share of recovery, and the served speed over stock."""
+    speeds, first = served_speeds("mixed"), next(iter(runs.values()))
+    yield from ((pattern, f"{pattern} {MATCHED}", speeds[pattern]) for pattern in PATTERNS)
+    for key in (key.removesuffix(" 0") for key in first if key.startswith("plan@") and key.endswith(" 0")):
+        yield "plan", key, float(key.split()[0].removeprefix("plan@"))
+    layers = first["trained"]["layers"]
+    for key in (key.removesuffix(" 0") for key in first if key.endswith("left-out 0")):
+        count = int(key.split("-")[0])
+        name = f"{count} of {layers} layers left out"
+        yield name, key, layers / (layers - count)
+
+
+def smaller(folder: Path, runs: Runs, dtype: str = "") -> Iterator[tuple[str, float, list[float]]]:
+    """Smaller dense models trained alike: name, speed, percent of perplexity."""
+    layers = next(iter(runs.values()))["trained"]["layers"]
+    for model in SMALLER:
+        found = read(folder, model)
+        for run in (run for run in found.values() if "dense none 0" in run):
+            trained = run["trained"]
+            loss = values(found, "dense none 0", "packages_perplexity", dtype, dtype, runs)
+            yield f"trained with {trained['layers']} layers", layers / trained["layers"], loss
+
+
+def speed_table(folder: Path, runs: Runs) -> str:
+    """Loss at a served speed: patterns, plans, depth pruning, smaller dense models."""
+    shares = [share for name, (_, share) in columns_of(runs).items() if share]
+    measures = {"packages_perplexity": ("perplexity, %", 2), "exact_mean": ("exact, points", 1)}
     rows = []
-    keys = [key for key in next(iter(runs.values())) if key.startswith("plan ")]
-    for key in keys:
-        plans = [run[key] for run in runs.values() if key in run]
-        dense = [run["dense none 0"]["perplexity"] for run in runs.values()]
-        rivals = [run[f"{plan['rival']} sparsegpt 0"] for run, plan in zip(runs.values(), plans, strict=True)]
-        rows.append(
-            (
-                f"{plans[0]['rival']}",
-                f"{plans[0]['mma_gain']:g}",
-                f"{plans[0]['rival_speedup']:.3f}x",
-                cell([100 * (r["perplexity"] / d - 1) for r, d in zip(rivals, dense, strict=True)], 2),
-                cell([100 * (p["perplexity"] / d - 1) for p, d in zip(plans, dense, strict=True)], 2),
-                cell([100 * (p["exact_mean"] - r["exact_mean"]) for p, r in zip(plans, rivals, strict=True)], 1),
-            )
-        )
-    head = (
-        "uniform",
-        "2:4 gain",
-        "modelled speed",
-        "uniform: perplexity, %",
-        "plan: perplexity, %",
-        "plan's accuracy, points above",
-    )
-    return table(head, rows)
-
-
-def frontier_table(runs: Runs) -> str:
-    first = next(iter(runs.values()))
-    records = [r for r in first.values() if r.get("method") == "sparsegpt" and r.get("recovery_steps") == 0]
-    rows = []
-    for record in sorted(records, key=lambda r: Pattern.parse(r["pattern"]).ideal_speedup):
-        pattern = Pattern.parse(record["pattern"])
-        speeds = [f"{float(pattern.speedup(gain)):.3f}x" for gain in GAINS.values()]
-        found = [
-            cell(values(runs, str(pattern), "sparsegpt", 0, m), d) for m, d in (("perplexity", 2), ("exact_mean", 1))
+    for name, key, speed in rivals(runs):
+        cells = [
+            cell(values(runs, f"{key} {share}", measure), digits)
+            for measure, (_, digits) in measures.items()
+            for share in (0, *shares)
         ]
-        rows.append([str(pattern), f"{float(pattern.sparsity):.3f}", *speeds, *found])
-    return table(("pattern", "zeros", "speed at 2x", "speed at 1.6x", "perplexity, %", "exact, points"), rows)
+        rows.append((speed, [name, *cells]))
+    empty = ["-"] * (2 * len(shares) + 1)
+    rows += [(speed, [name, cell(loss, 2), *empty]) for name, speed, loss in smaller(folder, runs)]
+    more = ["", *(f" recovered by {share:.0%}".replace("%", " %") for share in shares)]
+    head = [f"{label}{',' * bool(after)}{after}" for label, _ in measures.values() for after in more]
+    return table(["speed", "what", *head], [[f"{s:.3f}x", *row] for s, row in sorted(rows, key=lambda row: row[0])])
+
+
+def layer_table(runs: Runs) -> str:
+    """Which layers depth pruning leaves out, and what their influence is."""
+    rows = [
+        [f"seed {seed}", " ".join(f"{value:.3f}" for value in record["influence"])]
+        for seed, run in sorted(runs.items())
+        for record in [next(r for key, r in run.items() if "left-out" in key)]
+    ]
+    return table(["model", "1 - cosine of each layer"], rows)
 
 
 def encoder_table(records: list[Record]) -> str:
@@ -186,12 +238,14 @@ def encoder_table(records: list[Record]) -> str:
     rows = []
     for pattern in sorted(patterns, key=lambda text: Pattern.parse(text).sparsity):
         here = [record for record in records if record["pattern"] == pattern]
-        by_method = {method: [r for r in here if r["method"] == method] for method in METHODS}
+        by_method = {method: [r for r in here if r["method"] == method] for method in ENCODER_METHODS}
         cells = [
-            cell([r[name] for r in by_method[m]], 3, "") for name in ("cosine", "rank_correlation") for m in METHODS
+            cell([r[name] for r in by_method[m]], 3, "")
+            for name in ("cosine", "rank_correlation")
+            for m in ENCODER_METHODS
         ]
         rows.append([pattern, f"{here[0]['zeros']:.3f}", *cells])
-    labels = [label for label, *_ in METHODS.values()]
+    labels = [label for label, *_ in ENCODER_METHODS.values()]
     return table(["pattern", "zeros", *(f"cosine, {x}" for x in labels), *(f"Spearman, {x}" for x in labels)], rows)
 
 
@@ -222,113 +276,45 @@ def plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-MEASURES = {
-    "perplexity": "held-out perplexity over dense (%)",
-    "calibration_nats": "training-like text: loss over dense (0.001 nats)",
-    "exact_mean": "exact answers over dense (points)",
+STYLES = {
+    "magnitude": ("#888888", "s", "-"),
+    "SparseGPT": ("#d55e00", "^", "-"),
+    "matched": ("#0072b2", "o", "-"),
+    "recovered, 1 %": ("#009e73", "v", "--"),
+    "recovered, 3 %": ("#009e73", "D", "-"),
 }
-
-LIMITS = {"perplexity": (-5, 400), "calibration_nats": (-0.5, 2000)}
 
 
 def curve(everything: dict[str, Runs], path: Path) -> None:
-    """Every measure by pattern; one shot filled, recovered hollow; lines join uniform patterns only."""
-    figure = Figure(figsize=(14, 4.4 * len(everything)), layout="constrained")
+    """Every measure by pattern, one shot and recovered."""
+    figure = Figure(figsize=(13.5, 4.4 * len(everything)), layout="constrained")
     grid = figure.subplots(len(everything), len(MEASURES), squeeze=False)
     for (model, runs), row in zip(everything.items(), grid, strict=True):
         for axes, (measure, label) in zip(row, MEASURES.items(), strict=True):
-            for offset, method in zip((-0.15, 0, 0.15), METHODS, strict=True):
-                for steps in (0, recovery_steps(runs)):
-                    draw_method(axes, runs, method, steps, measure, offset)
+            lowest = []
+            for offset, (name, (method, share)) in zip((-0.2, -0.1, 0, 0.1, 0.2), COLUMNS.items(), strict=True):
+                points = [
+                    (i + offset, *spread(found))
+                    for i, pattern in enumerate(PATTERNS)
+                    if (found := values(runs, f"{pattern} {method} {share}", measure))
+                ]
+                if points:
+                    x, y, deviation = zip(*points, strict=True)
+                    lowest.append(min(y))
+                    colour, marker, line = STYLES[name]
+                    style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "capsize": 3}
+                    axes.errorbar(x, y, deviation, label=name, linewidth=1.2, **style)
             axes.set_xticks(range(len(PATTERNS)), PATTERNS)
             axes.axhline(0, color="#555555", linewidth=1)
-            if measure in LIMITS:
+            if measure != "exact_mean":
                 axes.set_yscale("symlog", linthresh=1)
-                axes.set_ylim(*LIMITS[measure])
-                axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(ylabel=label, title=NAMES[model])
+                axes.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
+                axes.set_ylim(top=1.5 * axes.get_ylim()[1], bottom=min(0.0, min(lowest)) - 0.1)
+            seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+            axes.set(ylabel=label, title=f"{MODELS[model]} parameters, {seeds}")
             plain(axes)
-        row[-1].legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=130)
-
-
-def draw_method(axes: Any, runs: Runs, method: str, steps: int, measure: str, offset: float) -> None:
-    label, colour, marker = METHODS[method]
-    style: dict[str, Any] = {
-        "color": colour,
-        "marker": marker,
-        "markersize": 5,
-        "markerfacecolor": "white" if steps else colour,
-        "linewidth": 1.2,
-        "capsize": 3,
-    }
-    found = {pattern: values(runs, pattern, method, steps, measure) for pattern in PATTERNS}
-    for uniform in (True, False):
-        points = [
-            (i + offset, *spread(found[pattern]))
-            for i, pattern in enumerate(PATTERNS)
-            if found[pattern] and Pattern.parse(pattern).is_uniform == uniform
-        ]
-        if points:
-            x, y, deviation = zip(*points, strict=True)
-            line = "none" if not uniform else "--" if steps else "-"
-            name = f"{label}, {'recovered' if steps else 'one shot'}" if uniform else None
-            axes.errorbar(x, y, deviation, linestyle=line, label=name, **style)
-
-
-def frontier(runs: Runs, path: Path) -> None:
-    """What SparseGPT leaves, against the modelled speed of the matrix products."""
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    first = next(iter(runs.values()))
-    one_shot = [r for r in first.values() if r.get("method") == "sparsegpt" and r.get("recovery_steps") == 0]
-    for axes, (name, gain) in zip(figure.subplots(1, 2, sharey=True), GAINS.items(), strict=True):
-        for uniform, label, colour, marker in (
-            (True, "uniform pattern", "#d55e00", "^"),
-            (False, "pattern on a share of the columns", "#0072b2", "o"),
-        ):
-            patterns = [Pattern.parse(r["pattern"]) for r in one_shot]
-            points = sorted(
-                (float(p.speedup(gain)), *spread(values(runs, str(p), "sparsegpt", 0, "perplexity")), str(p))
-                for p in patterns
-                if p.is_uniform == uniform
-            )
-            x, y, deviation, names = zip(*points, strict=True)
-            line = "-" if uniform else "none"
-            axes.errorbar(x, y, deviation, color=colour, marker=marker, linestyle=line, capsize=3, label=label)
-            # Shares lie above the uniform patterns where 2:4 is twice as fast, and below them on Hopper.
-            for at, height, text in zip(x, y, names, strict=True):
-                right = uniform == (gain == 2) and not text.startswith("2:4@")
-                axes.annotate(
-                    text,
-                    (at, height),
-                    xytext=(7, -9) if right else (-7, 3),
-                    textcoords="offset points",
-                    fontsize=8,
-                    ha="left" if right else "right",
-                    color=colour,
-                )
-        for number, plan in enumerate(r for r in first.values() if r.get("mma_gain") == float(gain)):
-            dense = {seed: run["dense none 0"]["perplexity"] for seed, run in runs.items()}
-            found = [100 * (run[plan["key"]]["perplexity"] / dense[seed] - 1) for seed, run in runs.items()]
-            axes.errorbar(
-                plan["speedup"],
-                *spread(found),
-                color="black",
-                marker="*",
-                markersize=11,
-                capsize=3,
-                linestyle="none",
-                label=None if number else "chosen by slidesparse plan",
-            )
-        axes.axhline(0, color="#555555", linewidth=1)
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
-        axes.set(title=name, xlabel="modelled speed of the matrix products over dense")
-        axes.margins(x=0.2)
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
-        plain(axes)
-    figure.axes[0].set_ylabel("held-out perplexity over dense (%)")
-    figure.savefig(path, dpi=130)
+        row[0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=110)
 
 
 def encoder_plot(records: list[Record], path: Path) -> None:
@@ -340,7 +326,7 @@ def encoder_plot(records: list[Record], path: Path) -> None:
             -spread([r["cosine"] for r in records if r["pattern"] == text and r["method"] == "sparsegpt"])[0]
         ),
     )
-    for method, (label, colour, marker) in METHODS.items():
+    for method, (label, colour, marker) in ENCODER_METHODS.items():
         found = [[r["cosine"] for r in records if r["pattern"] == p and r["method"] == method] for p in order]
         mean, deviation = zip(*map(spread, found), strict=True)
         axes.errorbar(
@@ -353,26 +339,19 @@ def encoder_plot(records: list[Record], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def lines(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def tables(folder: Path) -> str:
     """All tables as Markdown."""
-    small, large = read(folder, "10m"), read(folder, "100m")
-    sections = {"The trained models (10m-*.jsonl, 100m-0.jsonl)": dense_table({"10m": small, "100m": large})}
-    titles = {
-        "perplexity": "held-out perplexity over dense, %",
-        "calibration_nats": "loss on training-like text over dense, thousandths of a nat",
-        "exact_mean": "exact answers over dense, points",
-    }
-    for name, runs, files in (("11 M", small, "10m-*.jsonl"), ("102 M", large, "100m-0.jsonl")):
-        for measure, title in titles.items():
-            digits = 2 if measure == "perplexity" else 1
-            sections[f"{name} parameters: {title} ({files})"] = pattern_table(runs, measure, digits)
-    sections["Calibration loss at 6:8 (10m-*.jsonl, 100m-0.jsonl)"] = loss_table({"10m": small, "100m": large})
-    sections["11 M parameters: the frontier, SparseGPT, one shot (10m-*.jsonl)"] = frontier_table(small)
-    sections["Plans against uniform patterns of the same modelled speed (10m-*.jsonl)"] = plan_table(small)
+    everything = {model: runs for model in (*MODELS, *SMALLER) if (runs := read(folder, model))}
+    sections = {"The trained models": dense_table(everything)}
+    for model in (model for model in MODELS if model in everything):
+        runs, files = everything[model], f"{model}-*.jsonl"
+        for measure, title in MEASURES.items():
+            sections[f"{MODELS[model]} parameters: {title} ({files})"] = pattern_table(runs, measure)
+        sections[f"{MODELS[model]} parameters as served: {MEASURES['packages_perplexity']} ({files})"] = served_table(
+            runs
+        )
+        sections[f"{MODELS[model]} parameters at a served speed ({files})"] = speed_table(folder, runs)
+        sections[f"{MODELS[model]} parameters: influence of layers ({files})"] = layer_table(runs)
     sections["The encoder (encoder.jsonl)"] = encoder_table(lines(folder / "encoder.jsonl"))
     sections["The encoder, matched (encoder-matched.jsonl)"] = matching_table(lines(folder / "encoder-matched.jsonl"))
     sections["A layer of 7B shape (layer-time.jsonl)"] = time_table(lines(folder / "layer-time.jsonl"))
@@ -385,8 +364,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="with the records; tables and plots go there too")
     folder: Path = parser.parse_args().folder
     (folder / "tables.md").write_text(tables(folder))
-    curve({model: read(folder, model) for model in NAMES}, folder / "curve.png")
-    frontier(read(folder, "10m"), folder / "frontier.png")
+    curve({model: runs for model in MODELS if (runs := read(folder, model))}, folder / "curve.png")
     encoder_plot(lines(folder / "encoder.jsonl"), folder / "encoder.png")
 
 

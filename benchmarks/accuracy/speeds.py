@@ -9,15 +9,16 @@ from statistics import mean
 from slidesparse.models.choose_patterns import PlanSet
 from slidesparse.pattern import Pattern
 
-RECORDS = Path(__file__).parents[2] / "results/h200/serve/qwen2.5-7b-int8.jsonl"
+RECORDS = Path(__file__).parents[2] / "results/h200/serve"
 ENGINES = {"control": "dense", "6:8": "6:8", "4:6": "4:6", "2:4": "2:4"}
 """Engine of the records -> pattern of all its layers; the control is the plugin with nothing pruned."""
 
 
-def served_speeds(workload: str, records: Path = RECORDS) -> dict[str, float]:
-    """Pattern -> requests in a second over those of stock vLLM."""
+def served_speeds(workload: str, dtype: str = "int8") -> dict[str, float]:
+    """Pattern -> requests in a second over those of stock vLLM, both with weights of a type."""
     seconds: dict[str, list[float]] = {}
-    for record in map(json.loads, records.read_text().splitlines()):
+    records = (RECORDS / f"qwen2.5-7b-{dtype}.jsonl").read_text()
+    for record in map(json.loads, records.splitlines()):
         if record["workload"]["name"] == workload and record["key"]["graphs"] is None and record["seconds"]:
             seconds.setdefault(record["key"]["engine"], []).append(mean(record["seconds"]))
     stock = mean(seconds["stock"] + seconds["stock again"])
@@ -27,7 +28,7 @@ def served_speeds(workload: str, records: Path = RECORDS) -> dict[str, float]:
 class ServedTime:
     """The time of a step if each linear takes the share of it that its weights have, at its pattern's served speed."""
 
-    name, rest = "mixed load", 0.0
+    name, rest, rest_before = "mixed load", 0.0, 0.0
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = speeds

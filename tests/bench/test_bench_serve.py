@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,13 @@ from slidesparse.bench.serve import run
 from slidesparse.bench.serve_load import FULL, MIXED, QUICK
 from slidesparse.bench.serve_measured import Measured
 from slidesparse.bench.serve_options import ServeOptions
-from slidesparse.bench.serve_plan import ServeProfile, adapt
+from slidesparse.bench.serve_plan import ServeProfile, adapt, served_plan
+from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.pattern import DENSE
 from slidesparse.records import Machine
 from slidesparse.served_figures import Latency, Power
 from slidesparse.served_records import (
@@ -33,6 +37,7 @@ from slidesparse.served_records import (
     read,
     to_line,
 )
+from slidesparse.support import check_pattern
 
 MACHINE = Machine("Pretend", "9.0", None, 1.0, 1.0, "2", None, None, None, "0.22.1", "0", None)
 SECONDS = {"dense": 4.0, "6:8": 2.0, "2:4": 1.0}
@@ -76,9 +81,11 @@ class Pretender:
         Pretender.stopped += 1
 
 
-def write_nothing(folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Any, device: object) -> None:
+def write_nothing(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Any, device: object, layers: Mapping[str, Any]
+) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern)}))
+    (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
 
 
 @pytest.fixture
@@ -120,6 +127,54 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     assert control.folder == sparse.folder  # the densest pattern's
     assert {options.share for options in Pretender.started} == {0.9}
     assert Pretender.stopped == 5
+
+
+def plan_file(path: Path, layers: int = 28) -> Path:
+    """Qwen2.5-7B, half of its MLPs at 2:4 and all else dense."""
+    leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    chosen = {
+        f"model.layers.{i}.{leaf}": "2:4" if "mlp" in leaf and i % 2 else "dense"
+        for i in range(layers)
+        for leaf in leaves
+    }
+    path.write_text(json.dumps({"version": 1, "method": "sparsegpt", "layers": chosen}))
+    return path
+
+
+def test_a_plan_is_served_as_an_engine_of_its_own(pretend: None, tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "plan.json")
+    profile = adapt(quick=True, dtypes=["int8"], patterns=["6:8"], plan=plan, engines=["stock", "plan"])
+    run(profile, tmp_path / "r.jsonl", tmp_path / "scratch")
+    records = read(ServeRecord, [tmp_path / "r.jsonl"])
+    assert engines(records) == ["stock", "plan"]
+    made = Pretender.started[1]
+    assert (made.plugin, made.additional) == (True, {"slidesparse": {"backend": "auto"}})
+    assert json.loads((made.folder / "config.json").read_text()) == {"pattern": "2:4", "exceptions": 28 * 7 - 14 * 3}
+    assert records[-1].key.pattern == profile.plan.name  # type: ignore[union-attr]
+    assert made.folder.name == f"Qwen2.5-7B-28-int8-{records[-1].key.pattern.replace(' ', '-')}"
+    other = adapt(plan=plan_file(tmp_path / "other.json", 2), layers=2)
+    assert other.plan != profile.plan
+    with pytest.raises(
+        InputError, match=r"--plan; got a plan that differs at model.layers.10.* needed one of Qwen2.5-7"
+    ):
+        adapt(plan=tmp_path / "other.json")
+
+
+def test_a_checkpoint_of_a_plan_follows_it(tmp_path: Path) -> None:
+    config = model_config("Qwen2.5-7B", 2) | {"hidden_size": 96, "intermediate_size": 48, "vocab_size": 8}
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    plan = served_plan(plan_file(tmp_path / "plan.json", 2))
+    assert plan is not None
+    write_checkpoint(tmp_path / "made", config, torch.int8, plan.common, torch.device("cpu"), plan.exceptions)
+    made = Checkpoint(tmp_path / "made")
+    marker = Marker.require(made.config, made.path)
+    for name, pattern in plan.layers.items():
+        weight = made.tensor(f"{name}.weight")
+        assert marker.pattern_of(name) == pattern
+        if pattern == DENSE:
+            assert float((weight == 0).float().mean()) < 0.2
+        else:
+            check_pattern(weight, pattern)
 
 
 def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import PlanOptions, plan_checkpoint, read_plan
+from slidesparse.commands.plan import PlanOptions, describe, plan_checkpoint, read_plan
 from slidesparse.commands.sensitivity_file import opened_measurements
+from slidesparse.commands.step_time import LayerTimes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
 from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import (
     Multiplies,
@@ -35,7 +37,7 @@ from slidesparse.models.choose_patterns import (
     modelled_bytes,
     modelled_cost,
 )
-from slidesparse.models.sensitivity import Sensitivity, measure_sensitivities
+from slidesparse.models.sensitivity import Sensitivity, damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
@@ -277,6 +279,63 @@ def test_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reverse_letters(source)
     with pytest.raises(CheckpointError, match="was measured on another model, text or method"):
         plan_checkpoint(source, folder / "plan.json", options(source))
+
+
+def test_the_damage_of_the_whole(source: Path) -> None:
+    """Of one pruned set it is that set's; of all together it is another than the sum."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    linears, pruner, two_of_four = find_targets(model).linears, get_pruner("wanda"), Pattern.parse("2:4")
+    groups = sets_to_prune(model, linears, dict.fromkeys(linears, two_of_four), pruner, run_once(model))
+    torch.manual_seed(0)
+    texts = ([{"input_ids": torch.randint(3, 70, (4, 16))}], [{"input_ids": torch.randint(3, 70, (2, 16))}])
+    single = list(measure_sensitivities(model, groups, [two_of_four], pruner, *texts))
+    for one in (single[0], single[-1]):
+        patterns = {name: two_of_four if name in one.names else DENSE for name in linears}
+        assert damage_together(model, groups, patterns, pruner, *texts) == pytest.approx(one.damage, rel=1e-3)
+        model.load_state_dict(before)
+    whole = damage_together(model, groups, dict.fromkeys(linears, two_of_four), pruner, *texts)
+    assert whole != pytest.approx(sum(one.damage for one in single), rel=0.01)
+    for linear in linears.values():
+        check_pattern(linear.weight.detach(), two_of_four)
+
+
+def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2:4 takes half of dense's time, 8:10 all of it, and nothing else was measured."""
+
+    def measured(_: LayerTimes, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
+        share = {"2:4": 0.5, "8:10": 1.0}.get(str(pattern))
+        us = {} if share is None else {"dense": (1e3, 1e5), "hopper": (1e3 * share, 1e5 * share)}
+        return MeasuredLayer(LayerSpeed("fp8", out, columns, (1, 100), us)) if us else None
+
+    monkeypatch.setattr(LayerTimes, "_look_up", measured)
+    loads, out = ("prefill:100", "decode:1"), source.parent / "plan.json"
+    wanted = options(source, target=Target(speedup=1.3), at=loads, dtype="fp8")
+    plan = plan_checkpoint(source, out, wanted)
+    assert set(map(str, plan.patterns.values())) == {"dense", "2:4"}
+    assert set(plan.speedups) == set(loads)
+    assert plan.speedup >= 1.3
+    stored, words = json.loads(out.read_text()), describe(plan, wanted, out)
+    assert stored["modelled"]["speedups"] == plan.speedups
+    assert f"nats a token, measured with all of it pruned {stored['modelled']['damage_together']:.4f}\n" in words
+    assert (stored["at"], stored["dtype"], "mma_gain" in stored) == (list(loads), "fp8", False)
+    assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
+    assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
+    assert "--dtype fp8" in words
+
+
+def test_loads_without_times(source: Path) -> None:
+    """The layers of the model are smaller than any that was measured."""
+    out = source.parent / "plan.json"
+    with pytest.raises(
+        UnsupportedError, match=r"no times of these layers; got int8, 8:10, .*; measure them with slide"
+    ):
+        plan_checkpoint(source, out, options(source, at=("mixed",)))
+    with pytest.raises(InputError, match="load of a plan; got 'mix'"):
+        plan_checkpoint(source, out, options(source, at=("mix",)))
+    with pytest.raises(InputError, match="got --at without --speedup"):
+        options(source, at=("mixed",), target=Target(sparsity=0.2))
+    assert not list(source.parent.glob("plan*"))
 
 
 @pytest.mark.parametrize(

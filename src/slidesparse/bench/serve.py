@@ -271,7 +271,7 @@ def _record(record: ServeRecord, workload: Workload, rate: float | None, measure
 
 def _options(run_: _Run, key: EngineKey) -> ServeOptions:
     """Write an engine's checkpoint, unless it is there already, and say how to serve it."""
-    folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key))
+    folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key), run_.profile.plan)
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if key.dtype == "bf16" and key.backend else {}
     if key.graphs is not None:
         arguments["compilation_config"] = {"max_cudagraph_capture_size": key.graphs}

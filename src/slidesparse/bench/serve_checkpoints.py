@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from slidesparse.bench.serve_plan import DTYPES, ServeProfile
+from slidesparse.bench.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import Pattern
@@ -41,7 +41,7 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern share it."""
-    return scratch / f"{key.model}-{key.layers}-{key.dtype}-{key.pattern.replace(':', 'of')}"
+    return scratch / f"{key.model}-{key.layers}-{key.dtype}-{key.pattern.replace(':', 'of').replace(' ', '-')}"
 
 
 def checkpoint_bytes(key: EngineKey) -> int:
@@ -81,13 +81,15 @@ def require_space(scratch: Path, keys: Sequence[EngineKey], removable: Sequence[
         )
 
 
-def ready_checkpoint(scratch: Path, key: EngineKey, removable: Sequence[EngineKey]) -> Path:
+def ready_checkpoint(
+    scratch: Path, key: EngineKey, removable: Sequence[EngineKey], plan: ServedPlan | None = None
+) -> Path:
     """An engine's checkpoint, written unless it is there; those of other models and types are removed before."""
     folder = checkpoint_folder(scratch, key)
     if not folder.exists():
         for other in removable:
             shutil.rmtree(checkpoint_folder(scratch, other), ignore_errors=True)
-        _write(folder, key)
+        _write(folder, key, plan if key.engine == PLAN else None)
     return folder
 
 
@@ -102,12 +104,13 @@ def removable(profile: ServeProfile, key: EngineKey) -> list[EngineKey]:
     ]
 
 
-def _write(folder: Path, key: EngineKey) -> None:
+def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
     """All of it or nothing: a run may be stopped meanwhile."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(key.model, key.layers)
-    write_checkpoint(partial, config, parse_dtype(key.dtype), Pattern.parse(key.pattern), device)
+    common, layers = (Pattern.parse(key.pattern), {}) if plan is None else (plan.common, plan.exceptions)
+    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers)
     torch.cuda.empty_cache()
     partial.rename(folder)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import select
 from slidesparse.bench.serve_load import FULL, QUICK, soak
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
+from slidesparse.commands.plan import read_plan
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
 
@@ -22,6 +27,47 @@ DTYPES = ("int8", "fp8", "bf16")
 AUTO_HTTP, ON, OFF = "auto", "on", "off"
 HTTP = (AUTO_HTTP, ON, OFF)
 """Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
+
+
+PLAN = "plan"
+"""The engine of a plan."""
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """A plan that is served.
+
+    Attributes:
+        common: The most frequent pattern but dense.
+        layers: Linear -> pattern, of all linears.
+    """
+
+    common: Pattern
+    layers: Mapping[str, Pattern]
+
+    @property
+    def exceptions(self) -> dict[str, Pattern]:
+        """Linear -> pattern, where it is not the common one."""
+        return {name: pattern for name, pattern in self.layers.items() if pattern != self.common}
+
+    @property
+    def name(self) -> str:
+        """``plan`` and a digest, in the place of a pattern."""
+        text = json.dumps({name: str(pattern) for name, pattern in sorted(self.layers.items())})
+        return f"{PLAN} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def served_plan(path: Path | None) -> ServedPlan | None:
+    """Read the plan to serve.
+
+    Raises:
+        InputError: The file is no plan.
+    """
+    if path is None:
+        return None
+    layers = {name: Pattern.parse(text) for name, text in read_plan(path).layers.items()}
+    pruned = Counter(pattern for pattern in layers.values() if pattern != DENSE)
+    return ServedPlan(max(pruned, key=pruned.__getitem__, default=DENSE), layers)
 
 
 @dataclass(frozen=True)
@@ -41,6 +87,7 @@ class ServeProfile:
         timeline: Steps of the mixed load to profile, in place of the workloads; None: measure.
         budget_s: No engine is started that would end later; None: no limit.
         http: One of :data:`HTTP`.
+        plan: A file of ``slidesparse plan``, whose mixture of patterns gets an engine; None: no such engine.
     """
 
     models: tuple[str, ...] = ("Qwen2.5-7B",)
@@ -55,6 +102,7 @@ class ServeProfile:
     timeline: int | None = None
     budget_s: float | None = None
     http: str = AUTO_HTTP
+    plan: ServedPlan | None = None
 
     def keys(self, model: str, dtype: str) -> list[EngineKey]:
         """The engines of a model and type, in the order in which they run."""
@@ -71,6 +119,8 @@ class ServeProfile:
             for pattern in self.patterns:
                 label = pattern if backend == AUTO else f"{pattern} {backend}"
                 keys.append(key(label, pattern, backend, self.graphs))
+        if self.plan is not None:
+            keys.append(key(PLAN, self.plan.name, AUTO, self.graphs))
         keys.append(key(AGAIN, DENSE_VARIANT, "", None))
         if self.graphs is not None:
             keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE_VARIANT, "", self.graphs))
@@ -93,6 +143,7 @@ def adapt(
     workloads: Sequence[str] | None = None,
     soak_s: float | None = None,
     http: str = AUTO_HTTP,
+    plan: Path | None = None,
 ) -> ServeProfile:
     """A profile with a user's choices.
 
@@ -123,13 +174,31 @@ def adapt(
         timeline=timeline,
         budget_s=budget_s,
         http=http,
+        plan=served_plan(plan),
     )
     mixtures = [name for name in profile.models if ARCHITECTURES[name].mixture is not None]
     if mixtures and "bf16" in profile.dtypes:
         raise InputError(f"bf16 of {mixtures[0]}", got="experts that nothing packs", needed="int8 or fp8")
+    if profile.plan is not None:
+        for model in profile.models:
+            _require_names(profile.plan, model, layers)
     known = {key.engine for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
     return dataclasses.replace(profile, engines=chosen)
+
+
+def _require_names(plan: ServedPlan, model: str, layers: int | None) -> None:
+    """Refuse a plan of another model.
+
+    Raises:
+        InputError: Naming a linear.
+    """
+    attention, mlp = (f"self_attn.{x}_proj" for x in "qkvo"), (f"mlp.{x}_proj" for x in ("gate", "up", "down"))
+    count = layers or ARCHITECTURES[model].layers
+    known = {f"model.layers.{i}.{leaf}" for leaf in (*attention, *mlp) for i in range(count)}
+    odd = sorted(known ^ set(plan.layers))
+    if odd:
+        raise InputError("--plan", got=f"a plan that differs at {odd[0]}", needed=f"one of {model}, {count} layers")
 
 
 def _workloads(quick: bool, names: Sequence[str] | None, soak_s: float | None) -> tuple[Workload, ...]:

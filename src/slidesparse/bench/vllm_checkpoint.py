@@ -7,6 +7,7 @@ usual power: dummy weights near zero raise the clocks. The pruned checkpoints ar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,12 @@ def _mixture_config(mixture: Mixture | None) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Pattern, device: torch.device
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    pattern: Pattern,
+    device: torch.device,
+    layers: Mapping[str, Pattern] | None = None,
 ) -> None:
     """Write a checkpoint that vLLM loads, the same weights on every call.
 
@@ -143,9 +149,11 @@ def write_checkpoint(
         dtype: torch.int8, torch.float8_e4m3fn, or torch.bfloat16 for one that is not quantised.
         pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
         device: Device on which the weights are drawn.
+        layers: Linear -> pattern, where it is not the common one.
     """
     folder.mkdir(parents=True)
-    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0))
+    exceptions = layers or {}
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions)
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
@@ -165,7 +173,7 @@ def write_checkpoint(
     if pattern != DENSE:
         leaves = ("gate_proj", "up_proj", "down_proj")
         treated = {f"{mixture}.experts.*.{leaf}": pattern for mixture in mixtures for leaf in leaves}
-        extra[MARKER_KEY] = Marker(pattern, tuple(alone), experts=treated).to_config()
+        extra[MARKER_KEY] = Marker(pattern, tuple(alone), exceptions, treated).to_config()
     (folder / "config.json").write_text(json.dumps(config | extra), encoding="utf-8")
 
 
@@ -194,6 +202,7 @@ class _Writer:
     dtype: torch.dtype
     pattern: Pattern
     generator: torch.Generator
+    exceptions: Mapping[str, Pattern]
 
     def __post_init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -209,8 +218,9 @@ class _Writer:
     def linears(self, prefix: str, rows: dict[str, int], columns: int, bias: bool = False) -> dict[str, torch.Tensor]:
         """Return linears of one input, pruned together so that they share the groups of a partial pattern."""
         weight = self.gaussian(sum(rows.values()), columns)
-        if self.pattern != DENSE:
-            weight = weight * prune_mask(weight, self.pattern)
+        pattern = self.exceptions.get(f"{prefix}.{next(iter(rows))}", self.pattern)
+        if pattern != DENSE:
+            weight = weight * prune_mask(weight, pattern)
         tensors: dict[str, torch.Tensor] = {}
         for name, part in zip(rows, weight.split(list(rows.values())), strict=True):
             if self.dtype == torch.bfloat16:

@@ -104,6 +104,7 @@ def _add_bench(commands: Commands) -> None:
     served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
+    served.add_argument("--plan", type=Path, metavar="FILE", help="serve what slidesparse plan chose, too: engine plan")
     served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
     served.add_argument(
         "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
@@ -175,7 +176,7 @@ def _require_own_options(options: argparse.Namespace) -> None:
         ("gemm",): ("grouped",),
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
-        ("serve",): ("quick", "engines", "gpus", "timeline", "workloads", "soak", "http"),
+        ("serve",): ("quick", "engines", "plan", "gpus", "timeline", "workloads", "soak", "http"),
     }
     for benchmarks, names in owners.items():
         given = [name for name in names if getattr(options, name) not in (None, False)]
@@ -228,6 +229,7 @@ def _bench_serve(options: argparse.Namespace) -> int:
         soak_s=options.soak,
         http=options.http or serve_plan.AUTO_HTTP,
         budget_s=options.budget_s,
+        plan=options.plan,
     )
     summary = serve.run(profile, options.out, options.scratch)
     print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())

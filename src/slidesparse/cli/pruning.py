@@ -150,12 +150,17 @@ def add_plan(commands: Commands) -> None:
     add_source(plan, "SRC", "folder with config.json and safetensors in a float type, or NAMESPACE/NAME on the hub")
     plan.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="plan to make, for prune --plan")
     target = plan.add_mutually_exclusive_group(required=True)
-    target.add_argument("--speedup", type=float, help="modelled, of all treated matrix products together: 1.2")
+    target.add_argument("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
     target.add_argument("--sparsity", type=float, help="share of zeros: 0.25")
     target.add_argument("--memory", type=float, metavar="GB", help="treated weights in 8 bits, 2:4 form")
-    plan.add_argument(
+    pace = plan.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--at", metavar="LOADS", help="served loads, by measured times: prefill:4096,decode:64,mixed (all are reached)"
+    )
+    pace.add_argument(
         "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
     )
+    plan.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at (%(default)s)")
     plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
@@ -189,6 +194,8 @@ def _plan(options: argparse.Namespace) -> int:
         method=options.method,
         patterns=tuple(options.patterns or planning.CANDIDATES),
         mma_gain=planning.parse_gain(options.mma_gain),
+        at=tuple(dict.fromkeys(options.at.split(","))) if options.at else (),
+        dtype=options.dtype,
         ignore=tuple(options.ignore),
         backend=options.backend,
     )

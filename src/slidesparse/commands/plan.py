@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from shlex import quote
@@ -23,7 +23,8 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
 from slidesparse.commands.prune_experts import entries_for_linears
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
+from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
@@ -41,6 +42,7 @@ from slidesparse.models.choose_patterns import (
     Plan,
     PlanSet,
     Target,
+    Times,
     choose_patterns,
     require_reachable,
 )
@@ -55,12 +57,13 @@ from slidesparse.models.experts import (
 )
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.parts import text_config
-from slidesparse.models.sensitivity import may_have, measure_sensitivities
+from slidesparse.models.sensitivity import damage_together, may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.quant import QuantName
 
 CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
 
@@ -84,7 +87,10 @@ class PlanOptions:
         calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured.
         method: Pruning method that will be used.
         patterns: Patterns that linears may get, besides staying dense.
-        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper.
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
+            counts where no loads are given.
+        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
+        dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
     """
@@ -94,8 +100,14 @@ class PlanOptions:
     method: str = "sparsegpt"
     patterns: tuple[str, ...] = CANDIDATES
     mma_gain: Fraction = Fraction(2)
+    at: tuple[str, ...] = ()
+    dtype: QuantName = "int8"
     ignore: tuple[str, ...] = ()
     backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.at and self.target.speedup is None:
+            raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
 
 
 def plan_checkpoint(
@@ -120,6 +132,7 @@ def plan_checkpoint(
     Raises:
         InputError: An option, the text or the target cannot be used, or ``out`` exists.
         CheckpointError: The source cannot be used, or the measurements are of another one.
+        UnsupportedError: Times of the layers are asked for, and there are none.
     """
     out, device = usable_path(out, "plan"), usable_device(device)
     _refuse_existing(out)
@@ -155,10 +168,12 @@ def plan_checkpoint(
     sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
-    times = (Multiplies(options.mma_gain),)
+    layers = find_layer_list(meta.model, shapes)
+    times, patterns, basis = _times(
+        options, _plan_sets(sets, shapes, (), {}, reached), patterns, len(layers.layers), device
+    )
     undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
     require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, times)
-    find_layer_list(meta.model, shapes)
     config: Any = meta.model.config
     windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
     model = load_any(source, device)
@@ -179,8 +194,35 @@ def plan_checkpoint(
         damages = file.damages_of(sets)
         chosen = _plan_sets(sets, shapes, patterns, damages, reached)
         plan = choose_patterns(chosen, options.target, times)
+        together = damage_together(model, sets, plan.patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], weights)
+        plan = replace(plan, basis=basis, together=together)
         write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
     return plan
+
+
+def _times(
+    options: PlanOptions, sets: Sequence[PlanSet], patterns: Sequence[Pattern], layers: int, device: torch.device
+) -> tuple[Times, list[Pattern], tuple[str, ...]]:
+    """Return what a step takes, the patterns of which that is known, and what it rests on.
+
+    Raises:
+        InputError: A load is none.
+        UnsupportedError: Not one of the patterns was measured on all layers.
+    """
+    if not options.at:
+        return (Multiplies(options.mma_gain),), list(patterns), ()
+    times = LayerTimes(options.dtype, device)
+    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if one.reached == 1)]
+    served = served_times(options.at, layers, times, timed)
+    if not timed:
+        raise UnsupportedError(
+            "no times of these layers",
+            got=f"{options.dtype}, {', '.join(map(str, patterns))}",
+            remedy="measure them with slidesparse tune, or leave out --at",
+        )
+    left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
+    basis = [*times.basis(timed, sets), f"all else as served: {served_steps().source}"]
+    return served, timed, (*basis, *([f"left out, since not measured: {left_out}"] if left_out else []))
 
 
 def _refuse_existing(out: Path) -> None:
@@ -287,12 +329,25 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
         [
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             *([EXPERTS_COUNTED] if plan.has_experts else []),
-            f"modelled {plan.speedup:.3f}x of dense, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
-            f" predicted damage {plan.damage:.4f} nats a token",
+            f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
+            f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
+            *plan.basis,
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
-            " --dtype int8",
+            f" --dtype {options.dtype}",
         ]
     )
+
+
+def _together_words(plan: Plan) -> str:
+    """Return how the damage of the whole compares with the sum of what single sets do."""
+    return "" if plan.together is None else f", measured with all of it pruned {plan.together:.4f}"
+
+
+def _speed_words(plan: Plan, options: PlanOptions) -> str:
+    if not options.at:
+        return f"modelled {plan.speedup:.3f}x of dense"
+    told = ", ".join(f"{speedup:.3f}x at {name}" for name, speedup in plan.speedups.items())
+    return f"predicted over stock vLLM: {told}"
 
 
 def _calibration_words(calibration: Calibration) -> str:
@@ -323,12 +378,14 @@ def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) 
 def _described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        "mma_gain": float(options.mma_gain),
+        **({"at": list(options.at), "dtype": options.dtype} if options.at else {"mma_gain": float(options.mma_gain)}),
         "modelled": {
             "speedup": plan.speedup,
             "sparsity": plan.sparsity,
             "gigabytes": plan.gigabytes,
             "damage": plan.damage,
+            "damage_together": plan.together,
+            **({"speedups": dict(plan.speedups), "basis": list(plan.basis)} if options.at else {}),
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }

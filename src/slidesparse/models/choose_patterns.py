@@ -73,6 +73,10 @@ class StepTime(Protocol):
     def rest(self) -> float:
         """What no pattern changes."""
 
+    @property
+    def rest_before(self) -> float:
+        """The same of the dense model that a speed-up is over."""
+
     def of(self, one: PlanSet, pattern: Pattern) -> float:
         """Return what a set takes with a pattern."""
 
@@ -89,6 +93,7 @@ class Multiplies:
     mma_gain: Fraction = Fraction(2)
     name: str = "matrix products"
     rest: float = 0.0
+    rest_before: float = 0.0
 
     def of(self, one: PlanSet, pattern: Pattern) -> float:
         """See :class:`StepTime`."""
@@ -156,6 +161,8 @@ class Plan:
         sparsity: Least share of zeros.
         gigabytes: Size in 8 bits and 2:4 form, in 1e9 bytes.
         has_experts: Whether some of the patterns are those of experts.
+        basis: What measured speed-ups rest on, in words; empty where they are modelled.
+        together: Damage of all sets pruned together; None where it was not measured.
     """
 
     patterns: Mapping[str, Pattern]
@@ -164,6 +171,8 @@ class Plan:
     sparsity: float
     gigabytes: float
     has_experts: bool = False
+    basis: tuple[str, ...] = ()
+    together: float | None = None
 
     @property
     def speedup(self) -> float:
@@ -240,7 +249,7 @@ def _numbers_left(pattern: Pattern, out: int, columns: int) -> int:
 
 def _time_limit(sets: Sequence[PlanSet], speedup: float, time: StepTime) -> _Limit:
     costs = [[time.of(one, choice.pattern) for choice in one.choices] for one in sets]
-    dense = time.rest + sum(time.of(one, DENSE) for one in sets)
+    dense = time.rest_before + sum(time.of(one, DENSE) for one in sets)
     return _Limit(time.name, costs, dense / speedup - time.rest)
 
 
@@ -299,7 +308,7 @@ def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], times: Times) -> 
 
     def speedup(time: StepTime) -> float:
         dense, sparse = sum(time.of(one, DENSE) for one in sets), sum(time.of(o, c.pattern) for o, c in taken)
-        return (time.rest + dense) / (time.rest + sparse)
+        return (time.rest_before + dense) / (time.rest + sparse)
 
     return Plan(
         patterns={name: choice.pattern for one, choice in taken for name in one.names},

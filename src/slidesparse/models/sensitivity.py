@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from slidesparse.errors import InputError
 from slidesparse.models.expert_grams import Inputs, take_inputs
 from slidesparse.models.expert_weights import ExpertWeight
-from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, record_inputs, run_layer
+from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, prune_layers, record_inputs, run_layer
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
 
@@ -102,6 +102,42 @@ def measure_sensitivities(
                     found = {several[0]: {name: weights[name].weight for name in several} for several in together}
                     damage = _damage(model, found, pattern, pruner, inputs, held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
+
+
+@torch.no_grad()
+def damage_together(
+    model: Any,
+    sets: Sequence[Sequence[str]],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    batches: Sequence[Batch],
+    held_out: Sequence[Batch],
+    experts: Mapping[str, ExpertWeight] | None = None,
+) -> float:
+    """Prune a model in place as a plan says, and return the divergence of all of it from the dense model.
+
+    Args:
+        model: A causal language model in memory, pruned afterwards.
+        sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
+        patterns: Linear -> pattern.
+        pruner: The method.
+        batches: Inputs whose statistics the method sees.
+        held_out: Inputs on which predictions are compared.
+        experts: Weights of the experts among the sets, by name.
+
+    Raises:
+        InputError: The divergence is NaN or Inf.
+    """
+    experts = experts or {}
+    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    alone = [several for names in sets for several in _together(names, experts)]
+    layer_of = {several[0]: names[0] for names in sets for several in _together(names, experts)}
+    of_all = {name: patterns[layer_of[several[0]]] for several in alone for name in several}
+    layer_list = find_layer_list(model, of_all)
+    samples = record_inputs(model, layer_list, batches)
+    for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
+        pass
+    return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
 
 
 def may_have(pattern: Pattern, *, experts: bool) -> bool:

@@ -1,0 +1,253 @@
+"""What a step of a model takes as it is served: measured times of its linears, and constants for all else.
+
+A load is one step of some tokens, ``prefill:4096`` or ``decode:64``, or all steps of a mixed load. Linears that read
+one input are one layer then. Their times come from where a server that loads the model takes them: measured on this
+machine, or a prior that is named (:mod:`slidesparse.gemm.speed`). What host, norms, activations and attention add
+stands in ``served_steps.json``: served steps less the times of their linears, divided by the model's layers, of stock
+vLLM and of the plugin with pruned models. So it also holds what the times have wrong, as that a GPU at its power limit
+is slower, and may be negative. ``benchmarks/served_steps.py`` writes it from records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from slidesparse.base.typed_json import decode, load_json
+from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm import Problem
+from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_measured
+from slidesparse.gemm.speed import DENSE as DENSE_FORM
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, SpeedTable, find_nearest
+from slidesparse.gemm.speed_files import PACKAGED, load_speeds, tables_for
+from slidesparse.gemm.time_model import lean_routes_of, time_at
+from slidesparse.models.choose_patterns import PlanSet
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import parse_dtype
+
+SERVED_STEPS = Path(__file__).parent / "served_steps.json"
+
+MOST_TOKENS = 10**6
+"""Most tokens of a step that is asked for."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Microseconds a decoder layer for all but linears: of stock vLLM, and of the plugin with a pruned model."""
+
+    stock: float
+    plugin: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a load that are alike.
+
+    Attributes:
+        count: How many.
+        tokens: Of each.
+        rest: What each takes besides linears.
+    """
+
+    count: int
+    tokens: float
+    rest: Rest
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Constants of one type of weights.
+
+    Attributes:
+        prefill: For each token of a step that reads prompts.
+        decode: For a step in which sequences go on by a token each.
+        mixed: Steps of a mixed load.
+    """
+
+    prefill: Rest
+    decode: Rest
+    mixed: tuple[Steps, ...]
+
+
+@dataclass(frozen=True)
+class ServedSteps:
+    """The file of constants.
+
+    Attributes:
+        source: Model, GPU and engine of the records.
+        dtypes: Type of weights -> its constants.
+    """
+
+    source: str
+    dtypes: dict[str, Loads]
+
+
+@lru_cache(maxsize=1)
+def served_steps() -> ServedSteps:
+    """Return what the package's file holds."""
+    read: ServedSteps = decode(ServedSteps, load_json(SERVED_STEPS), "served_steps")
+    return read
+
+
+def parse_load(text: str, loads: Loads) -> tuple[Steps, ...]:
+    """Return the steps of ``mixed``, ``prefill:TOKENS`` or ``decode:SEQUENCES``.
+
+    Raises:
+        InputError: It is anything else.
+    """
+    kind, colon, number = text.partition(":")
+    if text == "mixed":
+        return loads.mixed
+    if not colon or not number.isascii() or not number.isdigit() or not 1 <= int(number[:8]) <= MOST_TOKENS:
+        raise InputError("load of a plan", got=repr(text), needed="mixed, prefill:TOKENS or decode:SEQUENCES")
+    tokens = int(number[:8])
+    if kind == "prefill":
+        return (Steps(1, tokens, Rest(tokens * loads.prefill.stock, tokens * loads.prefill.plugin)),)
+    if kind == "decode":
+        return (Steps(1, tokens, loads.decode),)
+    raise InputError("load of a plan", got=repr(text), needed="mixed, prefill:TOKENS or decode:SEQUENCES")
+
+
+class LayerTimes:
+    """Measured times of layers of one type, by size and pattern.
+
+    Args:
+        dtype: ``int8`` or ``fp8``.
+        device: Where the model will run: of a GPU the times that a server there goes by, of a CPU those that ship with
+            the package.
+    """
+
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._found: dict[tuple[str, int, int], MeasuredLayer | None] = {}
+
+    def find(self, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
+        """Return the times by which a pattern's backend is chosen; None where nothing like it was measured."""
+        key = str(pattern), out, columns
+        if key not in self._found:
+            self._found[key] = self._look_up(pattern, out, columns)
+        return self._found[key]
+
+    def _look_up(self, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
+        problem = Problem(pattern, parse_dtype(self.dtype), out, columns, self.device)
+        if can_be_timed(self.device):
+            names = backends_to_compare(problem)
+            return find_measured(problem, names) if names else None
+        there = self._shipped().installation
+        return find_nearest(tables_for(there), there, self.dtype, str(pattern), out, columns)
+
+    def us(self, one: PlanSet, pattern: Pattern, among: Sequence[Pattern], tokens: float) -> float:
+        """Return the microseconds of a set's linears as one layer.
+
+        Args:
+            one: The set.
+            pattern: Its pattern.
+            among: Patterns that have times; dense is timed where one of them is.
+            tokens: M.
+
+        Raises:
+            UnsupportedError: No layer like it was measured with the pattern.
+        """
+        out, columns = joined_size(one)
+        for timed in among if pattern == DENSE else (pattern,):
+            found = self.find(timed, out, columns)
+            if found is not None:
+                layer = found.layer.of_size(out, columns)
+                us = time_at(layer, DENSE_FORM if pattern == DENSE else _backend(layer, tokens), tokens)
+                if us is not None:
+                    return us
+        raise UnsupportedError(
+            f"no layer like {one.names[0]} was measured",
+            got=f"{pattern}, {self.dtype}, {out}x{columns}",
+            remedy="measure it with slidesparse tune, or leave out --at",
+        )
+
+    def basis(self, patterns: Sequence[Pattern], sets: Sequence[PlanSet]) -> list[str]:
+        """Return what the times of sets and patterns rest on, in words, the most frequent first."""
+        if not can_be_timed(self.device):
+            return [f"linears: times of an {self._shipped().installation.gpu}, which ship with the package"]
+        found = [self.find(pattern, *joined_size(one)) for one in sets for pattern in patterns]
+        counts = Counter(one.describe() for one in found if one is not None)
+        return [f"linears ({count} of {len(found)}): {text}" for text, count in counts.most_common()]
+
+    @staticmethod
+    def _shipped() -> SpeedTable:
+        (table, *_) = (load_speeds(path) for path in sorted(PACKAGED.glob("speed-*.json")))
+        assert table is not None
+        return table
+
+
+def _backend(layer: LayerSpeed, tokens: float) -> str:
+    routes = lean_routes_of(layer)
+    return next(route.backend for route in reversed(routes) if route.from_tokens <= tokens)
+
+
+def joined_size(one: PlanSet) -> tuple[int, int]:
+    """Return rows and columns of a set's linears as one layer: servers join those that read one input."""
+    return sum(out for out, _ in one.shapes), one.shapes[0][1]
+
+
+@dataclass(frozen=True)
+class ServedTime:
+    """The time of a load, a :class:`slidesparse.models.choose_patterns.StepTime` in microseconds.
+
+    Attributes:
+        name: The load.
+        steps: Its steps.
+        layers: Decoder layers of the model.
+        times: Of its linears.
+        patterns: Those that have times.
+    """
+
+    name: str
+    steps: tuple[Steps, ...]
+    layers: int
+    times: LayerTimes
+    patterns: tuple[Pattern, ...]
+
+    @property
+    def rest(self) -> float:
+        """See :class:`slidesparse.models.choose_patterns.StepTime`."""
+        return self.layers * sum(step.count * step.rest.plugin for step in self.steps)
+
+    @property
+    def rest_before(self) -> float:
+        """See :class:`slidesparse.models.choose_patterns.StepTime`; of stock vLLM."""
+        return self.layers * sum(step.count * step.rest.stock for step in self.steps)
+
+    def of(self, one: PlanSet, pattern: Pattern) -> float:
+        """See :class:`slidesparse.models.choose_patterns.StepTime`.
+
+        Raises:
+            UnsupportedError: Of experts, or no layer like it was measured.
+        """
+        if one.reached != 1:
+            raise UnsupportedError(
+                "experts have no measured times", got=one.names[0], remedy="leave out --at, or --ignore the experts"
+            )
+        return sum(step.count * self.times.us(one, pattern, self.patterns, step.tokens) for step in self.steps)
+
+
+def served_times(loads: Sequence[str], layers: int, times: LayerTimes, patterns: Sequence[Pattern]) -> list[ServedTime]:
+    """Return the time of each load.
+
+    Args:
+        loads: As :func:`parse_load` takes them.
+        layers: Decoder layers.
+        times: Of linears.
+        patterns: Those that have times.
+
+    Raises:
+        InputError: A load is none.
+        UnsupportedError: The type has no constants.
+    """
+    known = served_steps().dtypes
+    if times.dtype not in known:
+        raise UnsupportedError("loads of a plan", got=times.dtype, needed=" or ".join(known))
+    steps = {text: parse_load(text, known[times.dtype]) for text in loads}
+    return [ServedTime(text, one, layers, times, tuple(patterns)) for text, one in steps.items()]
