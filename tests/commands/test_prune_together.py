@@ -297,8 +297,10 @@ def test_ranks_wait_for_others_as_long_as_they_are_told(tmp_path: Path, source: 
     assert [one.status for one in ended] == [1, 1]
     # Usually the first rank speaks for all. On a busy machine another may have given it up as well by then.
     gone = r"slidesparse: rank 2 of 3 is gone; got no sign of life for \d+ s; needed every process"
-    assert any(re.match(gone, one.err) for one in ended)
-    assert all(one.err.count("\n") <= 1 for one in ended)
+    # torch's own traces of a connection that the first rank closed may stand around the line there.
+    lines = [[line for line in one.err.splitlines() if line.startswith("slidesparse: ")] for one in ended]
+    assert any(re.match(gone, line) for each in lines for line in each)
+    assert all(len(each) <= 1 for each in lines)
     assert time.monotonic() - begin < 60
     assert not (tmp_path / "s").exists()
 
