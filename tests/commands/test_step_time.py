@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import statistics
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ UNKNOWN = ["", "prefill", "prefill:", "prefill:0", "decode:-1", "decode:1e3", "M
 def test_unknown_loads(text: str) -> None:
     with pytest.raises(InputError, match=r"load of a plan; got .*; needed mixed, prefill:TOKENS or decode:SEQUENCES"):
         parse_load(text, Loads(Rest(1, 1), Rest(1, 1), ()))
+
+
+def test_experts_have_no_times() -> None:
+    experts = PlanSet(("model.layers.0.mlp.experts.down_proj",), ((3584, 18944),), (), Fraction(1, 4))
+    with pytest.raises(
+        UnsupportedError, match=r"experts have no measured times; got model.layers.0.mlp.experts.down_p"
+    ):
+        times("int8", "mixed").of(experts, DENSE)
 
 
 def test_what_was_not_measured_is_not_invented() -> None:

@@ -44,6 +44,9 @@ def add_prune(commands: Commands) -> None:
         metavar="STEPS",
         help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200, say",
     )
+    prune.add_argument(
+        "--smooth", action="store_true", help="fold outliers of activations into weights, exactly, before rounding"
+    )
     _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
@@ -122,6 +125,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         lm_head=options.lm_head,
         part=options.part,
         match=options.match,
+        smooth=options.smooth,
     )
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all

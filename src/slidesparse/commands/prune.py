@@ -195,12 +195,13 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
-    if options.match and ranks.world > 1:
-        raise InputError(
-            "layers are matched by one process",
-            got=f"{ranks.world} processes",
-            remedy="run without torchrun, or leave out --match",
-        )
+    for option, given, what in (("--match", options.match, "matched"), ("--smooth", options.smooth, "smoothed")):
+        if given and ranks.world > 1:
+            raise InputError(
+                f"layers are {what} by one process",
+                got=f"{ranks.world} processes",
+                remedy=f"run without torchrun, or leave out {option}",
+            )
     prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
@@ -294,4 +295,5 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         return options.method
     samples, length = windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    return f"{options.method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"
+    method = f"smoothing and {options.method}" if options.smooth else options.method
+    return f"{method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"

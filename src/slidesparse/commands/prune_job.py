@@ -20,6 +20,7 @@ from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, Tenso
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.smoothing import smooth_checkpoint
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import LEAVE_DENSE, find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
@@ -73,6 +74,7 @@ class PruneJob:
         self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
         self.matching = self._matching(options)
+        self.smooth = self._smooth(options)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -101,6 +103,10 @@ class PruneJob:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
+        if self.smooth:
+            self.checkpoint = smooth_checkpoint(
+                self.checkpoint, self.patterns, self.windows, folder, self.device, progress
+            )
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
@@ -159,6 +165,25 @@ class PruneJob:
                 remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
             )
         return Matching(options.match, options.calibration.seed)
+
+    def _smooth(self, options: PruneOptions) -> bool:
+        """Say whether outliers are folded.
+
+        Raises:
+            InputError: There is no calibration text, or nothing becomes 8 bits.
+        """
+        if not options.smooth:
+            return False
+        if options.calibration is None:
+            raise InputError(
+                "smoothing needs calibration text",
+                got=f"--method {options.method}",
+                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --smooth",
+            )
+        if self.source_dtype is not None or self.dtype not in QUANTISED:
+            got = f"{'a source in 8 bits' if self.source_dtype else f'--dtype {dtype_name(self.dtype)}'}"
+            raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
+        return True
 
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}

@@ -37,6 +37,7 @@ class PruneOptions:
         lm_head: Treat the output embedding too.
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
+        smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`.
     """
 
     pattern: str
@@ -49,6 +50,7 @@ class PruneOptions:
     lm_head: bool = False
     part: Part = "language"
     match: int = 0
+    smooth: bool = False
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

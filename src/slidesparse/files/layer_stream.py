@@ -206,10 +206,10 @@ def prune_layers_from_disk(
     model: Any = meta.model
     layer_list = find_layer_list(model, patterns)
     folder.mkdir(exist_ok=True)
-    compute = _compute_dtype(model.config.dtype, device)
+    compute = compute_dtype(model.config.dtype, device)
     store = CheckpointLayerStore(checkpoint, meta, folder, device, compute, ranks, experts)
     weights = {} if experts is None else calibrated_experts(model, experts.layers)
-    _prepare(model, layer_list, store, device)
+    prepare_stack(model, layer_list, store, device)
     batches = windows.split(windows_of_a_batch(windows))
     losses = []
     with (
@@ -246,12 +246,12 @@ def windows_of_a_batch(windows: torch.Tensor) -> int:
     return max(min(BATCH_TOKENS // length, max(-(-samples // SHARES), LEAST_TOKENS // length)), 1)
 
 
-def _compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+def compute_dtype(stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Return the type in which layers run: the model's own on a GPU; float32 on a CPU, which is slow in all others."""
     return torch.float32 if device.type == "cpu" or stored is None else stored
 
 
-def _prepare(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
+def prepare_stack(model: nn.Module, layer_list: LayerList, store: CheckpointLayerStore, device: torch.device) -> None:
     """Fill the modules that run before the layers, and move all buffers to the device on which layers run."""
     stack, _ = stack_around(model, layer_list)
     around = [name for name in model.state_dict(keep_vars=True) if name.startswith(f"{stack}." if stack else "")]

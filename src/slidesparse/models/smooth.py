@@ -1,0 +1,119 @@
+"""Move outliers from activations into weights before both become 8 bits, without changing what a layer computes.
+
+A few channels of a norm's output may be a hundred times as large as the others. They set the scale of every token, so
+that the other channels round to few steps. Dividing channel ``j`` of the norm's gain by ``s_j`` and multiplying column
+``j`` of all linears that read it by ``s_j`` leaves every product as it was. Source: Xiao et al., "SmoothQuant: Accurate
+and Efficient Post-Training Quantization for Large Language Models" (2023), with ``s_j = sqrt(max |x_j| / max |w_j|)``.
+
+Here ``s_j`` is rounded to a power of two, and one common power is taken out, which scales of tokens and rows absorb
+anyway. So folding is exact in every float type: a layer whose outputs do not stay the same bit for bit, as that of a
+norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+MOST = 6
+"""Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A norm and all that reads its output.
+
+    Attributes:
+        norm: The norm's name.
+        linears: The linears that read it; nothing else does.
+    """
+
+    norm: str
+    linears: tuple[str, ...]
+
+
+def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
+    """Return the norms whose output only linears read, in the model's order.
+
+    Args:
+        model: May be on the meta device: only the identity of tensors is used.
+        run: Runs the model once, on any input.
+    """
+    leaves = {name: module for name, module in model.named_modules() if not any(module.children())}
+    written: dict[int, str] = {}
+    readers: dict[int, list[str]] = {}
+    alive: list[torch.UntypedStorage] = []  # a tensor that is freed could lend its identity to another
+
+    def storage_of(tensor: torch.Tensor) -> int:
+        alive.append(tensor.untyped_storage())
+        return id(alive[-1])
+
+    def reads(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    readers.setdefault(storage_of(value), []).append(name)
+
+        return hook
+
+    def writes(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(out, torch.Tensor):
+                written[storage_of(out)] = name
+
+        return hook
+
+    handles = [leaf.register_forward_pre_hook(reads(name), with_kwargs=True) for name, leaf in leaves.items()]
+    norms = {name for name, leaf in leaves.items() if is_norm(leaf)}
+    handles += [leaves[name].register_forward_hook(writes(name)) for name in norms]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    folds = {norm: Fold(norm, tuple(dict.fromkeys(readers.get(storage, ())))) for storage, norm in written.items()}
+    return [folds[name] for name in leaves if name in folds and _reach_all(leaves, folds[name])]
+
+
+def _reach_all(modules: Mapping[str, nn.Module], one: Fold) -> bool:
+    """Say whether only linears read a norm's output, and all of its channels as they are."""
+    readers, gain = [modules[name] for name in one.linears], modules[one.norm].get_parameter("weight")
+    return bool(readers) and all(isinstance(r, nn.Linear) and r.in_features == len(gain) for r in readers)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Say whether a module has a gain for each channel, and nothing else but a bias."""
+    names = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
+    return names.get("weight") == 1 and set(names) <= {"weight", "bias"} and set(names.values()) == {1}
+
+
+def exponents(largest_input: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the exponent of each channel's factor, int8 [in]; that of most channels is 0.
+
+    Args:
+        largest_input: The largest absolute input of each channel, [in].
+        weights: Those of all readers, [out, in] each.
+    """
+    largest_weight = torch.stack([weight.abs().amax(0).to(torch.float32) for weight in weights]).amax(0)
+    share = largest_input.to(torch.float32) / largest_weight
+    alive = torch.isfinite(share) & (share > 0)
+    powers = torch.where(alive, torch.log2(torch.where(alive, share, 1.0)) / 2, 0.0).round()
+    if bool(alive.any()):
+        powers = torch.where(alive, powers - powers[alive].median(), 0.0)
+    return powers.clamp(-MOST, MOST).to(torch.int8)
+
+
+@torch.no_grad()
+def fold(modules: Mapping[str, nn.Module], one: Fold, powers: torch.Tensor) -> None:
+    """Divide a norm's gain and bias by the factors, and multiply the columns of its readers, in place."""
+    factors = torch.exp2(powers.to(torch.float32))
+    for parameter in modules[one.norm].parameters(recurse=False):
+        parameter.div_(factors.to(parameter))
+    for name in one.linears:
+        weight: Any = modules[name].weight
+        weight.mul_(factors.to(weight))

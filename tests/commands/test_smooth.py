@@ -1,0 +1,175 @@
+"""``prune --smooth``: the float model computes what it computed, and outliers no longer spoil 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from checkpoints import make_source
+from small_models import make
+
+from slidesparse.commands.prune import prune_checkpoint
+from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.errors import InputError
+from slidesparse.files import smoothing
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.smoothing import smooth_checkpoint
+from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
+from slidesparse.models.sparsify import run_once
+from slidesparse.models.targets import find_targets
+from slidesparse.quant import quantize_rows
+
+CPU = torch.device("cpu")
+
+
+def with_outliers(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model in which two channels of every norm are forty times as large as the others."""
+    source = make_source(folder, kind, dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    for name, value in model.named_parameters():
+        if "norm" in name and value.dim() == 1:
+            value.data[[3, 17]] *= 40
+    model.save_pretrained(source)
+    return source
+
+
+def linears_of(source: Path) -> list[str]:
+    return list(find_targets(build_meta_model(Checkpoint(source)).model).linears)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    source = with_outliers(tmp_path, dtype=dtype)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
+    smoothed = smooth_checkpoint(Checkpoint(source), linears_of(source), ids, tmp_path / "kept", CPU)
+    before = logits(model, ids)
+    norms = [name for name in smoothed.factors if "norm" in name]
+    assert len(norms) == 2 * model.config.num_hidden_layers
+    assert len(smoothed.factors) == (2 + 5) * model.config.num_hidden_layers  # q, k, v, gate, up
+    for name in smoothed.factors:
+        assert not torch.equal(smoothed.tensor(name), Checkpoint(source).tensor(name))
+        model.get_parameter(name).data.copy_(smoothed.tensor(name))
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
+    source = with_outliers(tmp_path)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
+    read: list[torch.Tensor] = []
+    q = model.model.layers[0].self_attn.q_proj
+    q.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, 1)))
+    logits(model, ids)
+    smoothed = smooth_checkpoint(Checkpoint(source), linears_of(source), ids, tmp_path / "kept", CPU)
+    scale = smoothed.factors["model.layers.0.self_attn.q_proj.weight"]
+
+    def error(x: torch.Tensor, weight: torch.Tensor) -> float:
+        (a, b), (c, d) = quantize_rows(x, torch.int8), quantize_rows(weight, torch.int8)
+        wanted = x @ weight.T
+        return float(((a.float() * b) @ (c.float() * d).T - wanted).norm() / wanted.norm())
+
+    weight = q.weight.detach()
+    assert error(read[0] / scale, weight * scale) < 0.5 * error(read[0], weight)
+
+
+def options(source: Path, **changes: Any) -> PruneOptions:
+    text = Calibration(str(source.parent / "text.txt"), 4, 16)
+    given: dict[str, Any] = {"pattern": "6:8", "dtype": "int8", "method": "sparsegpt", "calibration": text}
+    return PruneOptions(**{**given, "smooth": True, **changes})
+
+
+def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed after some layers goes on with the factors that these were pruned with."""
+    source = with_outliers(tmp_path)
+    prune_checkpoint(source, tmp_path / "whole", options(source))
+    prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
+    found = smoothing._find_factors
+    write = smoothing.SmoothedCheckpoint.tensor
+    calls: list[str] = []
+
+    def killed(self: Any, name: str, device: Any = "cpu") -> torch.Tensor:
+        calls.append(name)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        return write(self, name, device)
+
+    monkeypatch.setattr(smoothing.SmoothedCheckpoint, "tensor", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune_checkpoint(source, tmp_path / "again", options(source))
+    monkeypatch.setattr(smoothing, "_find_factors", lambda *_: pytest.fail(f"{found} a second time"))
+    prune_checkpoint(source, tmp_path / "again", options(source))
+    whole, again, rough = (Checkpoint(tmp_path / name) for name in ("whole", "again", "rough"))
+    for name in whole.files:
+        assert torch.equal(whole.tensor(name), again.tensor(name)), name
+    norm = "model.layers.1.input_layernorm.weight"
+    assert not torch.equal(whole.tensor(norm), rough.tensor(norm))
+    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(1))
+    dense: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    wanted = logits(dense, ids)
+
+    def distance(made: Checkpoint) -> float:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        for name in made.files:
+            if not name.endswith("_scale"):
+                value, scale = made.tensor(name).float(), f"{name}_scale"
+                model.get_parameter(name).data.copy_(value * made.tensor(scale) if scale in made.files else value)
+        return float((logits(model, ids) - wanted).norm())
+
+    assert distance(whole) < 1.3 * distance(rough)  # in float activations: nothing is scaled twice or not at all
+
+
+def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
+    source = with_outliers(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"method": "magnitude", "calibration": None}, "smoothing needs calibration text"),
+        ({"dtype": "bf16"}, "smoothing helps rounding to 8 bits; got --dtype bf16"),
+    ]
+    for changes, told in cases:
+        with pytest.raises(InputError, match=told):
+            prune_checkpoint(source, tmp_path / "made", options(source, **changes))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_norms_that_do_not_multiply_or_are_not_read_by_linears(name: str, tmp_path: Path) -> None:
+    """Gemma's gain is one more than its weight, and OLMo 2 has its norms after its linears."""
+    make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
+    ids, linears = torch.randint(3, 60, (4, 16)), linears_of(tmp_path / "m")
+    with pytest.raises(InputError, match=r"no norm of \w+ can be smoothed; needed norms that only linears read"):
+        smooth_checkpoint(Checkpoint(tmp_path / "m"), linears, ids, tmp_path / "kept", CPU)
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    run = run_once(model)
+    assert run is not None
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert find_folds(model, run) == [
+        Fold("model.layers.0.input_layernorm", tuple(f"{attention}.{leaf}_proj" for leaf in "qkv")),
+        Fold("model.layers.0.post_attention_layernorm", (f"{mlp}.gate_proj", f"{mlp}.up_proj")),
+        Fold("model.norm", ("lm_head",)),
+    ]
+
+
+def test_factors_are_powers_of_two_and_dead_channels_stay() -> None:
+    inputs = torch.tensor([1.0, 1.0, 64.0, 0.0, 1e9, 1.0, 1.0])
+    weights = [torch.ones(2, 7), torch.tensor([[0.5] * 5 + [0.0, 1.0]])]
+    weights[0][:, 5] = 0
+    assert exponents(inputs, weights).tolist() == [0, 0, 3, 0, MOST, 0, 0]
