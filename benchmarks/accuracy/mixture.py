@@ -11,6 +11,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +26,42 @@ from slidesparse.models.layerwise import find_layer_list, prune_layers, record_i
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.support import is_nonzero
 
 VOCABULARY = 1024
 METHODS = ("sparsegpt", "magnitude")
-DROPPED = (3, 4, 6, 1, 2)
-"""Experts of a layer. The first three leave as many weights as the patterns, the others about as many bytes as two."""
+DROPPED = (3, 4, 6, 1, 2, 5)
+"""Experts of a layer. The first three leave as many weights as the patterns; all together span the bytes of these."""
 
 WINDOWS = 64  # to calibrate on
 PIECE = 2048  # tokens of held-out text that follow each other
 EVERY = 8  # of such pieces is judged
 
 
-def expert_bytes(model: Any) -> int:
-    """Bytes of all experts' weights in INT8, without scales."""
-    return sum(model.get_parameter(state).numel() for one in find_experts(model) for state in map_states(one))
+def expert_parameters(model: Any) -> int:
+    weights = [(one, leaf) for one in find_experts(model) for leaf in one.weights]
+    return sum(model.get_parameter(state).numel() for one, leaf in weights for state in one.states(leaf))
 
 
-def map_states(one: Any) -> list[str]:
-    return [state for leaf in one.weights for state in one.states(leaf)]
+def prune_experts(model: Any, pattern: Pattern, method: str, batches: list[dict[str, Any]]) -> dict[str, float]:
+    """Prune the experts with slidesparse's own code, layer by layer; the rest of the model stays as it is.
 
-
-def prune_experts(model: Any, pattern: str, method: str, batches: list[dict[str, Any]]) -> dict[str, float]:
-    """Prune the experts with slidesparse's own code, layer by layer; the rest of the model stays as it is."""
+    Returns:
+        The mean loss of a weight, the share of experts' weights that is kept, and the bytes that one takes in 8 bits.
+    """
     layers = {one.layer(leaf) for one in find_experts(model) for leaf in one.weights}
     experts = calibrated_experts(model, layers)
     layer_list = find_layer_list(model, experts)
     samples = record_inputs(model, layer_list, batches)
-    patterns = dict.fromkeys(experts, Pattern.parse(pattern))
+    patterns = dict.fromkeys(experts, pattern)
     sets = [[name] for name in experts]
     found = list(prune_layers(model, layer_list, sets, patterns, get_pruner(method), samples, experts=experts))
     losses = [loss.loss for layer in found for loss in layer]
-    kept = sum(int((one.weight != 0).sum()) for one in experts.values())
+    kept = sum(int(is_nonzero(one.weight).sum()) for one in experts.values())
     return {
         "set_loss_mean": sum(losses) / len(losses),
         "experts_kept": kept / sum(one.weight.numel() for one in experts.values()),
-        "experts_bytes": float(Pattern.parse(pattern).bytes_per_weight("2:4")),
+        "experts_bytes": float(pattern.bytes_per_weight("2:4")),
     }
 
 
@@ -83,14 +85,9 @@ class Mixture:
         self.one("dense none", lambda model: {"experts_kept": 1.0, "experts_bytes": 1.0})
         for method in METHODS:
             for pattern in PATTERNS:
-                self.one(
-                    f"{pattern} {method}",
-                    lambda model, pattern=pattern, method=method: prune_experts(
-                        model, pattern, method, self.calibration
-                    ),
-                )
+                self.one(f"{pattern} {method}", partial(self.pruned, pattern, method))
         for count in DROPPED:
-            self.one(f"{count}-experts reap", lambda model, count=count: self.dropped(model, count))
+            self.one(f"{count}-experts reap", partial(self.dropped, count))
 
     def train(self, steps: int) -> None:
         if self.weights.exists():
@@ -101,7 +98,7 @@ class Mixture:
         self.log.write(
             "trained",
             parameters=sum(p.numel() for p in self.model.parameters()),
-            expert_parameters=expert_bytes(self.model),
+            expert_parameters=expert_parameters(self.model),
             layers=self.size.layers,
             experts=self.size.experts,
             vocabulary=VOCABULARY,
@@ -114,7 +111,10 @@ class Mixture:
         )
         save(self.model.state_dict(), self.weights)
 
-    def dropped(self, model: Any, count: int) -> dict[str, Any]:
+    def pruned(self, pattern: str, method: str, model: Any) -> dict[str, float]:
+        return prune_experts(model, Pattern.parse(pattern), method, self.calibration)
+
+    def dropped(self, count: int, model: Any) -> dict[str, Any]:
         """Leave out the experts of each layer whose outputs weigh least, judged on the dense model at once."""
         norms = mean_router_weighted_norms(model, self.calibration)
         kept = [sorted(layer.argsort(descending=True)[: self.size.experts - count].tolist()) for layer in norms]
@@ -125,7 +125,7 @@ class Mixture:
 
     @torch.no_grad()
     def one(self, what: str, make: Callable[[Any], dict[str, Any]]) -> None:
-        """Make a copy of the model into another and judge it, unless the log has it."""
+        """Change a copy of the model and judge it, unless the log has it; the function returns what it has to say."""
         key = f"{what} 0"
         if key in self.log.done:
             return

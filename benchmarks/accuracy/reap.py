@@ -1,7 +1,7 @@
 """Leave out whole experts of a mixture by the criterion that is in use: router-weighted expert activation pruning.
 
-An expert's saliency is the mean, over the tokens that the router sends to it, of its routing weight times the L2 norm of
-its output. Routing weights sum to one for each token.
+An expert's saliency is the mean, over the tokens that the router sends to it, of its routing weight times the L2 norm
+of its output. Routing weights sum to one for each token.
 
 Source: Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" (2025), arXiv 2510.13999.
 """
