@@ -10,9 +10,12 @@ import runpy
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "results/accuracy"
@@ -103,6 +106,62 @@ def test_named_records_and_pictures_exist() -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
+class Stack:
+    """Calls the experts of its only layer, as a model would after its router."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        self.layers[0].mlp.experts(x, index, weights)
+
+
+class Experts(nn.Module):
+    """Three experts of two inputs, whose outputs are 5, 10 and 50 times the product of the inputs in length."""
+
+    num_experts, act_fn = 3, nn.Identity()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.eye(2).repeat(3, 1, 1))
+        self.down_proj = nn.Parameter(torch.tensor([1.0, 2.0, 10.0])[:, None, None] * torch.tensor([[3.0], [4.0]]))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_reap_is_a_mean_over_the_tokens_that_an_expert_gets() -> None:
+    """By the sum the second expert would count most."""
+    reap = runpy.run_path(str(SCRIPTS / "reap.py"))
+    experts = Experts()
+    layer = SimpleNamespace(mlp=SimpleNamespace(experts=experts))
+    batch = {
+        "x": torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 2.0]]),
+        "index": torch.tensor([[0, 1], [1, 0], [1, 2]]),
+        "weights": torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.9, 0.1]]),
+    }
+    model = SimpleNamespace(model=Stack([layer]))
+    (found,) = reap["mean_router_weighted_norms"](model, [batch])
+    zero = (0.75 * 5 * 1 + 0.5 * 5 * 2) / 2
+    one = (0.25 * 10 * 1 + 0.5 * 10 * 2 + 0.9 * 10 * 4) / 3
+    assert found.tolist() == pytest.approx([zero, one, 0.1 * 50 * 4])
+
+
+def test_without_an_expert_the_router_chooses_among_the_others() -> None:
+    lm, reap = (runpy.run_path(str(SCRIPTS / name)) for name in ("lm.py", "reap.py"))
+    model = lm["build"](lm["Size"](64, 48, 1, 0.0, experts=5), 0, 32)
+    block, x, kept = model.model.layers[0].mlp, torch.randn(1, 20, 64), [0, 2, 4]
+    with torch.no_grad():
+        block.gate.weight.copy_(torch.randn(5, 64))
+        logits = x[0] @ block.gate.weight.T
+        logits[:, [1, 3]] = -math.inf
+        weights, index = logits.softmax(1).topk(2)
+        expected = block.experts(x[0], index, weights / weights.sum(1, keepdim=True))
+        assert not torch.allclose(block(x)[0], expected, rtol=1e-3, atol=0)
+        reap["drop_experts"](model, [kept])
+        assert torch.allclose(block(x)[0], expected, rtol=1e-4, atol=1e-9)
+
+
 def right_answer(question: str) -> str:
     word, *rest = question.removesuffix(" =").split()
     numbers = [int(text) for text in rest if text != "in"]
@@ -168,5 +227,11 @@ def test_the_experiment_from_text_to_records(tmp_path: Path, monkeypatch: pytest
     assert len(records["2-layers left-out 0"]["kept"]) == 2
     assert records["dense none 0"]["int8"] != records["dense none 0"]["fp8"]
     assert json.loads((out / "tiny-3-0.jsonl").read_text().splitlines()[0])["layers"] == 3
+    mixture = ("mixture.py", "--corpus", corpus, "--limit", 1000, "--steps", 2, "--windows", 2)
+    run(*mixture, "--weights", tmp_path / "weights", "--out", out)
+    records = {r["key"]: r for r in map(json.loads, (out / "mixture-0.jsonl").read_text().splitlines())}
+    assert [records[f"{p} sparsegpt 0"]["experts_kept"] for p in ("6:8", "2:4")] == [0.75, 0.5]
+    assert [len(layer) for layer in records["3-experts reap 0"]["kept"]] == [9, 9, 9]
+    assert records["dense none 0"]["packages_perplexity"] != records["dense none 0"]["int8"]["packages_perplexity"]
     run(*command)  # everything is there already
     assert (out / "tiny-0.jsonl").read_text() == lines

@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from corpus import END, PARTS
 from task import KINDS, problems
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from slidesparse.models.expert_weights import expert_weights
+from slidesparse.models.experts import find_experts
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.targets import find_targets
 from slidesparse.quant import parse_dtype, quantize_rows
@@ -30,6 +33,7 @@ TASK_SHARE = 3 / 16
 TASK_LINES = 100_000  # of each kind
 EXAMS = 500  # of each kind
 SAVED_EVERY = 400  # steps
+BALANCE = 0.01  # weight of the loss that keeps the experts of a mixture busy
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Size:
     layers: int
     rate: float
     batch: int = 128
+    experts: int = 0  # of each layer, two for a token; 0: no mixture
 
 
 SIZES = {
@@ -50,6 +55,7 @@ SIZES = {
     "30m-12": Size(384, 1152, 12, 2e-3),  # the smaller dense models that a pruned one competes with
     "30m-10": Size(384, 1152, 10, 2e-3),
     "100m": Size(768, 1920, 14, 1e-3),
+    "mixture": Size(96, 96, 3, 3e-3, 2, experts=12),  # small enough for a CPU
 }
 
 
@@ -58,31 +64,78 @@ def build(size: Size, seed: int, vocabulary: int) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    heads = max(size.hidden // (32 if size.experts else 64), 1)
+    mixture = {
+        "moe_intermediate_size": size.intermediate,
+        "num_experts": size.experts,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "head_dim": size.hidden // heads,
+        "output_router_logits": True,
+    }
+    config = (transformers.Qwen3MoeConfig if size.experts else transformers.LlamaConfig)(
         vocab_size=vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.intermediate,
         num_hidden_layers=size.layers,
-        num_attention_heads=max(size.hidden // 64, 1),
-        num_key_value_heads=max(size.hidden // 64, 1),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
+        **(mixture if size.experts else {}),
     )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    if size.experts:
+        model.set_experts_implementation("eager")  # one after the other: so products can be watched, and CPUs are fast
+    found: nn.Module = model
+    return found
+
+
+def first_merges(tokenizer: str, vocabulary: int) -> tuple[str, list[list[int]]]:
+    """A tokenizer of the first tokens alone, and of which of them each token is made: merges are in order of rank."""
+    told = json.loads(tokenizer)
+    names, merges = told["model"]["vocab"], told["model"]["merges"]
+    parts = [[i] for i in range(len(names))]
+    for one, other in merges:
+        made = names[one + other]
+        if made >= vocabulary:
+            parts[made] = parts[names[one]] + parts[names[other]]
+    told["model"]["vocab"] = {name: i for name, i in names.items() if i < vocabulary}
+    told["model"]["merges"] = [pair for pair in merges if names["".join(pair)] < vocabulary]
+    return json.dumps(told), parts
+
+
+def taken_apart(tokens: np.ndarray, parts: list[list[int]]) -> np.ndarray:
+    """Tokens as those that they are made of, int32 [more]."""
+    lengths = np.array([len(part) for part in parts])
+    table = np.array([part + [0] * (lengths.max() - len(part)) for part in parts], dtype=np.int32)
+    rows = [table[some][np.arange(table.shape[1]) < lengths[some, None]] for some in np.array_split(tokens, 64)]
+    return np.concatenate(rows)
 
 
 class Data:
-    """Tokens on the device: text and problems to train on, text and problems held out."""
+    """Tokens on the device: text and problems to train on, text and problems held out.
 
-    def __init__(self, corpus: Path, device: torch.device, limit: int | None = None) -> None:
+    Args:
+        corpus: The file that corpus.py wrote.
+        device: Where the tokens lie.
+        limit: Tokens of each text; None: all.
+        vocabulary: How many of the tokenizer's tokens are used, the first; None: all.
+    """
+
+    def __init__(
+        self, corpus: Path, device: torch.device, limit: int | None = None, vocabulary: int | None = None
+    ) -> None:
         from tokenizers import Tokenizer
 
         head, _, body = lzma.decompress(corpus.read_bytes()).partition(b"\n")
         told = json.loads(head)
         self.facts: dict[str, Any] = told["facts"]
+        parts: list[list[int]] | None = None
+        if vocabulary is not None:
+            told["tokenizer"], parts = first_merges(told["tokenizer"], vocabulary)
         self.tokenizer = Tokenizer.from_str(told["tokenizer"])
         self.device, start = device, 0
         self.text: dict[str, torch.Tensor] = {}
@@ -90,7 +143,8 @@ class Data:
         for part in PARTS:
             count = self.facts[part]["tokens"]
             tokens = np.frombuffer(body, dtype="<u2", count=count, offset=2 * start)[:limit]
-            self.text[part] = torch.from_numpy(tokens.astype(np.int32)).to(device)
+            text = tokens.astype(np.int32) if parts is None else taken_apart(tokens, parts)
+            self.text[part] = torch.from_numpy(text).to(device)
             self.bytes[part] = self.facts[part]["bytes"] if len(tokens) == count else 0  # 0: not known
             start += count
         lines = TASK_LINES if limit is None else limit // 1000
@@ -220,10 +274,10 @@ class Trainer:
             saved: Where the state is kept every now and then, to go on from after an interruption.
         """
         parameters = list(self.twin.parameters())
-        decayed = [p for p in parameters if p.dim() == 2]
+        decayed = [p for p in parameters if p.dim() >= 2]
         groups = [
             {"params": decayed, "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.dim() != 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self.device.type == "cuda")
         begin = 0
@@ -258,12 +312,21 @@ class Trainer:
         tokens = self.size.batch * CONTEXT * (steps - 1 - measured_from)
         return {"loss": final, "seconds": seconds, "tokens_per_s": tokens / seconds if tokens else 0.0}
 
+    def _imbalance(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of Switch Transformers, which is least where all experts get as much."""
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+        found: torch.Tensor = load_balancing_loss_func(tuple(logits), self.size.experts, 2)
+        return found
+
     def _loss(self, ids: torch.Tensor, teacher: Any) -> torch.Tensor:
         inputs = {"input_ids": ids[:, :-1], "use_cache": False}
         with autocast(self.device):
-            hidden = self.twin.model(**inputs).last_hidden_state
+            out = self.twin.model(**inputs)
+            hidden = out.last_hidden_state
             if teacher is None:
-                return self.head_loss(hidden, self.twin.lm_head.weight, ids[:, 1:])
+                loss = self.head_loss(hidden, self.twin.lm_head.weight, ids[:, 1:])
+                return loss + BALANCE * self._imbalance(out.router_logits) if self.size.experts else loss
             with torch.no_grad():
                 wanted = teacher.model(**inputs).last_hidden_state
             return self.head_divergence(hidden, self.twin.lm_head.weight, wanted, teacher.lm_head.weight)
@@ -276,16 +339,30 @@ def save(values: object, path: Path) -> None:
     path.with_suffix(".new").replace(path)
 
 
+class _Products(TorchFunctionMode):
+    """Takes other functions for products with weights that are slices of a parameter, told by where they lie."""
+
+    def __init__(self, products: dict[int, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        super().__init__()
+        self.products = products
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        product = self.products.get(args[1].data_ptr()) if func is F.linear else None
+        return func(*args, **(kwargs or {})) if product is None else product(args[0])
+
+
 @contextmanager
 def served(model: nn.Module, dtype: str) -> Iterator[None]:
-    """Let the linears multiply as a server does: weights by channel and inputs by token in 8 bits.
+    """Let linears and experts multiply as a server does: weights by channel and inputs by token in 8 bits.
 
     The numbers are slidesparse's, and exact in BF16; the products are summed in float32, as on tensor cores.
     """
     linears, kind = find_targets(model).linears.values(), parse_dtype(dtype)
 
-    def forward(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        weight = quantize_rows(linear.weight.detach(), kind)
+    def forward(held: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight = quantize_rows(held.detach(), kind)
         values = weight.values.to(torch.bfloat16)
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -297,9 +374,12 @@ def served(model: nn.Module, dtype: str) -> Iterator[None]:
         return product
 
     for linear in linears:
-        linear.forward = forward(linear)  # type: ignore[method-assign]
+        linear.forward = forward(linear.weight)  # type: ignore[method-assign]
+    found = find_experts(model)
+    experts = expert_weights(model, found, {one.layer(leaf) for one in found for leaf in one.weights}).values()
     try:
-        yield
+        with _Products({one.held.data_ptr(): forward(one.weight) for one in experts}) if found else nullcontext():
+            yield
     finally:
         for linear in linears:
             del linear.forward

@@ -37,6 +37,7 @@ ENCODER_METHODS = {
 }
 """Method -> label, colour (told apart by colour-blind readers), marker."""
 
+METHOD_NAMES = {"magnitude": "magnitude", "sparsegpt": "SparseGPT"}
 MODELS = {"30m": "30 M", "100m": "101 M"}
 SMALLER = ("30m-12", "30m-10")
 MEASURES = {
@@ -233,6 +234,21 @@ def layer_table(runs: Runs) -> str:
     return table(["model", "1 - cosine of each layer"], rows)
 
 
+def mixture_table(runs: Runs) -> str:
+    """What is left of the experts' weights, and the loss of that, in float and in INT8; most bytes first."""
+    found = [record for key, record in next(iter(runs.values())).items() if key != "trained"]
+    rows = []
+    for record in sorted(found, key=lambda record: -record["experts_bytes"]):
+        pattern, method, key = record["pattern"], record["method"], record["key"]
+        name = f"{pattern}, {METHOD_NAMES[method]}" if method in METHOD_NAMES else pattern
+        if method == "reap":
+            count, _, _ = pattern.partition("-")
+            name = f"{count} of {len(record['kept'][0]) + int(count)} experts left out, REAP"
+        losses = [cell(values(runs, key, "packages_perplexity", dtype), 2) for dtype in ("", "int8")]
+        rows.append([name, f"{record['experts_kept']:.3f}", f"{record['experts_bytes']:.3f}", *losses])
+    return table(["experts", "weights kept", "bytes of experts", "perplexity, %", "perplexity, %, INT8"], rows)
+
+
 def encoder_table(records: list[Record]) -> str:
     patterns = list(dict.fromkeys(record["pattern"] for record in records))
     rows = []
@@ -352,6 +368,7 @@ def tables(folder: Path) -> str:
         )
         sections[f"{MODELS[model]} parameters at a served speed ({files})"] = speed_table(folder, runs)
         sections[f"{MODELS[model]} parameters: influence of layers ({files})"] = layer_table(runs)
+    sections["A mixture of experts (mixture-*.jsonl)"] = mixture_table(read(folder, "mixture"))
     sections["The encoder (encoder.jsonl)"] = encoder_table(lines(folder / "encoder.jsonl"))
     sections["The encoder, matched (encoder-matched.jsonl)"] = matching_table(lines(folder / "encoder-matched.jsonl"))
     sections["A layer of 7B shape (layer-time.jsonl)"] = time_table(lines(folder / "layer-time.jsonl"))
