@@ -99,6 +99,17 @@ def test_the_page_says_in_words_what_the_records_say() -> None:
     assert all(about["licences"] for part in corpus["packages"].values() for about in part.values())
 
 
+def test_the_page_says_of_the_mixture_what_its_records_say() -> None:
+    report = runpy.run_path(str(SCRIPTS / "report.py"))
+    (records,) = report["read"](RECORDS, "mixture").values()
+    told = records["trained"]
+    assert [told[name] for name in ("layers", "experts", "vocabulary", "steps")] == [3, 12, 1024, 3600]
+    assert f"{told['parameters'] / 1e6:.1f} M parameters, {told['expert_parameters'] / 1e6:.1f} M of them" in WORDS
+    assert f"read {told['tokens'] / 1e6:.1f} M tokens" in WORDS
+    assert f"judged on {told['judged_tokens'] / 1e3:.0f} thousand tokens" in WORDS
+    assert f"perplexity of {records['dense none 0']['packages_perplexity']:.1f}" in WORDS
+
+
 def test_named_records_and_pictures_exist() -> None:
     for name in re.findall(r"`([\w*-]+\.jsonl)`", PAGE):
         assert list(RECORDS.glob(name)), name
@@ -145,6 +156,20 @@ def test_reap_is_a_mean_over_the_tokens_that_an_expert_gets() -> None:
     zero = (0.75 * 5 * 1 + 0.5 * 5 * 2) / 2
     one = (0.25 * 10 * 1 + 0.5 * 10 * 2 + 0.9 * 10 * 4) / 3
     assert found.tolist() == pytest.approx([zero, one, 0.1 * 50 * 4])
+
+
+def test_experts_are_served_in_8_bits_too() -> None:
+    """Their products are those of rounded weights and inputs: a little off, and the model's own again afterwards."""
+    lm = runpy.run_path(str(SCRIPTS / "lm.py"))
+    model = lm["build"](lm["Size"](64, 48, 1, 0.0, experts=3), 0, 32)
+    experts = model.model.layers[0].mlp.experts
+    routed = torch.randn(20, 64), torch.tensor([[0, 2]] * 20), torch.full((20, 2), 0.5)
+    with torch.no_grad():
+        exact = experts(*routed)
+        with lm["served"](model, "int8"):
+            error = (experts(*routed) - exact).norm() / exact.norm()
+        assert 1e-3 < error < 0.05
+        assert torch.equal(experts(*routed), exact)
 
 
 def test_without_an_expert_the_router_chooses_among_the_others() -> None:
