@@ -24,8 +24,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slidesparse.kernels.lift_held import held_kernel, routed_kernel, spread_kernel
+from slidesparse.kernels.lift_held import held_kernel
 from slidesparse.kernels.lift_launch import EARLY_ARCH, FP8_ARCH, configure, make_variant
+from slidesparse.kernels.lift_routed import routed_kernel, spread_kernel
 from slidesparse.kernels.lift_walking import walking_kernel
 from slidesparse.kernels.pack import COUNTED_ROWS, MAGNITUDE, PackVariant, copy_kernel, count_kernel, pack_kernel
 from slidesparse.layout import ColumnOrder, Slabs

@@ -311,46 +311,12 @@ def held_kernel(
         residual_ptr += token * residual_stride
         total_ptr += token * P.in_features
     out_ptr += offset_of_row(row, 2, P)
-    pairs, _ = _quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scales_ptr + token, eps, P)
-    _write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER: tl.constexpr, P: tl.constexpr):
-    """Quantise and lift one row of a mixture a program: that of its token, or itself; rows of nobody are left out.
-
-    ``tokens_ptr`` is int64 [rows], negative for rows of nobody. The prologue is none, or ``silu_mul``.
-    """
-    begin(P)
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens_ptr + row, mask=row < rows, other=-1)
-    if token >= 0:
-        source = token if GATHER else row
-        x_ptr += source * x_stride
-        out_ptr += offset_of_row(row, 2, P)
-        pairs, _ = _quantised(x_ptr, None, None, None, scales_ptr + row, 0.0, P)
-        _write(x_ptr, pairs, None, out_ptr, row, None, tl.num_programs(0), 0, P)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl.constexpr, P: tl.constexpr):
-    """Quantise and lift one token a program, and write it to its rows of a mixture, one for each of its experts.
-
-    ``to_ptr`` is int64 [tokens, COPIES], negative where an expert is not here; a slab has ``rows`` rows.
-    """
-    begin(P)
-    token = tl.program_id(0).to(tl.int64)
-    x_ptr += token * x_stride
-    to_ptr += token * COPIES
-    pairs, scale = _quantised(x_ptr, None, None, None, None, 0.0, P)
-    for copy in tl.static_range(0, COPIES):
-        row = tl.load(to_ptr + copy)
-        tl.store(scales_ptr + row, scale, mask=row >= 0)
-    _write(x_ptr, pairs, None, out_ptr, token, to_ptr, rows, COPIES, P)
+    pairs, _ = quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scales_ptr + token, eps, P)
+    write(x_ptr, pairs, pairs_ptr, out_ptr, row, None, tl.num_programs(0), 0, P)
 
 
 @triton.jit
-def _quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
+def quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.constexpr):
     """Return the columns of a row as pairs of 8-bit values, and its scale, which is stored where there is a place."""
     held = _hold(x_ptr, residual_ptr, total_ptr, gain_ptr, eps, P)
     scale, inverse = row_scale(_absmax(held, P), P)
@@ -360,7 +326,7 @@ def _quantised(x_ptr, residual_ptr, total_ptr, gain_ptr, scale_ptr, eps, P: tl.c
 
 
 @triton.jit
-def _write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
+def write(x_ptr, pairs, pairs_ptr, out_ptr, row, to_ptr, rows, COPIES: tl.constexpr, P: tl.constexpr):
     """Lift the pairs of a row into the output, whose slabs have ``rows`` rows; see :func:`_put`."""
     if P.in_place:
         _copy(pairs, out_ptr, row, to_ptr, rows, COPIES, P)

@@ -10,11 +10,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import triton
+import triton.language as tl
 
 from slidesparse.base.torch_private import empty, is_current
 from slidesparse.kernels.lift import KernelLift, find_kernel_lift
-from slidesparse.kernels.lift_held import routed_kernel, spread_kernel
+from slidesparse.kernels.lift_held import quantised, write
 from slidesparse.kernels.lift_launch import configure
+from slidesparse.kernels.lift_math import begin, offset_of_row
 from slidesparse.kernels.lift_variant import LiftVariant
 from slidesparse.kernels.triton_launcher import Launcher, early_start
 from slidesparse.layout import ColumnOrder, Lifted, Slabs
@@ -22,6 +25,40 @@ from slidesparse.prologue import Prologue
 
 MOST_COPIES = 16
 """Most experts of a token for which the stores to its rows are unrolled; with more, rows are lifted one by one."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def routed_kernel(x_ptr, tokens_ptr, out_ptr, scales_ptr, rows, x_stride, GATHER: tl.constexpr, P: tl.constexpr):
+    """Quantise and lift one row of a mixture a program: that of its token, or itself; rows of nobody are left out.
+
+    ``tokens_ptr`` is int64 [rows], negative for rows of nobody. The prologue is none, or ``silu_mul``.
+    """
+    begin(P)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row, mask=row < rows, other=-1)
+    if token >= 0:
+        source = token if GATHER else row
+        x_ptr += source * x_stride
+        out_ptr += offset_of_row(row, 2, P)
+        pairs, _ = quantised(x_ptr, None, None, None, scales_ptr + row, 0.0, P)
+        write(x_ptr, pairs, None, out_ptr, row, None, tl.num_programs(0), 0, P)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def spread_kernel(x_ptr, to_ptr, out_ptr, scales_ptr, rows, x_stride, COPIES: tl.constexpr, P: tl.constexpr):
+    """Quantise and lift one token a program, and write it to its rows of a mixture, one for each of its experts.
+
+    ``to_ptr`` is int64 [tokens, COPIES], negative where an expert is not here; a slab has ``rows`` rows.
+    """
+    begin(P)
+    token = tl.program_id(0).to(tl.int64)
+    x_ptr += token * x_stride
+    to_ptr += token * COPIES
+    pairs, scale = quantised(x_ptr, None, None, None, None, 0.0, P)
+    for copy in tl.static_range(0, COPIES):
+        row = tl.load(to_ptr + copy)
+        tl.store(scales_ptr + row, scale, mask=row >= 0)
+    write(x_ptr, pairs, None, out_ptr, token, to_ptr, rows, COPIES, P)
 
 
 def lift_routed(
