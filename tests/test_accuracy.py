@@ -201,6 +201,24 @@ def right_answer(question: str) -> str:
     return str(answers[word]())
 
 
+def test_a_rotated_model_is_the_same_function() -> None:
+    lm, rotation = (runpy.run_path(str(SCRIPTS / name)) for name in ("lm.py", "rotation.py"))
+    model = lm["build"](lm["SIZES"]["rotated"], 0, 64).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 2.0)
+    ids = torch.randint(0, 64, (2, 40))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        q = rotation["hadamard"](128, 0)
+        torch.testing.assert_close(q @ q.T, torch.eye(128))
+        weight = model.model.layers[0].mlp.down_proj.weight.clone()
+        rotation["fold_gains"](model)
+        rotation["rotate"](model, q)
+        assert not torch.allclose(model.model.layers[0].mlp.down_proj.weight, weight, atol=1e-3)
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-3, atol=1e-3)
+
+
 def test_problems_have_right_answers_and_are_held_out() -> None:
     task = runpy.run_path(str(SCRIPTS / "task.py"))
     for kind in task["KINDS"]:
