@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from expert_weights import packed_experts
 
+from slidesparse.experts import SlideExperts
 from slidesparse.gemm.spec import parse_weight
 from slidesparse.integrations.vllm.warmup import WarmUp, list_batches
 from slidesparse.layout import ColumnOrder
@@ -48,6 +50,16 @@ def test_layers_of_a_kind_are_warmed_up_once(ran: list[int], caplog: pytest.LogC
         warmup.layer(sparse_linear(backend))
     assert ran == [1, 2, 3, 4] * 2
     assert not [line for line in caplog.messages if "warm-up" in line]
+
+
+def test_experts_of_a_kind_are_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[torch.dtype, int]] = []
+    monkeypatch.setattr(SlideExperts, "warm_up", lambda _, dtype, top_k: ran.append((dtype, top_k)))
+    layer = SlideExperts(packed_experts(2, 16, 16, torch.int8), packed_experts(2, 16, 8, torch.int8))
+    warmup = WarmUp(4, torch.bfloat16)
+    for kind, top_k in (("a", 2), ("a", 2), ("b", 1)):
+        warmup.experts(layer, kind, top_k)
+    assert ran == [(torch.bfloat16, 2), (torch.bfloat16, 1)]
 
 
 def test_a_warm_up_ends_where_its_memory_does_and_says_so(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:

@@ -39,13 +39,10 @@ from slidesparse.quant import parse_dtype
 from slidesparse.records import DENSE_VARIANT, PLAIN, Case, Record
 from slidesparse.tuning.checking import relative_error
 from slidesparse.tuning.measure import gaussian
+from slidesparse.tuning.measure_experts import TOLERANCE
 
 CHECKED_PAIRS, CHECKED_TOKENS = 32, 4
 """Rows of a product, and tokens of a layer, that are checked: spread over all, the first and the last among them."""
-
-LAYER_TOLERANCE = 5e-2
-"""Relative error of a right layer. The inner activations are rounded to 8 bits: where two kernels differ in their last
-bit before, an FP8 value may differ by a sixteenth after."""
 
 
 def measure(session: Session, case: Case) -> list[Record]:
@@ -192,7 +189,7 @@ class _Layer(_Measured):
             operands=tuple(operands),
             n_bytes=weights + 2 * self.x.nbytes,
             check=_against(lambda: expected_layer(*given, *matrices), tokens),
-            tolerance=LAYER_TOLERANCE,
+            tolerance=TOLERANCE,
         )
 
 

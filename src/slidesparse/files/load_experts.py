@@ -19,12 +19,10 @@ from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.models.experts import Experts, find_experts
-from slidesparse.models.packed_mixture import PackedMixture, why_not_packed
+from slidesparse.models.packed_mixture import PARAMETERS, PackedMixture, why_not_packed
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
-
-LEAVES = ("gate_up_proj", "down_proj")
 
 
 @dataclass
@@ -78,7 +76,7 @@ class ExpertLoader:
         tensors = tensors_of(experts, self.meta, self.checkpoint)
         if any(one.transposed or f"{name}_scale" not in self.checkpoint.files for name, one in tensors.items()):
             return "their weights are transposed, or have no scales"
-        patterns = {leaf: self._patterns(experts.layer(leaf), tensors) for leaf in LEAVES}
+        patterns = {leaf: self._patterns(experts.layer(leaf), tensors) for leaf in PARAMETERS}
         if any(len(found) != 1 for found in patterns.values()):
             return "not all of them were pruned to one pattern"
         ((gate_up,), (down,)) = patterns.values()
@@ -88,7 +86,9 @@ class ExpertLoader:
         product = self._product(Problem(gate_up, dtype, out, columns, self.device))
         if isinstance(product, str):
             return product
-        packed = [self._read(f"{experts.name}.{leaf}", next(iter(patterns[leaf])), experts.count) for leaf in LEAVES]
+        packed = [
+            self._read(f"{experts.name}.{leaf}", next(iter(patterns[leaf])), experts.count) for leaf in PARAMETERS
+        ]
         return SlideExperts(packed[0], packed[1], product)
 
     def _patterns(self, layer: str, tensors: dict[str, ExpertTensor]) -> set[Pattern]:

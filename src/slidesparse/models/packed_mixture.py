@@ -23,7 +23,8 @@ DESCRIBED = {
 }
 """What transformers says of a module of experts -> what it must be, and why experts stay dense where it is not."""
 
-PARAMETERS = {"gate_up_proj", "down_proj"}
+PARAMETERS = ("gate_up_proj", "down_proj")
+"""What transformers calls the parameters of fused experts."""
 
 
 class PackedMixture(nn.Module):
@@ -54,7 +55,7 @@ class PackedMixture(nn.Module):
 
 def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
     """Return why packed experts cannot take the place of a module, in words; None where they can."""
-    if experts.members or set(experts.weights) != PARAMETERS:
+    if experts.members or set(experts.weights) != set(PARAMETERS):
         return f"{type(module).__name__} holds them in another way than in gate_up_proj and down_proj"
     for name, (needed, why) in DESCRIBED.items():
         found = getattr(module, name, None)

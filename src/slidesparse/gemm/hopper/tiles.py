@@ -221,7 +221,8 @@ def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...])
     """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
 
     The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
-    expert one half is empty on average. Rows are lifted whether they have a token or not, so large tiles cost more.
+    expert one half is empty on average. Empty rows count as lifted ones, which they no longer are: layers were
+    measured with this choice.
 
     Args:
         pairs: Tokens times the experts of each.

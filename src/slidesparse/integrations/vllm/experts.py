@@ -19,13 +19,13 @@ from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import GROUPED, NOT_MEASURED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
-from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
 from slidesparse.pattern import Pattern
 
@@ -108,7 +108,7 @@ class _Packing:
             if packed is None:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]
             return Outcome(False, True, text, True)
-        self.slide = packed or pack_experts(layer, experts)
+        self.slide = packed or pack_experts(layer, experts, self.slide_model.warmup)
         self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
         dense_bytes = sum(weight.nbytes for weight in experts.weights)
         for name in NAMES:
@@ -124,7 +124,7 @@ class _Packing:
     def _packed_to_measure(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
         """Return experts packed next to the dense ones; None, and a line, where memory does not suffice for both."""
         try:
-            return pack_experts(layer, experts)
+            return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:
             log.warning("slidesparse: %s is not measured: out of memory", experts.kind)
             return None
@@ -239,8 +239,8 @@ def find_experts(layer: Any) -> LoadedExperts | str:
     return LoadedExperts(kind, (gate_up, down), (patterns[0], patterns[1]), (starts[0], starts[1]), product)
 
 
-def pack_experts(layer: Any, experts: LoadedExperts) -> SlideExperts:
-    """Pack experts; their dense weights stay where they are.
+def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> SlideExperts:
+    """Pack experts, and warm the first ones of a kind up; their dense weights stay where they are.
 
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
@@ -251,10 +251,8 @@ def pack_experts(layer: Any, experts: LoadedExperts) -> SlideExperts:
         whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
-    dtype = layer.moe_config.in_dtype
-    if isinstance(experts.product, HopperExperts):
-        experts.product.warm_up(slide.gate_up.dtype, dtype, slide.gate_up.operand.get_device())
-    slide.warm_up(dtype, experts.kind.top_k)
+    if warmup is not None:
+        warmup.experts(slide, (experts.kind, experts.of_weights, experts.starts), experts.kind.top_k)
     return slide
 
 

@@ -19,6 +19,8 @@ from typing import cast
 
 import torch
 
+from slidesparse.experts import SlideExperts
+from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.integrations.vllm import LOGGER
@@ -79,6 +81,20 @@ class WarmUp:
         x = torch.zeros(most, layer.in_features, dtype=self.dtype, device=device)
         for tokens in list_batches(most, (route.from_tokens for route in layer.choice.routes)):
             layer(x[:tokens])
+
+    def experts(self, layer: SlideExperts, kind: object, top_k: int) -> None:
+        """Run the experts of a layer that was loaded, if none of their kind have run.
+
+        Args:
+            layer: They.
+            kind: What tells experts with other kernels.
+            top_k: Experts of a token.
+        """
+        if self._is_done(kind):
+            return
+        if isinstance(layer.product, HopperExperts):
+            layer.product.warm_up(layer.gate_up.dtype, self.dtype, layer.gate_up.operand.get_device())
+        layer.warm_up(self.dtype, top_k)
 
     def lift(self, prologue: str, weight: WeightSpec, device: torch.device) -> None:
         """Run the lifting kernels of a weight after a norm or an activation on a GPU, if none of its kind has run."""
