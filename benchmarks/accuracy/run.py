@@ -39,17 +39,31 @@ PATTERNS = ("6:8", "4:6", "2:4")
 MATCHED = "sparsegpt + match"
 METHODS = (MATCHED, "sparsegpt", "magnitude")
 LAYERS_LEFT_OUT = (1, 2, 3, 4)
-SHARES = (0.03, 0.01)
-"""Of the budget of training, for recovery."""
-
 PLANS = (1.2, 1.164)
 """Served speeds over stock vLLM at which patterns are mixed; the second is that of 4:6 everywhere."""
 
 MATCH_STEPS = 200
 CALIBRATION_WINDOWS = 512
 SENSITIVITY_WINDOWS = 32  # on which the damage of single sets is measured
-RECOVERY_RATE = 0.3  # of the rate of training
+FIRST_RATE = 0.3
 EIGHT_BITS = ("int8", "fp8")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Training on with the zeros held: a share of the budget of training, and of its rate."""
+
+    share: float
+    rate: float = FIRST_RATE
+
+    def __str__(self) -> str:
+        """The end of a record's key: the first records do not name their rate."""
+        return f"{self.share}" if self.rate == FIRST_RATE else f"{self.share}@{self.rate}"
+
+
+STRONG = Recovery(0.03)
+GENTLE = Recovery(0.03, 0.05)
+SHORT = Recovery(0.01, 0.05)
 
 
 @dataclass(frozen=True)
@@ -60,24 +74,22 @@ class Job:
     seed: int
     methods: tuple[str, ...] = ()
     left_out: tuple[int, ...] = ()
-    shares: tuple[float, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
     plans: tuple[float, ...] = ()
 
 
 JOBS = (
-    Job("30m", 0, METHODS, LAYERS_LEFT_OUT, SHARES[:1], PLANS[:1]),
+    Job("30m", 0, METHODS, LAYERS_LEFT_OUT, (STRONG,), PLANS[:1]),
     Job("30m-12", 0),
-    Job("30m", 1, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1]),
-    Job("30m", 2, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1]),
-    Job("30m", 0, (), LAYERS_LEFT_OUT, SHARES[1:], PLANS),
-    Job("100m", 0, METHODS[:2], LAYERS_LEFT_OUT[1::2], SHARES[:1], PLANS[:1]),
+    Job("30m", 1, METHODS[:2], LAYERS_LEFT_OUT[1::2], (GENTLE, STRONG), PLANS[:1]),
+    Job("30m", 2, METHODS[:2], LAYERS_LEFT_OUT[1::2], (GENTLE, SHORT), PLANS[:1]),
+    Job("100m", 0, METHODS[:2], LAYERS_LEFT_OUT[1::2], (GENTLE,), PLANS[:1]),
     Job("30m-10", 0),
-    Job("30m", 1, METHODS, LAYERS_LEFT_OUT, SHARES, PLANS),
-    Job("30m", 2, METHODS, LAYERS_LEFT_OUT, SHARES, PLANS),
+    *(Job("30m", seed, METHODS, LAYERS_LEFT_OUT, (GENTLE, STRONG, SHORT), PLANS) for seed in range(3)),
 )
 """In the order of what they tell; a model that comes again has more done with it."""
 
-TINY = (Job("tiny", 0, METHODS, LAYERS_LEFT_OUT[:2], SHARES[:1], PLANS[:1]), Job("tiny-3", 0))
+TINY = (Job("tiny", 0, METHODS, LAYERS_LEFT_OUT[:2], (STRONG, GENTLE), PLANS[:1]), Job("tiny-3", 0))
 """To try the script on a CPU."""
 
 
@@ -147,16 +159,16 @@ class Experiment:
         self.one("dense none 0", self.restore)
         for method in job.methods:
             for pattern in PATTERNS:
-                self.pruned(pattern, method, 0)
+                self.pruned(pattern, method)
         for count in job.left_out:
-            self.leave_out(count, 0)
+            self.leave_out(count)
         for speed in job.plans:
-            self.pruned(f"plan@{speed}", MATCHED, 0)
-        for share in job.shares:
+            self.pruned(f"plan@{speed}", MATCHED)
+        for recovery in job.recoveries:
             for pattern in (*PATTERNS, *(f"plan@{speed}" for speed in job.plans)):
-                self.pruned(pattern, MATCHED, share)
+                self.pruned(pattern, MATCHED, recovery)
             for count in job.left_out:
-                self.leave_out(count, share)
+                self.leave_out(count, recovery)
 
     def train(self) -> None:
         if self.weights.exists():
@@ -189,7 +201,8 @@ class Experiment:
         started = time.perf_counter()
         more = make() or {}
         seconds = time.perf_counter() - started
-        what, _, share = key.rpartition(" ")
+        what, _, recovery = key.rpartition(" ")
+        share = recovery.partition("@")[0]
         name, _, method = what.partition(" ")
         judged = judge(self.model, self.data)
         for dtype in EIGHT_BITS:
@@ -206,8 +219,8 @@ class Experiment:
     def restore(self) -> None:
         self.model.load_state_dict(self.trained)
 
-    def pruned(self, pattern: str, method: str, share: float) -> None:
-        """Prune, and train on with the zeros held for a share of the budget."""
+    def pruned(self, pattern: str, method: str, recovery: Recovery | None = None) -> None:
+        """Prune, and recover."""
 
         def make() -> dict[str, Any]:
             if (pattern, method) in self.kept:  # matching takes longer than all else
@@ -219,14 +232,14 @@ class Experiment:
                 if pattern.startswith("plan"):
                     found["patterns"] = {name: str(chosen) for name, chosen in patterns.items()}
                 self.kept[pattern, method] = self.copied()
-            if not share:
+            if recovery is None:
                 return found
             zeros, before = HeldZeros(self.model), self.zeros()
-            steps = self.recover(share, zeros.apply_)
+            steps = self.recover(recovery, zeros.apply_)
             assert self.zeros() >= before
             return steps
 
-        self.one(f"{pattern} {method} {share}", make)
+        self.one(f"{pattern} {method} {recovery or 0}", make)
 
     def patterns(self, text: str) -> dict[str, Pattern]:
         """One pattern everywhere, or those that lose least at a served speed: ``plan@1.2``."""
@@ -279,30 +292,30 @@ class Experiment:
         losses = [loss.loss for losses in steps for loss in losses]
         return {"set_loss_mean": sum(losses) / len(losses), "set_loss_max": max(losses)}
 
-    def recover(self, share: float, after_step: Any = lambda: None) -> dict[str, int]:
+    def recover(self, recovery: Recovery, after_step: Any = lambda: None) -> dict[str, float]:
         """Train towards the dense model's predictions; the same windows whatever is recovered."""
-        steps = max(round(share * self.steps), 2)
+        steps = max(round(recovery.share * self.steps), 2)
         self.trainer.train(
             steps,
-            RECOVERY_RATE * self.size.rate,
+            recovery.rate * self.size.rate,
             1000 + self.job.seed,
             warmup=max(steps // 10, 1),
             after_step=after_step,
             teacher=self.teacher,
         )
-        return {"recovery_steps": steps}
+        return {"recovery_steps": steps, "recovery_rate": recovery.rate}
 
-    def leave_out(self, count: int, share: float) -> None:
+    def leave_out(self, count: int, recovery: Recovery | None = None) -> None:
         """Depth pruning: leave out the layers that turn the hidden state least."""
 
-        key = f"{count}-layers left-out {share}"
+        key = f"{count}-layers left-out {recovery or 0}"
         if key in self.log.done:
             return
         self.restore()
         turned = influence(self.model.eval(), self.calibration, self.device)
         kept = sorted(sorted(range(len(turned)), key=turned.__getitem__)[count:])
         with self.trainer.only_layers(kept):
-            self.one(key, lambda: {"kept": kept, "influence": turned, **(self.recover(share) if share else {})})
+            self.one(key, lambda: {"kept": kept, "influence": turned, **(self.recover(recovery) if recovery else {})})
 
     def zeros(self) -> float:
         weights = [linear.weight.detach() for linear in self.linears.values()]
