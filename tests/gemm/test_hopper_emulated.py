@@ -1,0 +1,138 @@
+"""The Hopper kernel itself, run by an emulator of its PTX: every tile without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_weights import packed_experts
+from hopper_ptx import EmulatedKernel, run_product
+from ptx_emulator.state import Fault, GlobalMemory
+from tolerances import assert_product
+
+from slidesparse.expert_order import arrange
+from slidesparse.gemm.hopper import grouped
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.compile import SOURCE
+from slidesparse.gemm.hopper.grouped import HopperExperts
+from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Tile
+from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.layout import Lifted, slab_view
+from slidesparse.ops import quantize_lift
+from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.prune import prune_mask
+from slidesparse.quant import quantize_rows
+
+INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+FP64 = torch.float64
+OUT, COLUMNS = 300, 600
+"""Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
+SMALL, LARGE, SPLIT = (next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4"))
+
+
+def problem(pattern: str, dtype: torch.dtype, tokens: int) -> tuple[Lifted, PackedWeight, torch.Tensor]:
+    """Activations in slabs, a weight, and the activations before they were lifted."""
+    torch.manual_seed(tokens)
+    weight = torch.randn(OUT, COLUMNS) * 30
+    weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
+    x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
+    values, scale = quantize_lift(x, Hopper.layout.column_map(packed), dtype, "hopper")
+    return Lifted(values, scale, None), packed, x
+
+
+def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product by definition, of what was neither packed nor lifted."""
+    values, scale = quantize_rows(x, packed.dtype) if packed.dtype.itemsize == 1 else (x, None)
+    return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "2:4@30%"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_multiplies_exactly(tile: Tile, pattern: str) -> None:
+    lifted, packed, x = problem(pattern, INT8, tile.tokens + 9)
+    assert torch.equal(run_product(lifted, packed, tile, BF16), expected(x, packed, BF16, None))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "8:10", "14:16", "4:6@50%", "dense"])
+@pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
+def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str) -> None:
+    lifted, packed, x = problem(pattern, INT8, 40)
+    assert torch.equal(run_product(lifted, packed, tile), expected(x, packed, FP32, None))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [FP8, BF16, FP16], ids=str)
+def test_floats_are_multiplied_within_their_rounding(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    lifted, packed, x = problem("4:6@50%", dtype, 20)
+    bias = torch.randn(OUT).to(out_dtype)
+    found = run_product(lifted, packed, SMALL, out_dtype, bias)
+    values, scale = quantize_rows(x, dtype) if dtype == FP8 else (x, torch.ones(len(x), 1))
+    factor = scale * (torch.ones(OUT) if packed.scale is None else packed.scale)
+    exact = values.to(FP64) @ packed.unpack().to(FP64).T * factor + bias
+    magnitude = values.to(FP64).abs() @ packed.unpack().to(FP64).abs().T * factor + bias.abs()
+    assert_product(found, exact, magnitude, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17])
+def test_ragged_tokens_and_a_bias(tokens: int) -> None:
+    lifted, packed, x = problem("6:8", INT8, tokens)
+    bias = torch.randn(OUT, dtype=BF16)
+    assert torch.equal(run_product(lifted, packed, SMALL, BF16, bias), expected(x, packed, BF16, bias))
+
+
+@pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
+def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
+    lifted, packed, _ = problem("4:6@50%", FP8, 40)
+    first = run_product(lifted, packed, tile)
+    assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
+
+
+def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
+    experts, hopper = packed_experts(4, 300, 260, INT8), HopperExperts()
+    chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
+    at = arrange(chosen, 4, tile.tokens)
+    x = torch.randn(len(at.tokens), 260)
+    values, scale_x = quantize_lift(x, hopper.layout.column_map(experts[0]), INT8, "hopper")
+    operand, scale = hopper.prepare(experts), torch.stack([one.scale for one in experts if one.scale is not None])
+
+    def empty(rows: int, columns: int, dtype: torch.dtype, device: int) -> torch.Tensor:
+        y = torch.full((rows, columns), 7.0, dtype=dtype)
+        memory.add(y)
+        return y
+
+    for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):
+        memory.add(tensor)
+    monkeypatch.setattr(grouped, "load_grouped", lambda tile, *types: EmulatedKernel(memory, tile, types[:2], True))
+    monkeypatch.setattr(grouped, "is_current", lambda device: True)
+    monkeypatch.setattr(grouped, "current_stream", lambda device: 0)
+    monkeypatch.setattr(grouped, "empty", empty)
+    y = hopper.multiply(Lifted(values, scale_x, None), operand, scale, at, BF16, tile)
+    used = int(at.used) * tile.tokens
+    assert used < len(y)
+    assert bool((y[used:] == 7).all()), "tiles past the used ones are nobody's"
+    for number, expert in enumerate(at.experts[: int(at.used)].tolist()):
+        rows = slice(number * tile.tokens, (number + 1) * tile.tokens)
+        assert torch.equal(y[rows], expected(x[rows], experts[expert], BF16, None))
+
+
+WRONG = {
+    "data is not awaited": ("barrier_wait(ring.full_of(place), place.phase);", "", r"metadata|an operand changed"),
+    "a stage is given back too early": ("mma_wait<1>();", "mma_wait<2>();", "an operand changed while"),
+    "a stage is never given back": ("if (lane_zero) barrier_arrive(ring.empty_of(oldest));", "", "nobody can go on"),
+    "too few bytes are awaited": ("x_bytes + TILE_BLOCKS * SPARSE_BYTES);", "x_bytes);", "metadata|operand|nobody"),
+    "a store goes past the tokens": ("min(LENGTH, p.tokens - first_token - START)", "LENGTH", "global access"),
+    "a load goes past the channels": ("min(first_channel + thread, p.channels - 1)", "10000", "global access"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
+    right, broken, message = WRONG[wrong]
+    source = SOURCE.read_text()
+    assert right in source
+    lifted, packed, _ = problem("6:8", INT8, 20)
+    with pytest.raises(Fault, match=message):
+        run_product(lifted, packed, SMALL, BF16, source=source.replace(right, broken).encode())

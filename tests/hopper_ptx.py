@@ -1,0 +1,119 @@
+"""Run the Hopper kernel in the emulator of its PTX, on the package's own operands."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from ptx_emulator.machine import Machine
+from ptx_emulator.program import Program, read_program
+from ptx_emulator.state import GlobalMemory
+
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.compile import SOURCE, options
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments
+from slidesparse.gemm.hopper.tiles import GROUP, Tile
+from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.layout import Lifted, slab_view
+from slidesparse.packed import PackedWeight
+
+GUARD = 64
+"""Results past the last one, which nothing may write."""
+
+MULTIPROCESSORS = 2
+"""So few that a block walks over several tiles."""
+
+
+@cache
+def program(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, source: bytes | None = None
+) -> Program:
+    """Return the PTX of a variant, which NVRTC writes; ``source`` replaces the package's."""
+    from cuda.bindings import nvrtc
+
+    opts = [option.replace("sm_90a", "compute_90a").encode() for option in options(tile, dtype, out_dtype, grouped)]
+    _, made = nvrtc.nvrtcCreateProgram(source or SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
+    assert int(status) == 0
+    _, size = nvrtc.nvrtcGetPTXSize(made)
+    text = bytes(size)
+    nvrtc.nvrtcGetPTX(made, text)
+    nvrtc.nvrtcDestroyProgram(made)
+    return read_program(text.decode())
+
+
+class EmulatedKernel:
+    """A variant, as :class:`slidesparse.gemm.hopper.launch.Kernel` has it.
+
+    Args:
+        memory: The tensors that it may touch.
+        tile: Its geometry.
+        types: Of the operands and of the results.
+        grouped: Whether it multiplies by the weights of many experts.
+        source: Replaces the package's source.
+        seed: Of the order in which its warps run.
+    """
+
+    def __init__(
+        self,
+        memory: GlobalMemory,
+        tile: Tile,
+        types: tuple[torch.dtype, torch.dtype],
+        grouped: bool = False,
+        source: bytes | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.memory, self.tile, self.types, self.seed = memory, tile, types, seed
+        self.program = program(tile, *types, grouped, source)
+
+    def grid(self, tiles: int) -> int:
+        """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
+        return min(tiles, MULTIPROCESSORS) if self.tile.split == 1 else tiles * self.tile.split
+
+    def launch(self, arguments: Arguments, grid: int, stream: int = 0) -> None:
+        """See :meth:`slidesparse.gemm.hopper.launch.Kernel.launch`."""
+        Machine(
+            self.program,
+            bytes(arguments),
+            self.memory,
+            threads=self.tile.threads,
+            shared_bytes=self.tile.shared_bytes(self.types[0].itemsize),
+            grid=grid,
+            cluster=self.tile.split,
+            seed=self.seed,
+        ).run()
+
+
+def run_product(
+    x: Lifted,
+    packed: PackedWeight,
+    tile: Tile,
+    out_dtype: torch.dtype = torch.float32,
+    bias: torch.Tensor | None = None,
+    source: bytes | None = None,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Return what the kernel computes of activations in slabs."""
+    memory, operand = GlobalMemory(), Hopper().prepare(packed)
+    tokens, channels = x.values.shape[0], packed.shape[0]
+    slabs = slab_view(x.values, SLABS).clone()
+    y = torch.full((tokens * channels + GUARD,), 7.0, dtype=out_dtype)
+    arguments = {
+        "x": memory.add(slabs),
+        "dense": memory.add(operand.dense),
+        "sparse": memory.add(operand.sparse),
+        "scale_x": 0 if x.scale is None else memory.add(x.scale),
+        "scale_w": 0 if packed.scale is None else memory.add(packed.scale),
+        "bias": 0 if bias is None else memory.add(bias),
+        "bias_type": 0 if bias is None else BIAS_TYPES[bias.dtype],
+        "y": memory.add(y),
+        "tokens": tokens,
+        "channels": channels,
+        "dense_slabs": operand.dense.shape[1] // 2,
+        "sparse_slabs": operand.sparse.shape[1],
+        "group": GROUP,
+    }
+    kernel = EmulatedKernel(memory, tile, (x.values.dtype, out_dtype), source=source, seed=seed)
+    kernel.launch(Arguments(**arguments), kernel.grid(tile.count(tokens, channels)))
+    assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
+    return y[: tokens * channels].view(tokens, channels)

@@ -1,0 +1,150 @@
+"""Matrix instructions: wgmma of weights and activations in shared memory, and stmatrix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx_emulator.memory import together
+from ptx_emulator.operands import address_of, names_of, value_of
+from ptx_emulator.program import Statement
+from ptx_emulator.state import LANES, Block, Fault, Group, Step, Warp
+from ptx_emulator.values import Lanes
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+LEGAL_METADATA = (0x4, 0x8, 0x9, 0xC, 0xD, 0xE)
+
+
+def commit(machine: Machine, statement: Statement) -> Step:
+    def commit(warp: Warp, group: Group) -> None:
+        warp.committed.append(warp.open)
+        warp.open = []
+
+    return commit
+
+
+def wait_group(machine: Machine, statement: Statement) -> Step:
+    left = int(statement.operands[0])
+
+    def wait(warp: Warp, group: Group) -> None:
+        while len(warp.committed) > left:
+            for check in warp.committed.pop(0):
+                check()
+
+    return wait
+
+
+def store_matrix(machine: Machine, statement: Statement) -> Step:
+    """stmatrix.x4.trans: lanes 8i to 8i + 7 give the rows of matrix i, of eight 16-bit elements."""
+    assert statement.name == "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+    address, read = address_of(statement.operands[0]), [value_of(n, "b32") for n in names_of(statement.operands[1])]
+
+    def store(warp: Warp, group: Group) -> None:
+        together(warp, group)
+        at = address(warp, group.lanes)
+        for i, value in enumerate(read):
+            # Without .trans a lane holds two elements of row lane / 4: [lane / 4][lane % 4 * 2 + 0, 1].
+            matrix = value(warp).view(np.uint16).reshape(8, 8).T
+            for row in range(8):
+                _, offset = machine.shared(warp.block, int(at[8 * i + row]), 16)
+                warp.block.shared[offset : offset + 16] = np.ascontiguousarray(matrix[row]).view(np.uint8)
+
+    return store
+
+
+def _e4m3() -> np.ndarray:
+    """The values of all 256 bytes."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size = np.where((exponent == 15) & (mantissa == 7), np.nan, size)
+    return np.where(byte & 128, -size, size)
+
+
+E4M3 = _e4m3()
+DECODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "s8": lambda data: data.view(np.int8).astype(np.float64),
+    "e4m3": lambda data: E4M3[data],
+    "bf16": lambda data: (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64),
+    "f16": lambda data: data.view(np.float16).astype(np.float64),
+}
+
+
+class Operand:
+    """A matrix in shared memory (PTX ISA, "Matrix Descriptor Format"): rows in groups of eight, swizzled."""
+
+    def __init__(self, machine: Machine, block: Block, descriptor: int, rows: Sequence[int], size: int) -> None:
+        start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        mode = descriptor >> 62
+        assert mode in (1, 2), "128 and 64-byte swizzling"
+        row_bytes, mask = (128, 7) if mode == 1 else (64, 3)
+        row = np.asarray(rows)[:, None]
+        at = start + row // 8 * stride + row % 8 * row_bytes + np.arange(size)
+        self.at = at ^ (at >> 7 & mask) << 4
+        machine.shared(block, int(self.at.min()), 1)
+        machine.shared(block, int(self.at.max()), 1)
+        self.block, self.data = block, block.shared[self.at]
+
+    def check(self) -> None:
+        if (self.block.shared[self.at] != self.data).any():
+            raise Fault("an operand changed while a matrix instruction was in flight")
+
+
+def _expand(kept: np.ndarray, registers: Lanes, selector: int, wide: bool) -> np.ndarray:
+    """Put the kept values of a warp's 16 rows where the metadata say: [16, 2 * kept] elements."""
+    rows, count = kept.shape
+    dense = np.zeros((rows, 2 * count))
+    for row in range(rows):
+        for window in range(count // 2):
+            lane = row % 8 * 4
+            if wide:  # 16-bit types: the selector picks two of four lanes; rows + 8 are in the upper half
+                lane, shift = lane + window // 4 + selector * 2, window % 4 * 4 + row // 8 * 16
+            else:
+                lane, shift = lane + row // 8 + window // 8 * 2, window % 8 * 4
+            nibble = int(registers[lane]) >> shift & 15
+            if nibble not in LEGAL_METADATA:
+                raise Fault(f"metadata {nibble:#x}")
+            dense[row, 4 * window + (nibble & 3)] = kept[row, 2 * window]
+            dense[row, 4 * window + (nibble >> 2)] = kept[row, 2 * window + 1]
+    return dense
+
+
+def multiply(machine: Machine, statement: Statement) -> Step:
+    """wgmma.mma_async: a warp computes 16 of the 64 rows. Both matrices are in shared memory."""
+    shape = re.search(r"m64n(\d+)k(\d+)\.(\w+)\.(\w+)", statement.name)
+    assert shape, statement.name
+    tokens, total, kind = int(shape[1]), shape[3], shape[4]
+    sparse, wide = ".sp." in statement.name, kind in ("bf16", "f16")
+    result, a, b, *rest = statement.operands
+    meta, selector, scale = (rest[0], int(rest[1]), rest[2]) if sparse else ("", 0, rest[0])
+    if total == "f32":
+        assert rest[3 if sparse else 1 :][:2] == ["1", "1"], "neither matrix is negated"
+    names, result_type = names_of(result), "s32" if total == "s32" else "f32"
+    a_of, b_of, accumulate = value_of(a, "u64"), value_of(b, "u64"), value_of(scale, "pred")
+    k_bytes = int(shape[2]) * (2 if wide else 1)
+
+    def round_sum(exact: Lanes) -> Lanes:
+        return exact.astype(np.int64).astype(np.int32) if total == "s32" else exact.astype(np.float32)
+
+    def multiply(warp: Warp, group: Group) -> None:
+        together(warp, group)
+        first = warp.number % 4 * 16
+        weights = Operand(machine, warp.block, int(a_of(warp)[0]), range(first, first + 16), k_bytes // (1 + sparse))
+        activations = Operand(machine, warp.block, int(b_of(warp)[0]), range(tokens), k_bytes)
+        left, right = (DECODE[kind](operand.data) for operand in (weights, activations))
+        if sparse:
+            left = _expand(left, warp.read(meta, "u32"), selector, wide)
+        # A thread holds rows lane / 4 and 8 more, of every 8 tokens those of lane % 4: [token / 8][half][token % 2].
+        product = (left @ right.T).reshape(2, 8, tokens // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
+        adds = bool(accumulate(warp)[0])
+        for name, more in zip(names, product, strict=True):
+            old = warp.read(name, result_type).astype(np.float64) if adds else 0.0
+            warp.write(name, round_sum(old + more), group.lanes)
+        warp.open += [weights.check, activations.check]
+
+    return multiply
