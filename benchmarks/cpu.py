@@ -22,7 +22,9 @@ from statistics import median
 import torch
 from transformers import LlamaConfig
 
-from slidesparse.files.checkpoint import Stored, TensorWriter, write_json
+from slidesparse.files.json_files import write_json
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.packed import pack_segments
 from slidesparse.prune import prune_mask
 

@@ -30,7 +30,10 @@ from slidesparse.base.join import joined
 from slidesparse.commands.prune import prune_checkpoint
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
-from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.json_files import write_json
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_writer import TensorWriter
 
 SHAPES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
 LAYER_BYTES = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11008)

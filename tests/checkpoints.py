@@ -10,7 +10,9 @@ import tokenizers
 import torch
 import transformers
 
-from slidesparse.files.checkpoint import STORED_NAMES, Stored, TensorReader, TensorWriter
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 
 SMALL = {
     "vocab_size": 96,

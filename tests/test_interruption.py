@@ -16,8 +16,8 @@ from checkpoints import make_checkpoint
 import slidesparse.commands.info
 from slidesparse.cli import main
 from slidesparse.commands.prune_job import PruneJob
-from slidesparse.files.checkpoint import TensorWriter
 from slidesparse.files.packed_file import write_packed
+from slidesparse.files.tensor_writer import TensorWriter
 
 WORDS = [("SIGINT", "interrupted"), ("SIGTERM", "terminated"), ("SIGHUP", "hung up")]
 

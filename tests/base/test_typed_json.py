@@ -11,7 +11,7 @@ import pytest
 
 from slidesparse.base.typed_json import MAX_DEPTH, decode, load_json, parse_json
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import read_json
+from slidesparse.files.json_files import read_json
 from slidesparse.gemm.cusparselt.table import load_algorithms as load_searches
 from slidesparse.gemm.speed_files import load_speeds as load_times
 from slidesparse.records import Record

@@ -25,8 +25,11 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows
-from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.linear import SlideLinear
 from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY

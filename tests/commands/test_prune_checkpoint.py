@@ -25,8 +25,11 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
-from slidesparse.files.checkpoint import Checkpoint, Stored, TensorWriter, write_json
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.json_files import write_json
 from slidesparse.files.staging import staged
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.pattern import Pattern

@@ -10,7 +10,9 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_writer import TensorWriter
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from slidesparse.errors import CheckpointError
-from slidesparse.files.checkpoint import Stored, TensorReader, TensorWriter
 from slidesparse.files.data_digest import BLOCK, RunningDigest, data_digest
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 
 
 def by_definition(data: bytes) -> str:

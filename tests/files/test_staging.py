@@ -19,8 +19,9 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
 from slidesparse.files.calibration import Calibration
-from slidesparse.files.checkpoint import Stored, TensorWriter
 from slidesparse.files.staging import Workplace, new_folder, staged
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_writer import TensorWriter
 
 INT8 = PruneOptions("6:8", "int8")
 LAYOUT = {"x": Stored("F32", (3, 4))}

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.pattern import DENSE

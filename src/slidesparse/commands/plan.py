@@ -27,10 +27,11 @@ from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows, digest
 from slidesparse.files.check_tensors import refuse_faults
-from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint, read_json, write_json
+from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
 from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.json_files import read_json, write_json
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey

@@ -27,12 +27,14 @@ from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import digest
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Stored, write_json
+from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
+from slidesparse.files.json_files import write_json
 from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
+from slidesparse.files.stored import Stored
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.layerwise import SetLoss

@@ -16,11 +16,13 @@ from torch import nn
 from slidesparse.base.traced_tensor import sources
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_rows import ExpertRowsByName, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor, find_expert_tensors, marker_name, read_experts
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.single_experts import SingleExperts, single_experts, transformers_reads
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import (
     LEAVE_DENSE,
     Experts,

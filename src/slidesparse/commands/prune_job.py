@@ -16,11 +16,13 @@ from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.smoothing import smooth_checkpoint
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import LEAVE_DENSE, find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import STORED_NAMES, Stored
+from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import check_ascending
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from slidesparse.errors import CheckpointError, SlideSparseError, first_line
-from slidesparse.files.checkpoint import Checkpoint, read_json
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.json_files import read_json
 
 GENERATION_FILE = "generation_config.json"
 

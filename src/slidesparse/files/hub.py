@@ -19,7 +19,8 @@ from slidesparse.base.apart import run_apart
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import bars_shown
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
-from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, TEXTS, read_json
+from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, TEXTS
+from slidesparse.files.json_files import read_json
 from slidesparse.files.packed_file import FILE_NAME as PACKED_FILE
 
 DESCRIPTIONS = (*(f"*{end}" for end in TEXTS), "*.md", "*LICENSE*", "*LICENCE*", "*NOTICE*")

@@ -22,9 +22,12 @@ from slidesparse.base.rank_tensors import rank_tensors
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.errors import CheckpointError, InputError, first_line
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_rows import ExpertRowsByName
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.expert_weights import ExpertWeight, calibrated_experts
 from slidesparse.models.gram_tree import SHARES
 from slidesparse.models.layerwise import (

@@ -24,10 +24,13 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.errors import CheckpointError
 from slidesparse.files.check_packed import KINDS, check_packed_layer
 from slidesparse.files.check_tensors import check_values, refuse_faults
-from slidesparse.files.checkpoint import STORED_NAMES, Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import SCHEME, fingerprint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.stored import STORED_NAMES, Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.files.write_errors import locked, require_space, write_errors
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.packed import PackedWeight, Segment

@@ -15,7 +15,7 @@ from typing import Any
 
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.files.checkpoint import read_json
+from slidesparse.files.json_files import read_json
 from slidesparse.files.staging import PLAN, Workplace, as_stored, new_folder, partial_folder, staged, with_what_is_kept
 
 

@@ -12,9 +12,12 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint, Stored, TensorReader, TensorWriter
+from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import CheckpointLayerStore, compute_dtype, prepare_stack, windows_of_a_batch
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.layerwise import LayerList, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 from slidesparse.models.sparsify import run_once

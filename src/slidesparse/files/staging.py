@@ -31,7 +31,9 @@ from slidesparse.base.ranks import LostRank
 from slidesparse.base.typed_json import decode
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.checkpoint import Stored, TensorReader, read_json, write_json
+from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.write_errors import locked, require_space, write_errors
 
 PLAN, OUTPUT, FINISHED, KEPT, FAILED = "plan.json", "output", "finished", "kept", "failed"

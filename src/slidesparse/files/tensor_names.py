@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from slidesparse.base.traced_tensor import Origin, TracedTensor, origin_of, sources
-from slidesparse.files.checkpoint import Stored
 from slidesparse.files.single_experts import joined
+from slidesparse.files.stored import Stored
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Read a safetensors file, one tensor at a time.
+
+The safetensors library reads. The file is opened for each tensor, so that its pages can be dropped again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slidesparse.base.typed_json import decode, parse_json
+from slidesparse.base.whole_file import require_regular
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.data_digest import data_digest
+from slidesparse.files.stored import DIGESTS, HEADER, Stored, header_digest
+
+LFS_POINTER = b"version https://git-lfs"
+"""First bytes of a file that git has in the place of a large one."""
+
+
+class TensorReader:
+    """Reads one safetensors file, tensor by tensor.
+
+    Attributes:
+        path: The file.
+        stored: Tensor name -> type and shape.
+        metadata: The header's strings.
+        digests: Tensor -> digest of its data, of a file that was written with digests; else empty.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            require_regular(path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
+        except InputError as error:
+            raise CheckpointError(str(error)) from error
+        self.path = path
+        with _opened(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            self.stored = {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+            self.metadata: dict[str, str] = file.metadata() or {}
+        try:
+            digests = parse_json(self.metadata.get(DIGESTS, "{}"), DIGESTS)
+            self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
+        except InputError as error:
+            raise CheckpointError(f"{path} is damaged", got=error) from error
+        if self.digests and self.digests.get(HEADER) != header_digest(self.metadata, self.stored):
+            raise CheckpointError(
+                f"{path} is damaged",
+                got="another header than was written",
+                remedy="remove it, and run again what wrote it",
+            )
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor; on a CPU it is mapped, not copied."""
+        with _opened(self.path, device) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def part(self, name: str, index: int, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read what a tensor holds at an index of its first dimension, and nothing else of it."""
+        with _opened(self.path, device) as file:
+            tensor: torch.Tensor = file.get_slice(name)[index]
+            return tensor
+
+    def verified(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor of a file that was written with digests, and compare its data with its digest.
+
+        Raises:
+            CheckpointError: The data are others than those that were written, or their digest is missing.
+        """
+        tensor = self.tensor(name)
+        if self.digests.get(name) != data_digest(tensor):
+            raise CheckpointError(
+                f"{self.path} is damaged",
+                got=f"other data of {name} than were written",
+                remedy="remove it, and run again what wrote it",
+            )
+        return tensor.to(device)
+
+    def digest(self, name: str) -> str:
+        """Return the digest of the data of one tensor."""
+        return data_digest(self.tensor(name))
+
+
+class _opened:
+    """``safe_open`` with damage reported as a CheckpointError that names the file."""
+
+    def __init__(self, path: Path, device: str | torch.device = "cpu") -> None:
+        self.path, self.device = path, str(device)
+
+    def __enter__(self) -> Any:
+        try:
+            self.file = safe_open(self.path, framework="pt", device=self.device)
+            return self.file.__enter__()
+        except (SafetensorError, OSError, MemoryError) as error:  # of a file with large holes
+            raise _why_unreadable(self.path, error) from error
+
+    def __exit__(self, *exception: Any) -> None:
+        self.file.__exit__(*exception)
+
+
+def _why_unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return an error for a file that the library cannot read, which takes one reason for another."""
+    if not os.access(path, os.R_OK):
+        return CheckpointError(f"{path} cannot be read", got="no permission")
+    with open(path, "rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return CheckpointError(
+                f"{path} holds no weights", got="a pointer of git-lfs", remedy="fetch them with: git lfs pull"
+            )
+    return CheckpointError(f"{path} is damaged or truncated", got=str(error))
