@@ -34,7 +34,7 @@ from hypothesis import strategies as st
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.plan import read_plan
+from slidesparse.commands.plan_file import read_plan
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import SlideSparseError
 from slidesparse.files.packed_file import FILE_NAME, write_packed

@@ -11,7 +11,9 @@ from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, write_text
 from small_models import TEXT, make
 
-from slidesparse.commands.plan import PlanOptions, as_options, plan_checkpoint, read_plan
+from slidesparse.commands.plan import plan_checkpoint
+from slidesparse.commands.plan_file import as_options, read_plan
+from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration

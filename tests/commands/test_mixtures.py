@@ -20,7 +20,8 @@ import slidesparse
 from slidesparse.cli import main
 from slidesparse.commands.dry_run import dry_run
 from slidesparse.commands.inspect import inspect_checkpoint
-from slidesparse.commands.plan import PlanOptions, plan_checkpoint
+from slidesparse.commands.plan import plan_checkpoint
+from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.errors import InputError, PatternViolation, UnsupportedError

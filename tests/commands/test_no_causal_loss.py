@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import slidesparse.models.causal as causal
 from slidesparse.cli import main
 from slidesparse.commands.evaluate import evaluate, load_any
-from slidesparse.commands.plan import PlanOptions, plan_checkpoint
+from slidesparse.commands.plan import plan_checkpoint
+from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.check_config import require_family

@@ -18,7 +18,9 @@ from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import PlanOptions, describe, plan_checkpoint, read_plan
+from slidesparse.commands.plan import describe, plan_checkpoint
+from slidesparse.commands.plan_file import as_options, read_plan
+from slidesparse.commands.plan_options import PlanOptions, parse_gain
 from slidesparse.commands.sensitivity_file import opened_measurements
 from slidesparse.commands.step_time import LayerTimes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
@@ -496,7 +498,7 @@ def test_json_is_not_mixed_with_what_the_solver_prints(
 def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
     folder = source.parent
     plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
-    pattern, layers = planning.as_options(read_plan(folder / "plan.json").layers)
+    pattern, layers = as_options(read_plan(folder / "plan.json").layers)
     from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 
     summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))
@@ -526,11 +528,11 @@ def test_bad_input(source: Path) -> None:
             read_plan(folder / path)
     for gain in ("fast", "0", "3", "1/0", "nan", "1e-400", "1e-999999999", "-1e999999999", "0.05"):
         with pytest.raises(InputError, match="--mma-gain"):
-            planning.parse_gain(gain)
+            parse_gain(gain)
 
 
 def test_gains_are_read_exactly() -> None:
-    assert [planning.parse_gain(text) for text in ("2", "1.6", "0.1")] == [Fraction(2), Fraction(8, 5), Fraction(1, 10)]
+    assert [parse_gain(text) for text in ("2", "1.6", "0.1")] == [Fraction(2), Fraction(8, 5), Fraction(1, 10)]
 
 
 def test_a_target_out_of_reach_is_refused_before_anything_is_measured(

@@ -12,7 +12,8 @@ import torch
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 from slidesparse.commands.evaluate import evaluate
-from slidesparse.commands.plan import PlanOptions, plan_checkpoint
+from slidesparse.commands.plan import plan_checkpoint
+from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_options import Recipe
 from slidesparse.files.calibration import Calibration

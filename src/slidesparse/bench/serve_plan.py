@@ -15,7 +15,7 @@ from slidesparse.bench.problems import select
 from slidesparse.bench.serve_load import FULL, QUICK, soak
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
-from slidesparse.commands.plan import read_plan
+from slidesparse.commands.plan_file import read_plan
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern

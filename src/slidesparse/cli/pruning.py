@@ -95,7 +95,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.commands.dry_run import dry_run
-    from slidesparse.commands.plan import as_options, read_plan
+    from slidesparse.commands.plan_file import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
     from slidesparse.commands.prune_options import PruneOptions
     from slidesparse.files.calibration import Calibration
@@ -188,24 +188,25 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from slidesparse.commands import plan as planning
+    from slidesparse.commands.plan import describe, plan_checkpoint
+    from slidesparse.commands.plan_options import CANDIDATES, PlanOptions, parse_gain
     from slidesparse.files.calibration import Calibration
     from slidesparse.models.choose_patterns import Target
 
-    wanted = planning.PlanOptions(
+    wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
         calibration=Calibration(options.calibration, options.samples, options.length, options.seed),
         method=options.method,
-        patterns=tuple(options.patterns or planning.CANDIDATES),
-        mma_gain=planning.parse_gain(options.mma_gain),
+        patterns=tuple(options.patterns or CANDIDATES),
+        mma_gain=parse_gain(options.mma_gain),
         at=tuple(dict.fromkeys(options.at.split(","))) if options.at else (),
         dtype=options.dtype,
         ignore=tuple(options.ignore),
         backend=options.backend,
     )
     with _standard_output_kept_clean():
-        plan = planning.plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))
-    print(options.out.read_text().rstrip() if options.json else planning.describe(plan, wanted, options.out))
+        plan = plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))
+    print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
     return 0
 
 

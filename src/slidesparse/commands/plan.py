@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from shlex import quote
@@ -21,17 +21,18 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
+from slidesparse.commands.plan_file import PLAN_VERSION, about, described
+from slidesparse.commands.plan_options import HELD_OUT, PlanOptions
 from slidesparse.commands.prune_experts import entries_for_linears
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.calibration import Calibration, calibration_windows, digest
+from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
 from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.generation_settings import generation_settings
-from slidesparse.files.identity import fingerprint
-from slidesparse.files.json_files import read_json, write_json
+from slidesparse.files.json_files import write_json
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
@@ -42,7 +43,6 @@ from slidesparse.models.choose_patterns import (
     PatternChoice,
     Plan,
     PlanSet,
-    Target,
     Times,
     choose_patterns,
     require_reachable,
@@ -64,51 +64,8 @@ from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
-from slidesparse.quant import QuantName
-
-CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
-
-HELD_OUT = 4
-"""Windows of text on which predictions are compared; the pruning method does not see them."""
 
 EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
-
-PLAN_VERSION = 1
-
-LEAST_GAIN = 0.1
-"""Least gain of a 2:4 multiply that a plan is made for: no GPU is that slow at it."""
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of a plan.
-
-    Attributes:
-        target: The speed-up, share of zeros or size to reach.
-        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured.
-        method: Pruning method that will be used.
-        patterns: Patterns that linears may get, besides staying dense.
-        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
-            counts where no loads are given.
-        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
-        dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
-        ignore: Linears to leave alone.
-        backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
-    """
-
-    target: Target
-    calibration: Calibration
-    method: str = "sparsegpt"
-    patterns: tuple[str, ...] = CANDIDATES
-    mma_gain: Fraction = Fraction(2)
-    at: tuple[str, ...] = ()
-    dtype: QuantName = "int8"
-    ignore: tuple[str, ...] = ()
-    backend: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.at and self.target.speedup is None:
-            raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
 
 
 def plan_checkpoint(
@@ -180,10 +137,10 @@ def plan_checkpoint(
     model = load_any(source, device)
     require_causal(model)
     weights = calibrated_experts(model, reached)
-    about = _about(checkpoint, options, windows)
+    measured = about(checkpoint, options, windows)
     batches = [{"input_ids": ids[None], "use_cache": False} for ids in windows]
     total = sum(may_have(pattern, experts=names[0] in reached) for names in sets for pattern in patterns)
-    with opened_measurements(sensitivity_file(out), about) as file:
+    with opened_measurements(sensitivity_file(out), measured) as file:
         _refuse_existing(out)  # by a run that was still measuring
         known = file.damages_of(sets)
         with progress_bar("plan", total, unit="measurements", show=progress) as advance:
@@ -197,7 +154,7 @@ def plan_checkpoint(
         plan = choose_patterns(chosen, options.target, times)
         together = damage_together(model, sets, plan.patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], weights)
         plan = replace(plan, basis=basis, together=together)
-        write_json(out, {"version": PLAN_VERSION, **about, **_described(plan, options)})
+        write_json(out, {"version": PLAN_VERSION, **measured, **described(plan, options)})
     return plan
 
 
@@ -284,44 +241,6 @@ def _plan_sets(
     return made
 
 
-@dataclass(frozen=True)
-class StoredPlan:
-    """A plan as ``prune`` follows it.
-
-    Attributes:
-        method: The pruning method with which damage was measured.
-        layers: Linear -> pattern.
-    """
-
-    method: str
-    layers: dict[str, str]
-
-
-def read_plan(path: str | Path) -> StoredPlan:
-    """Read a file that ``plan`` wrote.
-
-    Raises:
-        InputError: It is no such file.
-    """
-    try:
-        plan = read_json(usable_path(path, "plan"))
-    except CheckpointError as error:
-        raise InputError("plan", got=str(error)) from error
-    method, layers = plan.get("method"), plan.get("layers")
-    if plan.get("version") != PLAN_VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
-        raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
-
-
-def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return a plan as options of ``prune``: the common pattern, and exceptions to it.
-
-    Linears that the plan does not name stay dense.
-    """
-    ((common, _),) = Counter(layers.values()).most_common(1)
-    return common, {**layers, "re:.*": "dense"}
-
-
 def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
     """Return a plan as text, with the command that uses it."""
     counts = Counter(map(str, plan.patterns.values()))
@@ -364,34 +283,6 @@ def _with_held_out(calibration: Calibration) -> Calibration:
     return Calibration(calibration.file, calibration.samples + HELD_OUT, calibration.length, calibration.seed)
 
 
-def _about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
-    """Return everything that the measurements depend on, for JSON."""
-    return {
-        "model": str(checkpoint.path),
-        "weights": fingerprint(checkpoint, checkpoint.config),
-        "method": options.method,
-        "calibration": asdict(options.calibration),
-        "windows": digest(windows),
-        "ignore": list(options.ignore),
-    }
-
-
-def _described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
-    return {
-        "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        **({"at": list(options.at), "dtype": options.dtype} if options.at else {"mma_gain": float(options.mma_gain)}),
-        "modelled": {
-            "speedup": plan.speedup,
-            "sparsity": plan.sparsity,
-            "gigabytes": plan.gigabytes,
-            "damage": plan.damage,
-            "damage_together": plan.together,
-            **({"speedups": dict(plan.speedups), "basis": list(plan.basis)} if options.at else {}),
-        },
-        "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
-    }
-
-
 def _require_backend(
     name: str, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
 ) -> None:
@@ -404,18 +295,3 @@ def _require_backend(
                     f"{name} cannot run {pattern} at {layer}: {reason}",
                     remedy="leave the pattern out with --patterns, or the layer with --ignore",
                 )
-
-
-def parse_gain(text: str) -> Fraction:
-    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits.
-
-    Raises:
-        InputError: It is anything else.
-    """
-    try:
-        gain = float(text)  # a Fraction of 1e-999999999 would be computed for days
-    except ValueError as error:
-        raise InputError("--mma-gain", got=repr(text), needed="a number such as 2 or 1.6") from error
-    if not LEAST_GAIN <= gain <= 2:
-        raise InputError("--mma-gain", got=text, needed=f"{LEAST_GAIN:g} to 2")
-    return Fraction(gain).limit_denominator(10**6)

@@ -1,0 +1,91 @@
+"""The file of a plan: written by ``slidesparse plan``, followed by ``prune``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slidesparse.base.paths import usable_path
+from slidesparse.commands.plan_options import PlanOptions
+from slidesparse.errors import CheckpointError, InputError
+from slidesparse.files.calibration import digest
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.identity import fingerprint
+from slidesparse.files.json_files import read_json
+from slidesparse.models.choose_patterns import (
+    Plan,
+)
+from slidesparse.pattern import Pattern
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan as ``prune`` follows it.
+
+    Attributes:
+        method: The pruning method with which damage was measured.
+        layers: Linear -> pattern.
+    """
+
+    method: str
+    layers: dict[str, str]
+
+
+def read_plan(path: str | Path) -> StoredPlan:
+    """Read a file that ``plan`` wrote.
+
+    Raises:
+        InputError: It is no such file.
+    """
+    try:
+        plan = read_json(usable_path(path, "plan"))
+    except CheckpointError as error:
+        raise InputError("plan", got=str(error)) from error
+    method, layers = plan.get("method"), plan.get("layers")
+    if plan.get("version") != PLAN_VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
+        raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
+    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
+
+
+def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return a plan as options of ``prune``: the common pattern, and exceptions to it.
+
+    Linears that the plan does not name stay dense.
+    """
+    ((common, _),) = Counter(layers.values()).most_common(1)
+    return common, {**layers, "re:.*": "dense"}
+
+
+def about(checkpoint: Checkpoint, options: PlanOptions, windows: torch.Tensor) -> dict[str, Any]:
+    """Return everything that the measurements depend on, for JSON."""
+    return {
+        "model": str(checkpoint.path),
+        "weights": fingerprint(checkpoint, checkpoint.config),
+        "method": options.method,
+        "calibration": asdict(options.calibration),
+        "windows": digest(windows),
+        "ignore": list(options.ignore),
+    }
+
+
+def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
+    """Return a plan and what it was asked for, for JSON."""
+    return {
+        "target": {name: value for name, value in asdict(options.target).items() if value is not None},
+        **({"at": list(options.at), "dtype": options.dtype} if options.at else {"mma_gain": float(options.mma_gain)}),
+        "modelled": {
+            "speedup": plan.speedup,
+            "sparsity": plan.sparsity,
+            "gigabytes": plan.gigabytes,
+            "damage": plan.damage,
+            "damage_together": plan.together,
+            **({"speedups": dict(plan.speedups), "basis": list(plan.basis)} if options.at else {}),
+        },
+        "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
+    }

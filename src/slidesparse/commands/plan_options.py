@@ -1,0 +1,68 @@
+"""The options of ``slidesparse plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from slidesparse.errors import InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.models.choose_patterns import (
+    Target,
+)
+from slidesparse.quant import QuantName
+
+CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
+
+HELD_OUT = 4
+"""Windows of text on which predictions are compared; the pruning method does not see them."""
+
+LEAST_GAIN = 0.1
+"""Least gain of a 2:4 multiply that a plan is made for: no GPU is that slow at it."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of a plan.
+
+    Attributes:
+        target: The speed-up, share of zeros or size to reach.
+        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured.
+        method: Pruning method that will be used.
+        patterns: Patterns that linears may get, besides staying dense.
+        mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It
+            counts where no loads are given.
+        at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
+        dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
+        ignore: Linears to leave alone.
+        backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
+    """
+
+    target: Target
+    calibration: Calibration
+    method: str = "sparsegpt"
+    patterns: tuple[str, ...] = CANDIDATES
+    mma_gain: Fraction = Fraction(2)
+    at: tuple[str, ...] = ()
+    dtype: QuantName = "int8"
+    ignore: tuple[str, ...] = ()
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.at and self.target.speedup is None:
+            raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
+
+
+def parse_gain(text: str) -> Fraction:
+    """Return the gain of a 2:4 multiply over a dense one, from 0.1 to 2, to six digits.
+
+    Raises:
+        InputError: It is anything else.
+    """
+    try:
+        gain = float(text)  # a Fraction of 1e-999999999 would be computed for days
+    except ValueError as error:
+        raise InputError("--mma-gain", got=repr(text), needed="a number such as 2 or 1.6") from error
+    if not LEAST_GAIN <= gain <= 2:
+        raise InputError("--mma-gain", got=text, needed=f"{LEAST_GAIN:g} to 2")
+    return Fraction(gain).limit_denominator(10**6)
