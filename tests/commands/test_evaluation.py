@@ -152,7 +152,9 @@ def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def simple_evaluate(**arguments: Any) -> dict[str, Any]:
         asked.update(arguments)
-        return {"results": {"counting": {"alias": "counting", "acc,none": 0.25, "acc_stderr,none": "N/A"}}}
+        return {
+            "results": {"counting": {"alias": "counting", "sample_len": 3, "acc,none": 0.25, "acc_stderr,none": "N/A"}}
+        }
 
     package, models, huggingface = (ModuleType(f"lm_eval{rest}") for rest in ("", ".models", ".models.huggingface"))
     huggingface.HFLM = lambda **arguments: SimpleNamespace(**arguments)  # type: ignore[attr-defined]
