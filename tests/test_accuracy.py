@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +218,35 @@ def test_a_rotated_model_is_the_same_function() -> None:
         rotation["rotate"](model, q)
         assert not torch.allclose(model.model.layers[0].mlp.down_proj.weight, weight, atol=1e-3)
         torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("cost", ["gram", "inverse"])
+def test_a_learned_rotation_removes_what_costs_less(cost: str) -> None:
+    lm, learned, rotation = (
+        runpy.run_path(str(SCRIPTS / script)) for script in ("lm.py", "learned_rotation.py", "rotation.py")
+    )
+    model = lm["build"](replace(lm["SIZES"]["rotated"], hidden=64, intermediate=96, layers=1), 0, 64).eval()
+    rotation["fold_gains"](model)
+    batches = [{"input_ids": torch.randint(0, 64, (2, 40))}]
+
+    def found() -> list[Any]:
+        return [learned["costed"](one, cost) for one in learned["reads"](model, batches)]
+
+    by_hand = []
+    for one in learned["reads"](model, batches):
+        damped = one.gram.double() + 0.01 * one.gram.diagonal().mean() * torch.eye(len(one.gram))
+        each = one.gram.diagonal() if cost == "gram" else 1 / damped.inverse().diagonal()
+        groups = (one.weight.square() * each).unflatten(1, (-1, 4)).sort(-1).values
+        by_hand.append(float(groups[..., :2].sum() / ((one.weight @ one.gram) * one.weight).sum()))
+    before = float(learned["damage"](torch.eye(64), found(), 4))
+    assert before == pytest.approx(sum(by_hand) / 4, rel=1e-4)
+    learned["learn"].__globals__["STEPS"] = 20
+    q = learned["learn"](torch.eye(64), found(), 4)
+    torch.testing.assert_close(q @ q.T, torch.eye(64), rtol=1e-5, atol=1e-5)
+    after = float(learned["damage"](q, found(), 4))
+    assert after < 0.9 * before
+    rotation["rotate"](model, q)  # the rotated model has that damage as it is
+    assert float(learned["damage"](torch.eye(64), found(), 4)) == pytest.approx(after, rel=1e-3)
 
 
 def test_problems_have_right_answers_and_are_held_out() -> None:

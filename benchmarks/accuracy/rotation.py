@@ -3,9 +3,10 @@
 RMSNorm without a gain gives the same for a rotated input. So a Llama whose gains are folded into the linears that read
 them stays the same function when its residual stream is rotated: what writes to it is multiplied by an orthogonal Q,
 and what reads it by Q's inverse. Weights are then spread over columns, and other ones are pruned. Source: Ashkboos et
-al., "QuaRot" (2024), whose rotations of the stream these are; Q is a Hadamard matrix with random signs.
+al., "QuaRot" (2024), whose rotations of the stream these are. Q is a Hadamard matrix with random signs, or learned from
+one for a pattern.
 
-Appends to its records as run.py does. The model is small enough to be trained on a CPU.
+Appends to its records as run.py does. The model is small enough to be trained on a CPU; ``--size 30m`` is for a GPU.
 
     python benchmarks/accuracy/rotation.py --corpus corpus.xz --weights FOLDER --out results/accuracy
 """
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import copy
-from functools import partial
+import itertools
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, save
+from learned_rotation import COSTS, costed, damage, learn, reads
+from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, save, served
 from mixture import EVERY, PIECE, VOCABULARY, WINDOWS
-from run import PATTERNS, Log, commit, machine
+from run import CALIBRATION_WINDOWS, PATTERNS, Log, commit, machine
 from torch import nn
 
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
@@ -31,7 +33,11 @@ from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
 
+SMALL = "rotated"
 METHODS = ("sparsegpt", "magnitude")
+EPOCHS = 1.25
+"""How often a larger model reads the text, as in run.py."""
+
 DRAWS = 3
 """Random rotations."""
 
@@ -79,6 +85,13 @@ def hadamard(size: int, seed: int) -> torch.Tensor:
     return signs[:, None] * matrix / size**0.5
 
 
+def orthogonal(size: int, seed: int) -> torch.Tensor:
+    """A random orthogonal matrix, float32 [size, size]: Hadamard's where there is one."""
+    if size & (size - 1) == 0:
+        return hadamard(size, seed)
+    return torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
+
+
 def prune(model: Any, pattern: str, method: str, batches: list[dict[str, Any]]) -> float:
     """Prune all linears of the layers in one shot; the mean loss of their outputs."""
     model.eval()
@@ -92,57 +105,110 @@ def prune(model: Any, pattern: str, method: str, batches: list[dict[str, Any]]) 
     return sum(losses) / len(losses)
 
 
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits
+class Experiment:
+    """One trained model, and how its prunings are judged."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        device, name = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.size
+        small = name == SMALL
+        self.size, self.steps, self.seed = SIZES[name], options.steps, options.seed
+        self.data = Data(options.corpus, device, options.limit, VOCABULARY if small else None)
+        self.warmup, windows = (100, WINDOWS) if small else (200, CALIBRATION_WINDOWS)
+        name = f"{SMALL}-{options.seed}" if small else f"{SMALL}-{name}-{options.seed}"
+        facts = {"model": name.rpartition("-")[0], "seed": options.seed, "commit": commit(), "machine": machine(device)}
+        self.log = Log(options.out / f"{name}.jsonl", **facts)
+        self.model: Any = build(self.size, options.seed, self.data.tokenizer.get_vocab_size()).to(device)
+        self.train(options.weights / f"{name}.pt")
+        self.model.eval()
+        self.judged = torch.cat(self.data.text["packages"].split(PIECE)[::EVERY]).to(torch.int64)
+        self.batches = calibration(self.data, windows, 9000 + options.seed)
+
+    def train(self, weights: Path) -> None:
+        """Train the model, unless its weights are there."""
+        device = self.data.device
+        if weights.exists():
+            self.model.load_state_dict(torch.load(weights, map_location=device))
+            return
+        trainer = Trainer(self.model, self.size, self.data, compiled=device.type == "cuda")
+        steps = self.steps or (3000 if self.size is SIZES[SMALL] else self.data.steps(EPOCHS, self.size.batch))
+        told = trainer.train(steps, self.size.rate, self.seed, warmup=min(self.warmup, steps // 10))
+        parameters, tokens = sum(p.numel() for p in self.model.parameters()), steps * self.size.batch * CONTEXT
+        self.log.write("trained", parameters=parameters, tokens=tokens, corpus=self.data.facts, **told)
+        save(self.model.state_dict(), weights)
+
+    def perplexity(self, model: Any) -> float:
+        """Of held-out packages."""
+
+        def logits(ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+            return found
+
+        return measure_perplexity(logits, self.judged, CONTEXT, CONTEXT * 3 // 4, batch=16).perplexity
+
+    def start(self, q: torch.Tensor | None = None) -> Any:
+        """The dense model with folded gains, rotated or not."""
+        found = copy.deepcopy(self.model)
+        fold_gains(found)
+        if q is not None:
+            rotate(found, q)
+        return found
+
+    def draw(self, seed: int) -> torch.Tensor:
+        """A random rotation."""
+        return orthogonal(self.size.hidden, seed).to(self.data.device)
+
+    def judge(self, key: str, start: Any, pattern: str, **told: float) -> None:
+        """Prune by SparseGPT, and tell the perplexity in INT8 too, where a rotation may make outliers."""
+        found = copy.deepcopy(start)
+        with served(found, "int8"):
+            told["dense_int8"] = self.perplexity(found)
+        loss = prune(found, pattern, "sparsegpt", self.batches)
+        with served(found, "int8"):
+            told["packages_int8"] = self.perplexity(found)
+        self.log.write(key, packages_perplexity=self.perplexity(found), set_loss_mean=loss, **told)
+
+    def learned(self) -> None:
+        """Rotations that are learned for one pattern each, from random ones."""
+        seen = reads(self.start(), self.batches)
+        for pattern in reversed(PATTERNS):
+            group = Pattern.parse(pattern).group
+            if (key := f"{pattern} sparsegpt, as it is, in INT8") not in self.log.done:
+                self.judge(key, self.model, pattern)
+            for cost, draw in itertools.product(COSTS, range(DRAWS)):
+                key = f"{pattern} sparsegpt, learned by {cost} {draw}"
+                if key not in self.log.done:
+                    linears, begin = [costed(one, cost) for one in seen], self.draw(draw)
+                    q = learn(begin, linears, group)
+                    costs = [float(damage(one, linears, group)) for one in (begin, q)]
+                    self.judge(key, self.start(q), pattern, damage_before=costs[0], damage=costs[1])
+
+    def random(self) -> None:
+        """The model as it is, with its gains folded, and after random rotations."""
+        starts = {"as it is": self.model, "gains folded": self.start()}
+        starts |= {f"rotated {draw}": self.start(self.draw(draw)) for draw in range(DRAWS)}
+        for base, start in starts.items():
+            if f"dense, {base}" not in self.log.done:
+                self.log.write(f"dense, {base}", packages_perplexity=self.perplexity(start))
+            for method, pattern in itertools.product(METHODS, PATTERNS):
+                key = f"{pattern} {method}, {base}"
+                if key not in self.log.done:
+                    found = copy.deepcopy(start)
+                    loss = prune(found, pattern, method, self.batches)
+                    self.log.write(key, packages_perplexity=self.perplexity(found), set_loss_mean=loss)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="the file that corpus.py wrote")
     parser.add_argument("--weights", type=Path, required=True, help="folder where trained weights are kept")
-    parser.add_argument("--steps", type=int, default=3000, help="of training, two windows each")
+    parser.add_argument("--size", default=SMALL, help="a model of lm.py; the default is small enough for a CPU")
+    parser.add_argument("--steps", type=int, help="of training (default: 3000, of a larger model as in run.py)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=int, help="tokens of text, to try the script")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data, size = Data(options.corpus, device, options.limit, VOCABULARY), SIZES["rotated"]
-    facts = {"model": "rotated", "seed": options.seed, "commit": commit(), "machine": machine(device)}
-    log = Log(options.out / f"rotated-{options.seed}.jsonl", **facts)
-    model: Any = build(size, options.seed, VOCABULARY).to(device)
-    weights = options.weights / f"rotated-{options.seed}.pt"
-    if weights.exists():
-        model.load_state_dict(torch.load(weights))
-    else:
-        trainer = Trainer(model, size, data, compiled=device.type == "cuda")
-        told = trainer.train(options.steps, size.rate, options.seed, warmup=min(100, options.steps // 10))
-        parameters, tokens = sum(p.numel() for p in model.parameters()), options.steps * size.batch * CONTEXT
-        log.write("trained", parameters=parameters, tokens=tokens, corpus=data.facts, **told)
-        save(model.state_dict(), weights)
-    judged = torch.cat(data.text["packages"].split(PIECE)[::EVERY]).to(torch.int64)
-    batches = calibration(data, WINDOWS, 9000 + options.seed)
-
-    def perplexity(found: Any) -> float:
-        stride = CONTEXT * 3 // 4
-        return measure_perplexity(partial(_logits, found), judged, CONTEXT, stride, batch=16).perplexity
-
-    bases = ["as it is", "gains folded", *(f"rotated {draw}" for draw in range(DRAWS))]
-    for base in bases:
-        start = copy.deepcopy(model).eval()
-        if base != "as it is":
-            fold_gains(start)
-        if base.startswith("rotated"):
-            rotate(start, hadamard(size.hidden, int(base.split()[1])).to(device))
-        if f"dense, {base}" not in log.done:
-            log.write(f"dense, {base}", packages_perplexity=perplexity(start))
-        for method in METHODS:
-            for pattern in PATTERNS:
-                key = f"{pattern} {method}, {base}"
-                if key not in log.done:
-                    found = copy.deepcopy(start)
-                    loss = prune(found, pattern, method, batches)
-                    log.write(key, packages_perplexity=perplexity(found), set_loss_mean=loss)
+    experiment = Experiment(parser.parse_args())
+    experiment.learned()
+    experiment.random()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -146,22 +147,56 @@ def test_bad_requests(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate(source, tasks=["arc_easy"])
 
 
-def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the two entry points of lm-eval 0.4 that are used; the real one is no dependency of the tests."""
-    asked: dict[str, Any] = {}
-
-    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
-        asked.update(arguments)
-        return {"results": {"counting": {"alias": "counting", "acc,none": 0.25, "acc_stderr,none": "N/A"}}}
-
+def stand_in(monkeypatch: pytest.MonkeyPatch, simple_evaluate: Callable[..., dict[str, Any]]) -> None:
+    """Put the two entry points of lm-eval 0.4 that are used in its place; tests/evaluation_harness has the real one."""
     package, models, huggingface = (ModuleType(f"lm_eval{rest}") for rest in ("", ".models", ".models.huggingface"))
     huggingface.HFLM = lambda **arguments: SimpleNamespace(**arguments)  # type: ignore[attr-defined]
     package.simple_evaluate, package.models = simple_evaluate, models  # type: ignore[attr-defined]
     models.huggingface = huggingface  # type: ignore[attr-defined]
     for module in (package, models, huggingface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_tasks_go_to_the_harness(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        asked.update(arguments)
+        counting = {"alias": "counting", "sample_len": 3, "acc,none": 0.25, "acc_stderr,none": "N/A"}
+        return {"results": {"counting": counting}}
+
+    stand_in(monkeypatch, simple_evaluate)
     found = evaluate(source, tasks=["counting"], limit=3, batch=2)
     assert found.tasks == {"counting": {"acc,none": 0.25}}
     assert found.describe() == "counting: acc,none 0.2500"
     assert (asked["tasks"], asked["limit"], asked["model"].batch_size) == (["counting"], 3, 2)
     assert asked["model"].trust_remote_code is False
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (TypeError("no template"), "cannot run odd; got TypeError: no template; needed tasks that"),
+        (torch.OutOfMemoryError("too much"), "^too much$"),
+        (InputError("ours"), "^ours$"),
+    ],
+)
+def test_what_a_task_raises_is_told_and_what_the_model_raises_is_left(
+    source: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, seen: str
+) -> None:
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        raise raised
+
+    stand_in(monkeypatch, simple_evaluate)
+    with pytest.raises((InputError, torch.OutOfMemoryError), match=seen):
+        evaluate(source, tasks=["odd"])
+
+
+def test_a_harness_too_old_for_this_transformers(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.4.9 names a class that is gone."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval/__init__.py").write_text("import transformers\ntransformers.AutoModelForNothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    with pytest.raises(UnsupportedError, match=r"cannot be imported; got AttributeError: .*; pip install"):
+        evaluate(source, tasks=["counting"])

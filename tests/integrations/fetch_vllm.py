@@ -20,9 +20,9 @@ from pathlib import Path
 
 DEPENDENCIES = (
     *("aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors", "dill", "einops", "fastapi", "gguf"),
-    *("llguidance", "loguru", "msgspec", "openai", "openai-harmony", "opentelemetry-api", "partial-json-parser"),
-    *("prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic", "pyzmq", "regex", "requests"),
-    *("sentencepiece", "starlette", "transformers", "uvloop", "xgrammar"),
+    *("llguidance", "loguru", "msgspec", "openai", "openai-harmony", "opentelemetry-api", "orjson"),
+    *("partial-json-parser", "prometheus-client", "psutil", "py-cpuinfo", "pybase64", "pydantic", "pyzmq", "regex"),
+    *("requests", "sentencepiece", "starlette", "transformers", "uvloop", "xgrammar"),
 )
 """What some release imports on the way to its quantisation configs, linear layers and models."""
 

@@ -56,7 +56,9 @@ def _add_eval(commands: Commands) -> None:
         "--window", type=int, help="tokens read at a time (default: 2048, or what the model can read)"
     )
     evaluate.add_argument("--stride", type=int, help="tokens between windows (default: half a window)")
-    evaluate.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="needs the extra [eval]")
+    evaluate.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="names, or files; needs the extra [eval]"
+    )
     evaluate.add_argument("--limit", type=int, help="examples of each task (default: all)")
     evaluate.add_argument("--batch", type=int, default=1, help="windows or examples at a time (%(default)s)")
     evaluate.add_argument("--card", action="store_true", help="add the result to the README.md that prune wrote there")

@@ -16,7 +16,7 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.model_card import add_measurements, card_to_measure
-from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
+from slidesparse.errors import CheckpointError, InputError, SlideSparseError, UnsupportedError, first_line
 from slidesparse.files.calibration import check_tokens, encode, load_tokenizer, positions
 from slidesparse.files.check_tensors import check_finite, refuse_faults
 from slidesparse.files.checkpoint import Checkpoint
@@ -98,16 +98,16 @@ def evaluate(
         window: Tokens read at a time; None: 2048, or as many as the model has positions when these are fewer.
         stride: Tokens between windows; None: half a window.
         batch: Windows at a time.
-        tasks: Names that lm-evaluation-harness knows.
+        tasks: Names that lm-evaluation-harness knows, or files of its tasks (``.yaml``).
         limit: Examples of each task; None: all.
         device: Device on which the model runs.
         card: Add what was measured to the model card that ``prune`` wrote into the folder.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
-        InputError: Nothing to do, unusable text or windows, or a model that answers with NaN.
+        InputError: Nothing to do, unusable text or windows, a task that fails, or a model that answers with NaN.
         CheckpointError: The checkpoint or its tokenizer cannot be loaded, or it has no card of ``prune``.
-        UnsupportedError: lm-evaluation-harness is not installed.
+        UnsupportedError: lm-evaluation-harness is not installed, or too old for this transformers.
     """
     if text is None and not tasks:
         raise InputError("nothing to evaluate", needed="a text or tasks", remedy="add --text FILE or --tasks NAME")
@@ -224,12 +224,15 @@ def _is_readable(config: Mapping[str, Any]) -> bool:
 
 
 def _harness() -> Any:
+    remedy = 'pip install "slidesparse[eval]"'
     try:
         import lm_eval
         import lm_eval.models.huggingface
     except ImportError as error:
+        raise UnsupportedError("lm-evaluation-harness is not installed", remedy=remedy) from error
+    except Exception as error:  # 0.4.9 looks for a class that transformers no longer has
         raise UnsupportedError(
-            "lm-evaluation-harness is not installed", remedy='pip install "slidesparse[eval]"'
+            "lm-evaluation-harness cannot be imported", got=first_line(error), remedy=remedy
         ) from error
     return lm_eval
 
@@ -237,22 +240,24 @@ def _harness() -> Any:
 def _run_tasks(
     harness: Any, model: Any, tokenizer: Any, tasks: Sequence[str], limit: int | None, batch: int
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task, without those that are no numbers (names, "N/A" errors)."""
-    wrapped = harness.models.huggingface.HFLM(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
-    )
+    """Return the metrics of each task, without what is no metric (names, counts) or no number ("N/A" errors)."""
     # Its bars are the only progress of hours; they are for somebody who looks at them.
     bars = nullcontext() if sys.stderr is not None and sys.stderr.isatty() else other_library()
-    try:
-        with bars:
-            results = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)[
-                "results"
-            ]
-    except (KeyError, ValueError, OSError) as error:
-        raise InputError(
-            f"cannot run {', '.join(tasks)}", got=first_line(error), needed="tasks whose data is here"
-        ) from error
+    with bars:
+        wrapped = harness.models.huggingface.HFLM(
+            pretrained=model, tokenizer=tokenizer, batch_size=batch, trust_remote_code=False
+        )
+        try:
+            found = harness.simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, log_samples=False)
+        except (SlideSparseError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a task has templates and Python of its own, which can raise anything
+            raise InputError(
+                f"cannot run {', '.join(tasks)}",
+                got=first_line(error),
+                needed="tasks that lm-evaluation-harness knows, or their files, with data that is here",
+            ) from error
     return {
-        task: {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
-        for task, found in results.items()
+        task: {name: float(value) for name, value in values.items() if "," in name and isinstance(value, int | float)}
+        for task, values in found["results"].items()
     }
