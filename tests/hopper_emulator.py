@@ -7,6 +7,8 @@ A GPU test compares both with the kernel itself.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 ROWS, SLAB = 64, 128
@@ -65,28 +67,35 @@ def bundle_block(words: np.ndarray, steps: np.ndarray) -> np.ndarray:
     ``steps`` [steps, 4096] are its values. ``words`` are the bits of two counts for each of 32 groups of a row, plane
     by plane: how many entries were kept before each of the two positions that were left out.
     """
-    windows, bits = len(steps), len(words) // 512
+    windows, planes = len(steps), of_threads(words)
     matrix = np.zeros((ROWS, SLAB * windows), np.uint8)
-    values = [[read_row(step, row, 64) for row in range(ROWS)] for step in steps]
+    values = [[read_row(step, row, 64).tolist() for row in range(ROWS)] for step in steps]
     for row in range(ROWS):
         for place in range(32):
-            index = indices(*(count(words, row, place, which, bits) for which in range(2)), 2 * windows)
+            index = indices(*(count(planes, row, place, which) for which in range(2)), 2 * windows)
             for entry, (window, within) in enumerate(index):
                 assert window == entry // 2
                 matrix[row, SLAB * window + 4 * place + within] = values[window][row][2 * place + entry % 2]
     return matrix
 
 
-def count(words: np.ndarray, row: int, place: int, which: int, bits: int) -> int:
+def of_threads(words: np.ndarray) -> list[list[int]]:
+    """The words of the 128 threads, plane by plane."""
+    planes: list[list[int]] = words.copy().view("<u4").reshape(-1, 128).tolist()
+    return planes
+
+
+def count(planes: list[list[int]], row: int, place: int, which: int) -> int:
     """One of the two counts of the group at a place of its slab, from the words of the thread that needs it there."""
     instruction, within = divmod(place, 16)
     half, nibble = divmod(within, 8)
     warp, row_in_warp = divmod(row, 16)
     thread = warp * 32 + row_in_warp % 8 * 4 + row_in_warp // 8 + half * 2
-    planes = [int(words[plane * 512 + thread * 4 :][:4].view("<u4")[0]) for plane in range(bits)]
-    return sum((word >> (4 * nibble + 2 * instruction + which) & 1) << plane for plane, word in enumerate(planes))
+    bit = 4 * nibble + 2 * instruction + which
+    return sum((plane[thread] >> bit & 1) << weight for weight, plane in enumerate(planes))
 
 
+@lru_cache
 def indices(first: int, second: int, entries: int) -> list[tuple[int, int]]:
     """The window of every kept entry of a group, and its place there, 0 to 3, by walking over the group."""
     assert first <= second <= entries

@@ -230,9 +230,9 @@ def test_padding_has_legal_metadata() -> None:
     packed = _packed("6:8", torch.int8, 3, 8)
     sparse = Bundles().prepare(packed).sparse.numpy()
     for block in range(4):
-        words, _ = emulator.of_block(sparse[0, 0], block)
+        planes = emulator.of_threads(emulator.of_block(sparse[0, 0], block)[0])
         for row in range(3 if block == 0 else 0, 64):
-            counts = {emulator.count(words, row, place, which, 3) for place in range(32) for which in range(2)}
+            counts = {emulator.count(planes, row, place, which) for place in range(32) for which in range(2)}
             assert counts == {6}
 
 
@@ -253,7 +253,8 @@ def test_the_emulator_notices_a_wrong_count() -> None:
     packed = _packed("6:8", torch.int8, 64, 256)
     dense, sparse = (tensor.numpy() for tensor in Bundles().prepare(packed))
     before = emulator.weights(dense, sparse, 1)
-    counts = [emulator.count(sparse[0, 0], 0, 0, which, 3) for which in range(2)]
+    planes = emulator.of_threads(sparse[0, 0, : 3 * 512])
+    counts = [emulator.count(planes, 0, 0, which) for which in range(2)]
     for plane in range(3):  # the first group of row 0 leaves out its last two instead
         sparse[0, 0, 512 * plane] = sparse[0, 0, 512 * plane] & 0xFC | (6 >> plane & 1) * 3
     assert counts != [6, 6]
