@@ -244,9 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if tokens <= MOST_BLOCK_TOKENS:
                 jobs.append(lambda d=dtype, p=pattern, m=tokens: [block_row(d, p, m, stopwatch)])
             jobs += [partial(layer_rows, dtype, pattern, layer, tokens, stopwatch) for layer in LAYERS]
-        if not options.no_experts:
-            jobs.append(partial(expert_rows, dtype, pattern, stopwatch))
-    with options.file.open("w") as file, torch.inference_mode():
+    if not options.no_experts:
+        jobs += [partial(expert_rows, *case, stopwatch) for case in cases]
+    with options.file.open("w") as file:
         file.write(json.dumps(head) + "\n")
         for job in jobs:
             if time.monotonic() - begun > options.seconds:
