@@ -111,8 +111,9 @@ constexpr int META_BYTES = FIELD == 0 ? META_WORDS * 512 : 0;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block in a 2:4 step; in a dense step VALUE_BYTES
 constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 
-// A bundle's words have a slot from its first step on. The producer fills the slot again SLOTS bundles later, when consumers
-// have given back the step STAGES before; the bundle's last step is (SLOTS - 1) * windows + 1 steps before, so no later one.
+// A bundle's words have a slot from its first step on. It is filled again for the first step of the bundle SLOTS later, when
+// consumers have given back the step STAGES before that. The old bundle's last step is (SLOTS - 1) * windows + 1 >= STAGES
+// steps before it, or more where dense steps lie between, so they have read its words. SLOTS is for the fewest windows.
 constexpr int COUNT_BYTES = FIELD * 512;                  // of a row block in a bundle
 constexpr int SLOT_BYTES = TILE_BLOCKS * COUNT_BYTES;
 constexpr int FEWEST_WINDOWS = FIELD == 3 ? 2 : 4;
@@ -135,7 +136,7 @@ constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
 constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = FIELD > 0 && SPLIT > 1 ? 40 : 24;
+constexpr int PRODUCER_REGISTERS = FIELD > 0 && SPLIT > 1 ? 40 : 24;  // with 24 that one spills
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
 constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
@@ -442,10 +443,12 @@ __device__ __forceinline__ u32 logic(u32 a, u32 b, u32 c) {
     return result;
 }
 
-// Numbers that are compared bit by bit, from the lowest up: whether x is at most k, by their bit and those before.
-__device__ __forceinline__ u32 at_most(u32 x, u32 k, u32 before) { return logic<0x8E>(x, k, before); }  // ~x & k | ~(x ^ k) & before
+// Numbers that are compared bit by bit, from the lowest up: whether x is at most k, by their bit and those before. It is
+// ~x & k | ~(x ^ k) & before.
+__device__ __forceinline__ u32 at_most(u32 x, u32 k, u32 before) { return logic<0x8E>(x, k, before); }
 
-__device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) { return logic<0xCA>(mask, a, b); }  // mask & a | ~mask & b
+// mask & a | ~mask & b.
+__device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) { return logic<0xCA>(mask, a, b); }
 
 // Of a group with kept entries 0 .. 2 * windows - 1 two positions are left out: before the first one stand a kept entries,
 // before the second b, a <= b. Kept entry k stands at position k + s, where s of the two counts are at most k. In window
@@ -502,7 +505,8 @@ struct Consumer {
                              : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
     }
 #else
-    // Make the metadata registers of the next step from the words of its bundle, which are there before its values unless it is the first step of them.
+    // Make the metadata registers of the next step from the words of its bundle. They came with the bundle's first step, so
+    // only that one has to be waited for.
     __device__ __forceinline__ void make_metadata(u32 (*meta)[META_WORDS]) {
         const u32 own = ring.slot(bundle) + warpgroup * ROW_BLOCKS * COUNT_BYTES + (threadIdx.x % 128) * 4;
         if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);
