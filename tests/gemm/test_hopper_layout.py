@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from hopper_forms import Bundles, WithoutBundles
 
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
-from slidesparse.layout import BUNDLE, ColumnOrder, one_group, slab_view
+from slidesparse.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
@@ -20,19 +20,6 @@ from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
 from slidesparse.slide import decode_group, metadata
 from slidesparse.support import as_bits, following_groups
-
-
-class Bundles(Hopper):
-    """The backend with bundles wherever they can be, however much they pad."""
-
-    layout = replace(Hopper.layout, bundle=lambda packed: BUNDLE if "2:4" in {s.kind for s in packed.segments} else 1)
-
-
-class WithoutBundles(Hopper):
-    """The backend with metadata step by step."""
-
-    layout = replace(Hopper.layout, bundle=one_group)
-
 
 BUNDLED = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "8:10@30%")
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")

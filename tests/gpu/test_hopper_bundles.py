@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from hopper_forms import Bundles, WithoutBundles
 from tolerances import FP8_TENSOR_CORE, assert_product
 
 from slidesparse.gemm.hopper.backend import Hopper
@@ -16,7 +15,7 @@ from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.kernels.lift import quantize_lift
-from slidesparse.layout import BUNDLE, one_group, slab_view
+from slidesparse.layout import slab_view
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
@@ -34,18 +33,6 @@ pytestmark = [
 INT8, FP8, BF16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
 PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "6:8@30%", "8:10@70%")
 TOKENS = (1, 7, 64, 193, 1000)
-
-
-class Bundles(Hopper):
-    """The backend with bundles however much they pad."""
-
-    layout = replace(Hopper.layout, bundle=lambda _: BUNDLE)
-
-
-class Plain(Hopper):
-    """The backend with metadata step by step."""
-
-    layout = replace(Hopper.layout, bundle=one_group)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,7 +191,7 @@ def test_both_forms_give_the_same_product() -> None:
     packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
     ours, plain = (
         backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
-        for backend in (Hopper, Plain)
+        for backend in (Hopper, WithoutBundles)
     )
     assert torch.equal(ours, plain)
-    assert Hopper().prepare(packed).sparse.nbytes < 0.91 * Plain().prepare(packed).sparse.nbytes
+    assert Hopper().prepare(packed).sparse.nbytes < 0.91 * WithoutBundles().prepare(packed).sparse.nbytes

@@ -1,0 +1,25 @@
+"""The Hopper backend with one form of 2:4 weights, whatever its own rule would choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.layout import BUNDLE, one_group
+from slidesparse.packed import PackedWeight
+
+
+def _always(packed: PackedWeight) -> int:
+    return BUNDLE if any(segment.kind == "2:4" for segment in packed.segments) else 1
+
+
+class Bundles(Hopper):
+    """With counts in bundles, however much they pad."""
+
+    layout = replace(Hopper.layout, bundle=_always)
+
+
+class WithoutBundles(Hopper):
+    """With metadata step by step."""
+
+    layout = replace(Hopper.layout, bundle=one_group)
