@@ -24,7 +24,7 @@ from slidesparse.slide import gather
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.mark.parametrize(("dtype", "field"), [(INT8, 0), (FP8, 0), (INT8, 3), (FP8, 3), (INT8, 4)], ids=str)
+@pytest.mark.parametrize(("dtype", "field"), [(dtype, field) for dtype in (INT8, FP8) for field in (0, 3, 4)], ids=str)
 @pytest.mark.parametrize("tile", WHOLE, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int) -> None:
     code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True, field), "--ptxas-options=-v"])
