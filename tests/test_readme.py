@@ -65,11 +65,6 @@ def test_memory_figures(pattern: str, share: str) -> None:
     assert f"{share} of dense 8-bit at {pattern}" in README or f"{share} at {pattern}" in README
 
 
-def test_memory_figures_of_hopper() -> None:
-    counts = [float(Pattern.parse(pattern).bytes_per_weight("counts")) for pattern in ("4:6", "6:8", "8:10")]
-    assert "on Hopper {:.2f}, {:.2f} and {:.2f}".format(*counts) in README
-
-
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target

@@ -167,7 +167,7 @@ class Pattern:
             form: ``dense``; ``2:4`` (kept values and two bits of index each, what sparse MMA reads);
                 ``code-byte`` (kept values and a whole number of bytes a group naming the two positions left out);
                 ``code-bits`` (the same in the fewest bits); ``counts`` (the same by the numbers of entries kept before
-                each of them, what the Hopper kernel reads of most 8-bit weights).
+                each of them, what the Hopper kernel can read of most 8-bit weights).
             bits: Width of a value.
         """
         require_integer(bits, "bits of a value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_weights import packed_experts
-from hopper_forms import Bundles, WithoutBundles
+from hopper_forms import Bundles, CountsOfExperts, WithoutBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
@@ -97,10 +97,13 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+def test_experts_are_multiplied_where_tokens_chose_them(
+    hopper: HopperExperts, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
-    experts, hopper = packed_experts(4, 300, 256, INT8), HopperExperts()
+    experts = packed_experts(4, 300, 256, INT8)
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
     x = torch.randn(len(at.tokens), 256)
@@ -113,7 +116,7 @@ def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.Monk
         return y
 
     def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> EmulatedKernel:
-        assert field == 3
+        assert field == bits
         return EmulatedKernel(memory, tile, (dtype, out_dtype), field, grouped=True)
 
     for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_weights import packed_experts
 from hopper_emulator import weights as read_weights
+from hopper_forms import CountsOfExperts
 
 from slidesparse import InputError
 from slidesparse.expert_order import arrange, rows_needed
@@ -24,7 +25,7 @@ from slidesparse.slide import gather
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.mark.parametrize(("dtype", "field"), [(dtype, field) for dtype in (INT8, FP8) for field in (0, 3, 4)], ids=str)
+@pytest.mark.parametrize(("dtype", "field"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
 @pytest.mark.parametrize("tile", WHOLE, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int) -> None:
     code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True, field), "--ptxas-options=-v"])
@@ -37,14 +38,14 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int)
 @pytest.mark.parametrize(("columns", "shape"), [(200, (1, 4 * (3 * 512 + 3 * 4096))), (300, (4, 4, 5120))])
 def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, shape: tuple[int, ...]) -> None:
     experts = packed_experts(3, 300, columns, INT8)
-    operand = HopperExperts().prepare(experts)
+    operand = CountsOfExperts().prepare(experts)
     assert operand.shape == (3, 2, *shape)
     assert operand.is_contiguous()
     for packed, steps in zip(experts, operand, strict=True):
         nothing = torch.empty(2, 0, 4, 4096, dtype=torch.uint8)
         matrix = torch.from_numpy(read_weights(nothing.numpy(), steps.numpy(), 1)).view(INT8)
         x = torch.randint(-99, 99, (5, columns), dtype=INT8)
-        lifted = gather(x, HopperExperts.layout.column_map(packed))
+        lifted = gather(x, CountsOfExperts.layout.column_map(packed))
         assert torch.equal(lifted.int() @ matrix[:300].int().T, x.int() @ packed.unpack().int().T)
         assert not matrix[300:].any()
 
@@ -91,8 +92,11 @@ def lifted(rows: int, columns: int) -> Lifted:
     return Lifted(torch.zeros(rows, columns, dtype=INT8), torch.ones(rows, 1), None)
 
 
-def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(listen: Listener) -> None:
-    experts, product = packed_experts(4, 320, 256, INT8), HopperExperts()
+@pytest.mark.parametrize(("product", "windows"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(
+    listen: Listener, product: HopperExperts, windows: int
+) -> None:
+    experts = packed_experts(4, 320, 256, INT8)
     operand, scale = product.prepare(experts), torch.rand(4, 320)
     at = arrange(torch.randint(0, 4, (9, 2)), 4, 16)
     x = lifted(rows_needed(18, 4, 16), 384)
@@ -104,7 +108,7 @@ def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(listen: Listene
     for name, tensor in {**places, "used": at.used}.items():
         assert getattr(said, name) == tensor.data_ptr(), name
     assert (said.tokens, said.channels, said.sparse_slabs, said.dense_slabs, said.bias_type) == (64, 320, 3, 0, 0)
-    assert said.windows == 3
+    assert said.windows == windows
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 48}, {"columns": 256}, {"columns": 512}, {"experts": 3}])

@@ -30,9 +30,9 @@ from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, dense_steps, sparse_steps
+from slidesparse.gemm.hopper.weights import LAYOUT, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
-from slidesparse.layout import ColumnOrder, Layout, check_slabs
+from slidesparse.layout import ColumnOrder, check_slabs
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
@@ -53,7 +53,7 @@ class Hopper(Backend):
 
     name = "hopper"
     accelerated = True
-    layout = Layout(lifted=True, multiple=1, slabs=SLABS, bundle=bundle_of)
+    layout = LAYOUT
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""

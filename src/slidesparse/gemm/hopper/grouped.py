@@ -16,8 +16,8 @@ from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
-from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, sparse_steps
-from slidesparse.layout import SLAB_BYTES, Layout, Lifted, check_slabs
+from slidesparse.gemm.hopper.weights import LAYOUT, SLABS, SparseForm, sparse_steps
+from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.support import check_vector
 
@@ -25,7 +25,7 @@ from slidesparse.support import check_vector
 class HopperExperts:
     """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
-    layout = Layout(lifted=True, multiple=1, slabs=SLABS, bundle=bundle_of)
+    layout = LAYOUT
 
     def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
         """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`)."""

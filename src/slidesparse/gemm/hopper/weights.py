@@ -7,10 +7,11 @@ A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a ro
 
 Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
 
-**Bundles.** 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group follow from its two
-left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before each. The slabs of a
-bundle (:func:`slidesparse.layout.in_bundles`) have the same 32 groups, so the counts stand once a bundle, before its
-steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13 instructions.
+**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
+follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
+each. The slabs of a bundle (:func:`slidesparse.layout.in_bundles`) have the same 32 groups, so the counts stand once a
+bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
+instructions.
 
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slidesparse.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Slabs, in_bundles, swizzled
+from slidesparse.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
 from slidesparse.packed import PackedWeight, Segment
 from slidesparse.pattern import WINDOW_KEEP, Pattern
 from slidesparse.slide import decode_group, metadata
@@ -70,6 +71,16 @@ def bundle_of(packed: PackedWeight) -> int:
     groups = len(segment.groups)
     plain = -(-groups * packed.pattern.slid_group // SLAB_BYTES)
     return BUNDLE if -(-groups // BUNDLE) * windows <= PADDING * plain else 1
+
+
+METADATA = Layout(slabs=SLABS)
+"""Metadata stand with the values of every step."""
+
+COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
+"""Counts stand once a bundle, wherever they are better."""
+
+LAYOUT = METADATA
+"""What weights get. Counts take fewer bytes; only the emulator of the tests has multiplied by them, no GPU yet."""
 
 
 class SparseForm(NamedTuple):
