@@ -7,6 +7,8 @@ A GPU test compares both with the kernel itself.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 ROWS, SLAB = 64, 128
@@ -59,20 +61,80 @@ def metadata(memory: np.ndarray, row: int, window: int, instruction: int, itemsi
     return word >> shift & 15
 
 
+def bundle_block(words: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """A bundle of a row block, as the matrix that multiplies: [64, 128 * steps] of bit patterns.
+
+    ``steps`` [steps, 4096] are its values. ``words`` are the bits of two counts for each of 32 groups of a row, plane
+    by plane: how many entries were kept before each of the two positions that were left out.
+    """
+    windows, planes = len(steps), of_threads(words)
+    matrix = np.zeros((ROWS, SLAB * windows), np.uint8)
+    values = [[read_row(step, row, 64).tolist() for row in range(ROWS)] for step in steps]
+    for row in range(ROWS):
+        for place in range(32):
+            index = indices(*(count(planes, row, place, which) for which in range(2)), 2 * windows)
+            for entry, (window, within) in enumerate(index):
+                assert window == entry // 2
+                matrix[row, SLAB * window + 4 * place + within] = values[window][row][2 * place + entry % 2]
+    return matrix
+
+
+def of_threads(words: np.ndarray) -> list[list[int]]:
+    """The words of the 128 threads, plane by plane."""
+    planes: list[list[int]] = words.copy().view("<u4").reshape(-1, 128).tolist()
+    return planes
+
+
+def count(planes: list[list[int]], row: int, place: int, which: int) -> int:
+    """One of the two counts of the group at a place of its slab, from the words of the thread that needs it there."""
+    instruction, within = divmod(place, 16)
+    half, nibble = divmod(within, 8)
+    warp, row_in_warp = divmod(row, 16)
+    thread = warp * 32 + row_in_warp % 8 * 4 + row_in_warp // 8 + half * 2
+    bit = 4 * nibble + 2 * instruction + which
+    return sum((plane[thread] >> bit & 1) << weight for weight, plane in enumerate(planes))
+
+
+@lru_cache
+def indices(first: int, second: int, entries: int) -> list[tuple[int, int]]:
+    """The window of every kept entry of a group, and its place there, 0 to 3, by walking over the group."""
+    assert first <= second <= entries
+    found, position = [], 0
+    for entry in range(entries):
+        position += (entry == first) + (entry == second)
+        window = entry // 2
+        assert 0 <= position - 2 * window <= 3
+        found.append((window, position - 2 * window))
+        position += 1
+    return found
+
+
 def dense_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
     """A dense step of a row block: [64, 64 / itemsize] of bit patterns."""
     return np.stack([read_row(memory, row, 64).view(TYPES[itemsize]) for row in range(ROWS)])
 
 
 def weights(dense: np.ndarray, sparse: np.ndarray, itemsize: int) -> np.ndarray:
-    """Both segments as the matrix [rows, K'] that multiplies: dense columns, then 2:4 ones, rows padded to tiles."""
+    """Both segments as the matrix [rows, K'] that multiplies: dense columns, then 2:4 ones, rows padded to tiles.
+
+    ``sparse`` is in steps, or in bundles: of each row tile the words of its four row blocks, then its steps.
+    """
     tiles = []
     for tile in range(sparse.shape[0]):
-        for block in range(sparse.shape[2]):
+        for block in range(4):
             steps = [dense_block(dense[tile, step, block], itemsize) for step in range(dense.shape[1])]
-            steps += [sparse_block(sparse[tile, step, block], itemsize) for step in range(sparse.shape[1])]
+            if sparse.ndim == 4:
+                steps += [sparse_block(sparse[tile, step, block], itemsize) for step in range(sparse.shape[1])]
+            else:
+                steps += [bundle_block(*of_block(bundle, block)) for bundle in sparse[tile]]
             tiles.append(np.concatenate(steps, 1) if steps else np.zeros((ROWS, 0), TYPES[itemsize]))
     return np.concatenate(tiles)
+
+
+def of_block(bundle: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The words and the steps of a row block in the bytes of a bundle."""
+    words = len(bundle) % (4 * 4096)
+    return bundle[:words].reshape(4, -1)[block], bundle[words:].reshape(-1, 4, 4096)[:, block]
 
 
 def activations(slabs: np.ndarray, itemsize: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.compile import SOURCE, options
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments
 from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.hopper.weights import SLABS, SparseForm
 from slidesparse.layout import Lifted, slab_view
 from slidesparse.packed import PackedWeight
 
@@ -26,12 +26,18 @@ MULTIPROCESSORS = 2
 
 @cache
 def program(
-    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, source: bytes | None = None
+    tile: Tile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    field: int = 0,
+    grouped: bool = False,
+    source: bytes | None = None,
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``source`` replaces the package's."""
     from cuda.bindings import nvrtc
 
-    opts = [option.replace("sm_90a", "compute_90a").encode() for option in options(tile, dtype, out_dtype, grouped)]
+    given = options(tile, dtype, out_dtype, grouped, field)
+    opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
     _, made = nvrtc.nvrtcCreateProgram(source or SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
     (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
     assert int(status) == 0
@@ -49,6 +55,7 @@ class EmulatedKernel:
         memory: The tensors that it may touch.
         tile: Its geometry.
         types: Of the operands and of the results.
+        field: Bits of a count, for weights in bundles.
         grouped: Whether it multiplies by the weights of many experts.
         source: Replaces the package's source.
         seed: Of the order in which its warps run.
@@ -59,12 +66,13 @@ class EmulatedKernel:
         memory: GlobalMemory,
         tile: Tile,
         types: tuple[torch.dtype, torch.dtype],
+        field: int = 0,
         grouped: bool = False,
         source: bytes | None = None,
         seed: int = 0,
     ) -> None:
-        self.memory, self.tile, self.types, self.seed = memory, tile, types, seed
-        self.program = program(tile, *types, grouped, source)
+        self.memory, self.tile, self.types, self.field, self.seed = memory, tile, types, field, seed
+        self.program = program(tile, *types, field, grouped, source)
 
     def grid(self, tiles: int) -> int:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
@@ -77,7 +85,7 @@ class EmulatedKernel:
             bytes(arguments),
             self.memory,
             threads=self.tile.threads,
-            shared_bytes=self.tile.shared_bytes(self.types[0].itemsize),
+            shared_bytes=self.tile.shared_bytes(self.types[0].itemsize, self.field),
             grid=grid,
             cluster=self.tile.split,
             seed=self.seed,
@@ -92,9 +100,11 @@ def run_product(
     bias: torch.Tensor | None = None,
     source: bytes | None = None,
     seed: int = 0,
+    backend: type[Hopper] = Hopper,
 ) -> torch.Tensor:
-    """Return what the kernel computes of activations in slabs."""
-    memory, operand = GlobalMemory(), Hopper().prepare(packed)
+    """Return what the kernel computes of activations in slabs; ``backend`` decides on the form of the weight."""
+    memory, operand = GlobalMemory(), backend().prepare(packed)
+    form = SparseForm.of(operand.sparse.shape)
     tokens, channels = x.values.shape[0], packed.shape[0]
     slabs = slab_view(x.values, SLABS).clone()
     y = torch.full((tokens * channels + GUARD,), 7.0, dtype=out_dtype)
@@ -110,10 +120,11 @@ def run_product(
         "tokens": tokens,
         "channels": channels,
         "dense_slabs": operand.dense.shape[1] // 2,
-        "sparse_slabs": operand.sparse.shape[1],
+        "sparse_slabs": form.slabs,
         "group": GROUP,
+        "windows": form.windows,
     }
-    kernel = EmulatedKernel(memory, tile, (x.values.dtype, out_dtype), source=source, seed=seed)
+    kernel = EmulatedKernel(memory, tile, (x.values.dtype, out_dtype), form.field, source=source, seed=seed)
     kernel.launch(Arguments(**arguments), kernel.grid(tile.count(tokens, channels)))
     assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
     return y[: tokens * channels].view(tokens, channels)

@@ -5,6 +5,9 @@ A GEMM backend states a :class:`Layout`; the quantise-and-lift kernels write it;
 :meth:`slidesparse.packed.PackedWeight.column_map` defines the column order as an index vector. A kernel that read it
 would load eight bytes of index for every byte that it writes. The few numbers of a :class:`ColumnOrder` say the same,
 plus an index of two bytes for every pair of columns when a partial pattern moves whole groups.
+
+A layout may ask for *bundles*: the windows of 32 groups stand slab by slab, window 0 of them all, then window 1
+(:func:`in_bundles`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from slidesparse.errors import InputError
 from slidesparse.packed import PackedWeight
+from slidesparse.pattern import WINDOW
 from slidesparse.support import as_bits
 
 SLAB_BYTES = 128
@@ -26,6 +30,12 @@ SLAB_BYTES = 128
 
 CHUNK_BYTES = 16
 """Bytes that a swizzle moves together."""
+
+BUNDLE = 32
+"""Groups of a bundle: their windows of one number fill a slab of 8-bit types."""
+
+BUNDLE_STRIDE = 8
+"""In a slab of a bundle, neighbouring windows are of groups this far apart; see :func:`in_bundles`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class ColumnOrder:
         slid_groups: Groups in the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
+        bundle: Groups whose windows stand together, number by number: 1, or :data:`BUNDLE` (:func:`in_bundles`).
         pairs: [width / 2], the input column that feeds the first column of every packed pair, -2 where there is none:
             int16, int32 for K from 2^15 on. None when the groups are in input order.
     """
@@ -51,21 +62,23 @@ class ColumnOrder:
     slid_groups: int
     dense_columns: int
     slid_columns: int
+    bundle: int = 1
     pairs: torch.Tensor | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, packed: PackedWeight, multiple: int = 1) -> ColumnOrder:
-        """Return the order of ``packed.column_map(multiple)``.
+    def of(cls, packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> ColumnOrder:
+        """Return the order of ``column_map(packed, multiple, bundle)``.
 
         Args:
             packed: The weight that will multiply.
             multiple: Each segment is padded with zeros to a multiple of this many columns: 1 or an even number.
+            bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
         """
         _check_multiple(multiple)
         pattern = packed.pattern
         count = {segment.kind: len(segment.groups) for segment in packed.segments}
         dense, slid = count.get("dense", 0), count.get("2:4", 0)
-        moved = _pairs(packed.column_map(multiple), packed.shape[1]) if len(packed.segments) > 1 else None
+        moved = _pairs(column_map(packed, multiple, bundle), packed.shape[1]) if len(packed.segments) > 1 else None
         return cls(
             in_features=packed.shape[1],
             group=pattern.group,
@@ -73,7 +86,8 @@ class ColumnOrder:
             dense_groups=dense,
             slid_groups=slid,
             dense_columns=_padded(dense * pattern.group, multiple),
-            slid_columns=_padded(slid * pattern.slid_group, multiple),
+            slid_columns=_padded(_padded(slid, bundle) * pattern.slid_group, multiple),
+            bundle=bundle,
             pairs=moved,
         )
 
@@ -107,6 +121,7 @@ class ColumnOrder:
             self.slid_groups,
             self.dense_columns,
             self.slid_columns,
+            self.bundle,
         ]
 
     @property
@@ -167,6 +182,11 @@ def exact_rows(tokens: int) -> int:
     return tokens
 
 
+def one_group(packed: PackedWeight) -> int:
+    """Return bundles of one group: windows stay in the order of their groups."""
+    return 1
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout in which a backend reads activations.
@@ -181,12 +201,14 @@ class Layout:
             rows, with any contents in those past M, which spares :func:`with_rows` a copy. Ignored with ``slabs``.
         slabs: The bytes are stored slab after slab, each segment padded to whole slabs: :func:`slab_view` shows them.
             None: they are row-major.
+        bundle: Weight -> groups of a bundle of its slid segment, 1 or :data:`BUNDLE`.
     """
 
     lifted: bool = True
     multiple: int = 1
     rows: Callable[[int], int] = exact_rows
     slabs: Slabs | None = None
+    bundle: Callable[[PackedWeight], int] = one_group
 
     def multiple_of(self, dtype: torch.dtype) -> int:
         """Return the multiple of columns to which segments of this type are padded; slabs are whole."""
@@ -196,7 +218,7 @@ class Layout:
         """Return the column order as the few numbers that the Triton kernels take; None where they cannot write it."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
-            return ColumnOrder.of(packed, multiple)
+            return ColumnOrder.of(packed, multiple, self.bundle(packed))
         even = multiple % 2 == 0 or (multiple == 1 and packed.shape[1] % 2 == 0)
         return ColumnOrder.identity(packed.shape[1], multiple) if even else None
 
@@ -204,9 +226,50 @@ class Layout:
         """Return the input column that feeds every column that the kernel reads, -1 for padding: int64 [K']."""
         multiple = self.multiple_of(packed.dtype)
         if self.lifted:
-            return packed.column_map(multiple)
+            return column_map(packed, multiple, self.bundle(packed))
         columns = torch.arange(packed.shape[1], device=packed.device)
         return torch.nn.functional.pad(columns, (0, -len(columns) % multiple), value=-1)
+
+
+def column_map(packed: PackedWeight, multiple: int = 1, bundle: int = 1) -> torch.Tensor:
+    """Return :meth:`~slidesparse.packed.PackedWeight.column_map` with the windows of the slid segment in bundles.
+
+    Args:
+        packed: The weight that will multiply.
+        multiple: Each segment is padded to a multiple of this many columns.
+        bundle: 1, or :data:`BUNDLE` groups, to whose multiple the slid segment is padded first.
+
+    Returns:
+        int64 [K'], the input column that feeds every packed column, -1 where none does.
+    """
+    if bundle == 1:
+        return packed.column_map(multiple)
+    columns, pattern = packed.column_map(), packed.pattern
+    slid = sum(len(segment.groups) for segment in packed.segments if segment.kind == "2:4")
+    dense, windows = columns.split([len(columns) - slid * pattern.slid_group, slid * pattern.slid_group])
+    windows = in_bundles(windows.view(slid, pattern.windows, WINDOW), -1).flatten()
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (0, -len(part) % multiple), value=-1) for part in (dense, windows)])
+
+
+def in_bundles(windows: torch.Tensor, value: int) -> torch.Tensor:
+    """Arrange windows slab by slab: window j of the 32 groups of a bundle, then their window j + 1.
+
+    The four windows that a lane stores at once are of groups 8 apart, so that neighbouring lanes read neighbouring
+    groups: that spares the quantise-and-lift kernels bank conflicts, and costs the product nothing::
+
+        one slab: window j of the groups   0 8 16 24 | 1 9 17 25 | ... | 7 15 23 31
+
+    Args:
+        windows: [..., groups, windows of a group, items].
+        value: Fills the groups that the last bundle lacks.
+
+    Returns:
+        [..., bundles, windows of a group, 32, items].
+    """
+    windows = torch.nn.functional.pad(windows, (0, 0, 0, 0, 0, -windows.shape[-3] % BUNDLE), value=value)
+    bundles: torch.Tensor = windows.unflatten(-3, (-1, BUNDLE // BUNDLE_STRIDE, BUNDLE_STRIDE))
+    return bundles.transpose(-4, -2).flatten(-3, -2)
 
 
 class LinearTensors(NamedTuple):

@@ -30,7 +30,7 @@ STRIDE = 2
 WINDOW_KEEP = 2
 MAX_GROUP = 32
 
-StorageForm = Literal["dense", "2:4", "code-byte", "code-bits"]
+StorageForm = Literal["dense", "2:4", "code-byte", "code-bits", "counts"]
 
 _SYNTAX = re.compile(r"([0-9]+):([0-9]+)(?:@([0-9]+(?:\.[0-9]{1,2})?)%)?")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
@@ -166,7 +166,8 @@ class Pattern:
         Args:
             form: ``dense``; ``2:4`` (kept values and two bits of index each, what sparse MMA reads);
                 ``code-byte`` (kept values and a whole number of bytes a group naming the two positions left out);
-                ``code-bits`` (the same in the fewest bits).
+                ``code-bits`` (the same in the fewest bits); ``counts`` (the same by the numbers of entries kept before
+                each of them, what the Hopper kernel can read of most 8-bit weights).
             bits: Width of a value.
         """
         require_integer(bits, "bits of a value")
@@ -174,6 +175,7 @@ class Pattern:
             "2:4": 2 * self.keep,
             "code-byte": 8 * math.ceil((self.codes - 1).bit_length() / 8),
             "code-bits": (self.codes - 1).bit_length(),
+            "counts": 2 * self.keep.bit_length(),
         }
         dense = Fraction(bits, 8)
         if isinstance(form, str) and form == "dense":

@@ -15,22 +15,43 @@ from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, MULTIPROCESSOR_BYTES, SHA
 TILE = min(TILES, key=lambda tile: tile.tokens)
 
 
-@pytest.mark.parametrize("out_dtype", OUTPUTS, ids=str)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+PLAIN = [(dtype, out_dtype, 0) for dtype in TYPES for out_dtype in OUTPUTS]
+BUNDLES = [
+    (dtype, torch.bfloat16, field) for dtype, field in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
+]
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype", "field"), PLAIN + BUNDLES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, out_dtype), "--ptxas-options=-v"])
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int) -> None:
+    opts = options(tile, dtype, out_dtype, field=field)
+    code, log = compile_source(SOURCE.read_bytes(), [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised
     assert "warning" not in log, log
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("itemsize", "field"), [(1, 0), (2, 0), (1, 3), (1, 4)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_shared_memory_fits(tile: Tile, dtype: torch.dtype) -> None:
-    assert tile.shared_bytes(dtype.itemsize) <= SHARED_BYTES
-    assert tile.blocks * (tile.shared_bytes(dtype.itemsize) + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
+def test_shared_memory_fits(tile: Tile, itemsize: int, field: int) -> None:
+    n_bytes = tile.shared_bytes(itemsize, field)
+    assert n_bytes <= SHARED_BYTES
+    assert tile.blocks * (n_bytes + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
+
+
+@pytest.mark.parametrize(("field", "windows"), [(3, 2), (3, 3), (4, 4), (4, 5), (4, 6), (4, 7)])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_no_slot_is_filled_while_a_bundle_is_in_it(tile: Tile, field: int, windows: int) -> None:
+    # A range of steps may begin and end within a bundle; before each bundle, its first step and its last.
+    for skipped in range(windows if tile.split > 1 else 1):
+        steps = [step + skipped for step in range(10 * tile.stages)]
+        bundles = [step // windows for step in steps]
+        for bundle in range(tile.slots(field), bundles[-1]):
+            first = bundles.index(bundle)
+            given_back = first - tile.stages  # the last step that all consumers are through with
+            last_read = bundles.index(bundle - tile.slots(field) + 1) - 1
+            assert last_read <= given_back
 
 
 def test_a_refused_source_is_one_line() -> None:

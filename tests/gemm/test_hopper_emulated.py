@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_weights import packed_experts
+from hopper_forms import Bundles, CountsOfExperts, WithoutBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
@@ -30,14 +31,16 @@ OUT, COLUMNS = 300, 600
 SMALL, LARGE, SPLIT = (next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4"))
 
 
-def problem(pattern: str, dtype: torch.dtype, tokens: int) -> tuple[Lifted, PackedWeight, torch.Tensor]:
+def problem(
+    pattern: str, dtype: torch.dtype, tokens: int, backend: type[Hopper] = Hopper
+) -> tuple[Lifted, PackedWeight, torch.Tensor]:
     """Activations in slabs, a weight, and the activations before they were lifted."""
     torch.manual_seed(tokens)
     weight = torch.randn(OUT, COLUMNS) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)
     packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
     x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
-    values, scale = quantize_lift(x, Hopper.layout.column_map(packed), dtype, "hopper")
+    values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
     return Lifted(values, scale, None), packed, x
 
 
@@ -47,18 +50,24 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
     return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)
 
 
-@pytest.mark.parametrize("pattern", ["6:8", "2:4@30%"])
+@pytest.mark.parametrize(("pattern", "backend"), [("6:8", Bundles), ("2:4@30%", Hopper)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_tile_multiplies_exactly(tile: Tile, pattern: str) -> None:
-    lifted, packed, x = problem(pattern, INT8, tile.tokens + 9)
-    assert torch.equal(run_product(lifted, packed, tile, BF16), expected(x, packed, BF16, None))
+def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
+    lifted, packed, x = problem(pattern, INT8, tile.tokens + 9, backend)
+    assert torch.equal(run_product(lifted, packed, tile, BF16, backend=backend), expected(x, packed, BF16, None))
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "4:6", "8:10", "14:16", "4:6@50%", "dense"])
+@pytest.mark.parametrize(
+    ("pattern", "backend"),
+    [
+        *((pattern, Hopper) for pattern in ("2:4", "4:6", "dense")),
+        *((pattern, Bundles) for pattern in ("4:6", "8:10", "14:16", "4:6@50%")),
+    ],
+)
 @pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
-def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str) -> None:
-    lifted, packed, x = problem(pattern, INT8, 40)
-    assert torch.equal(run_product(lifted, packed, tile), expected(x, packed, FP32, None))
+def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
+    lifted, packed, x = problem(pattern, INT8, 40, backend)
+    assert torch.equal(run_product(lifted, packed, tile, backend=backend), expected(x, packed, FP32, None))
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
@@ -88,13 +97,16 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+def test_experts_are_multiplied_where_tokens_chose_them(
+    hopper: HopperExperts, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     memory, tile = GlobalMemory(), next(tile for tile in WHOLE if tile.tokens == 16)
-    experts, hopper = packed_experts(4, 300, 260, INT8), HopperExperts()
+    experts = packed_experts(4, 300, 256, INT8)
     chosen = torch.tensor([[0, 3], [3, 0], [3, 1], *([[0, 3]] * 17)])  # nobody chose expert 2
     at = arrange(chosen, 4, tile.tokens)
-    x = torch.randn(len(at.tokens), 260)
+    x = torch.randn(len(at.tokens), 256)
     values, scale_x = quantize_lift(x, hopper.layout.column_map(experts[0]), INT8, "hopper")
     operand, scale = hopper.prepare(experts), torch.stack([one.scale for one in experts if one.scale is not None])
 
@@ -103,9 +115,13 @@ def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.Monk
         memory.add(y)
         return y
 
+    def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> EmulatedKernel:
+        assert field == bits
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, grouped=True)
+
     for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):
         memory.add(tensor)
-    monkeypatch.setattr(grouped, "load_grouped", lambda tile, *types: EmulatedKernel(memory, tile, types[:2], True))
+    monkeypatch.setattr(grouped, "load_grouped", load)
     monkeypatch.setattr(grouped, "is_current", lambda device: True)
     monkeypatch.setattr(grouped, "current_stream", lambda device: 0)
     monkeypatch.setattr(grouped, "empty", empty)
@@ -119,7 +135,7 @@ def test_experts_are_multiplied_where_tokens_chose_them(monkeypatch: pytest.Monk
 
 
 WRONG = {
-    "data is not awaited": ("barrier_wait(ring.full_of(place), place.phase);", "", r"metadata|an operand changed"),
+    "data is not awaited": ("barrier_wait(ring.full_of(place), place.phase);", ";", r"metadata|an operand changed"),
     "a stage is given back too early": ("mma_wait<1>();", "mma_wait<2>();", "an operand changed while"),
     "a stage is never given back": ("if (lane_zero) barrier_arrive(ring.empty_of(oldest));", "", "nobody can go on"),
     "too few bytes are awaited": ("x_bytes + TILE_BLOCKS * SPARSE_BYTES);", "x_bytes);", "metadata|operand|nobody"),
@@ -128,11 +144,23 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+WRONG_OF_BUNDLES = {
+    "words are not awaited": (
+        "if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);",
+        "",
+        "metadata",
+    ),
+    "slots are too few": ("SLOTS = FIELD == 0 ? 0 : 1 +", "SLOTS = FIELD == 0 ? 0 : 1 + 0 *", "metadata"),
+    "words are not counted": ("+ (words ? SLOT_BYTES : 0)", "", "nobody can go on"),
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES])
 def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
-    right, broken, message = WRONG[wrong]
+    backend = Bundles if wrong in WRONG_OF_BUNDLES else WithoutBundles
+    right, broken, message = (WRONG | WRONG_OF_BUNDLES)[wrong]
     source = SOURCE.read_text()
     assert right in source
-    lifted, packed, _ = problem("6:8", INT8, 20)
+    lifted, packed, _ = problem("6:8", INT8, 20, backend)
     with pytest.raises(Fault, match=message):
-        run_product(lifted, packed, SMALL, BF16, source=source.replace(right, broken).encode())
+        run_product(lifted, packed, SMALL, BF16, source=source.replace(right, broken).encode(), backend=backend)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_weights import packed_experts
 from hopper_emulator import weights as read_weights
+from hopper_forms import CountsOfExperts
 
 from slidesparse import InputError
 from slidesparse.expert_order import arrange, rows_needed
@@ -19,29 +20,33 @@ from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import Arguments
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
 from slidesparse.layout import Lifted
+from slidesparse.slide import gather
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize(("dtype", "field"), [(INT8, 0), (INT8, 3), (INT8, 4), (FP8, 0), (FP8, 3)], ids=str)
 @pytest.mark.parametrize("tile", WHOLE, ids=str)
-def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype) -> None:
-    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True), "--ptxas-options=-v"])
+def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int) -> None:
+    code, log = compile_source(SOURCE.read_bytes(), [*options(tile, dtype, BF16, True, field), "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log
     assert "warning" not in log, log
 
 
-def test_weights_stand_expert_by_expert_as_the_kernel_reads_them() -> None:
-    experts = packed_experts(3, 300, 200, INT8)
-    operand = HopperExperts().prepare(experts)
-    assert operand.shape == (3, 2, operand.shape[2], 4, 5120)
+@pytest.mark.parametrize(("columns", "shape"), [(200, (1, 4 * (3 * 512 + 3 * 4096))), (300, (4, 4, 5120))])
+def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, shape: tuple[int, ...]) -> None:
+    experts = packed_experts(3, 300, columns, INT8)
+    operand = CountsOfExperts().prepare(experts)
+    assert operand.shape == (3, 2, *shape)
     assert operand.is_contiguous()
     for packed, steps in zip(experts, operand, strict=True):
         nothing = torch.empty(2, 0, 4, 4096, dtype=torch.uint8)
         matrix = torch.from_numpy(read_weights(nothing.numpy(), steps.numpy(), 1)).view(INT8)
-        assert torch.equal(matrix[:300, : packed.columns().shape[1]], packed.columns())
+        x = torch.randint(-99, 99, (5, columns), dtype=INT8)
+        lifted = gather(x, CountsOfExperts.layout.column_map(packed))
+        assert torch.equal(lifted.int() @ matrix[:300].int().T, x.int() @ packed.unpack().int().T)
         assert not matrix[300:].any()
 
 
@@ -87,8 +92,11 @@ def lifted(rows: int, columns: int) -> Lifted:
     return Lifted(torch.zeros(rows, columns, dtype=INT8), torch.ones(rows, 1), None)
 
 
-def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(listen: Listener) -> None:
-    experts, product = packed_experts(4, 320, 256, INT8), HopperExperts()
+@pytest.mark.parametrize(("product", "windows"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(
+    listen: Listener, product: HopperExperts, windows: int
+) -> None:
+    experts = packed_experts(4, 320, 256, INT8)
     operand, scale = product.prepare(experts), torch.rand(4, 320)
     at = arrange(torch.randint(0, 4, (9, 2)), 4, 16)
     x = lifted(rows_needed(18, 4, 16), 384)
@@ -100,9 +108,10 @@ def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(listen: Listene
     for name, tensor in {**places, "used": at.used}.items():
         assert getattr(said, name) == tensor.data_ptr(), name
     assert (said.tokens, said.channels, said.sparse_slabs, said.dense_slabs, said.bias_type) == (64, 320, 3, 0, 0)
+    assert said.windows == windows
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 48}, {"columns": 256}, {"experts": 3}])
+@pytest.mark.parametrize("wrong", [{"rows": 48}, {"columns": 256}, {"columns": 512}, {"experts": 3}])
 def test_what_does_not_fit_is_refused(listen: Listener, wrong: dict[str, int]) -> None:
     sizes = SimpleNamespace(**({"rows": 64, "columns": 384, "experts": 4} | wrong))
     product = HopperExperts()
@@ -116,4 +125,4 @@ def test_what_does_not_fit_is_refused(listen: Listener, wrong: dict[str, int]) -
 
 
 def test_the_struct_is_read_to_its_end() -> None:
-    assert ctypes.sizeof(Arguments) == 7 * 8 + 6 * 4 + 2 * 8
+    assert ctypes.sizeof(Arguments) == 7 * 8 + 6 * 4 + 2 * 8 + 4 + 4  # the last four align it

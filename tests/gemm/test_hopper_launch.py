@@ -151,13 +151,13 @@ class Told:
 
 
 NO_EXPERTS = {"experts": None, "used": None}
-SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "group": 15}
+SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "group": 15, "windows": 16}
 
 
 def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
     told: Any = Told()
-    launch = GemmLaunch(told, (torch.int8, torch.bfloat16, 3), Arguments(**SIZES), 4096)
+    launch = GemmLaunch(told, (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096)
     launch.launch(1, 2, WeightAddresses(dense=3, sparse=4, scale=5, bias=6, bias_type=7), 8)
     launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
     first, second = told.launches
@@ -170,6 +170,8 @@ def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> No
 
 ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)
 """One dense slab, two of 2:4."""
+BUNDLED = ColumnOrder(512, 8, 0, 0, 64, 0, 768, bundle=32)
+"""Two bundles of three slabs."""
 
 OUT = 300
 
@@ -191,15 +193,31 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
     chosen = choose_tile(70, OUT, 2, 1) if tile is None else tile
-    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5)]
+    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0)]
     assert launch.slab_bytes == 3 * 72 * 128
     launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
     ((arguments, grid, _),) = told.launches
-    numbers = {"tokens": 70, "channels": OUT, "dense_slabs": 1, "sparse_slabs": 2, "group": GROUP}
+    numbers = {"tokens": 70, "channels": OUT, "dense_slabs": 1, "sparse_slabs": 2, "group": GROUP, "windows": 0}
     assert {name: arguments[name] for name in numbers} == numbers
     assert grid == 1000 + chosen.count(70, OUT)
     assert find_launch(*sizes, next(t for t in TILES if t != chosen)) is not launch
     hopper_launch._launch.cache_clear()  # it holds a kernel that is none
+
+
+def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[Any, ...]] = []
+    told: Any = Told()
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *given: loaded.append(given) or told)
+    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
+    hopper_launch._launch.cache_clear()
+    sizes = torch.Size((70, BUNDLED.width)), torch.int8, *step_shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
+    for launch, tokens in ((find_launch(*sizes), 70), (find_launch(*sizes).for_tokens(900), 900)):
+        launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+        arguments = told.launches.pop()[0]
+        numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
+        assert {name: arguments[name] for name in numbers} == numbers
+    assert loaded == [(choose_tile(m, OUT, 6, 0), torch.int8, torch.bfloat16, 5, 3) for m in (70, 900)]
+    hopper_launch._launch.cache_clear()
 
 
 def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +228,8 @@ def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch
         (torch.Size((70, ORDER.width - 128)), (dense, sparse), OUT),
         (x, (sparse, dense), OUT),  # the one for the other
         (x, (dense, sparse), 513),
+        (torch.Size((70, BUNDLED.width - 128)), step_shapes(BUNDLED, 1, OUT), OUT),
+        (torch.Size((70, BUNDLED.width + 128)), step_shapes(BUNDLED, 1, OUT), OUT),
     ):
         with pytest.raises(InputError, match="as the weight was prepared"):
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
@@ -226,7 +246,7 @@ def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyP
     load = hopper_launch.load_grouped if grouped else hopper_launch.load_kernel
     monkeypatch.setattr(hopper_launch, "cubin", lambda *_: b"")
     monkeypatch.setattr(hopper_launch, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
-    given = PLAIN, torch.int8, torch.bfloat16, 99  # a device that no other test has
+    given = PLAIN, torch.int8, torch.bfloat16, 99, 3  # a device that no other test has
     try:
         hopper_launch.load_kernels([PLAIN], *given[1:], grouped=grouped)
         load(*given)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
+from hopper_forms import Bundles, WithoutBundles
 
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.weights import SLABS, step_shapes
-from slidesparse.layout import slab_view
+from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
+from slidesparse.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.prune import prune_mask
 from slidesparse.quant import quantize_rows
+from slidesparse.slide import decode_group, metadata
 from slidesparse.support import as_bits, following_groups
 
+BUNDLED = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "8:10@30%")
 PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
@@ -29,8 +34,8 @@ def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: 
     return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
 
 
-def _decoded(packed: PackedWeight) -> np.ndarray:
-    dense, sparse = (tensor.numpy() for tensor in Hopper().prepare(packed))
+def _decoded(packed: PackedWeight, backend: type[Hopper] = Hopper) -> np.ndarray:
+    dense, sparse = (tensor.numpy() for tensor in backend().prepare(packed))
     return emulator.weights(dense, sparse, packed.dtype.itemsize)
 
 
@@ -41,8 +46,17 @@ def _bits(matrix: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_the_hardware_reads_the_weight_by_the_column_map(pattern: str, dtype: torch.dtype) -> None:
-    packed = _packed(pattern, dtype, 70, 333)
-    decoded, column_map = _decoded(packed), Hopper.layout.column_map(packed).numpy()
+    _assert_it_is_the_weight(_packed(pattern, dtype, 70, 333), Hopper)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("pattern", BUNDLED)
+def test_the_hardware_reads_bundles_by_the_column_map(pattern: str, dtype: torch.dtype) -> None:
+    _assert_it_is_the_weight(_packed(pattern, dtype, 70, 333), Bundles)
+
+
+def _assert_it_is_the_weight(packed: PackedWeight, backend: type[Hopper]) -> None:
+    decoded, column_map = _decoded(packed, backend), backend.layout.column_map(packed).numpy()
     assert decoded.shape == (256, len(column_map))
     assert not decoded[70:].any()
     assert not decoded[:, column_map < 0].any()
@@ -57,12 +71,17 @@ def test_the_hardware_reads_the_weight_by_the_column_map(pattern: str, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_shapes_of_the_steps_follow_from_the_column_order(pattern: str, dtype: torch.dtype) -> None:
-    for out, columns, k_offset in ((70, 333, 0), (256, 1024, 0), (257, 16, 0), (70, 400, 3)):
+    backends = (Hopper, Bundles) if dtype.itemsize == 1 and pattern in BUNDLED else (Hopper,)
+    for (out, columns, k_offset), backend in product(
+        ((70, 333, 0), (256, 1024, 0), (257, 16, 0), (70, 400, 3)), backends
+    ):
         packed = _packed(pattern, dtype, out, columns, k_offset % Pattern.parse(pattern).group)
-        order = Hopper.layout.order(packed)
+        order = backend.layout.order(packed)
         assert order is not None
-        operand = Hopper().prepare(packed)
+        operand = backend().prepare(packed)
         assert step_shapes(order, dtype.itemsize, out) == (operand.dense.shape, operand.sparse.shape)
+        assert SparseForm.of(operand.sparse.shape).shape(out, dtype.itemsize) == operand.sparse.shape
+        assert len(backend.layout.column_map(packed)) == order.width
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -73,9 +92,9 @@ def test_int8_product_of_what_the_hardware_reads(pattern: str) -> None:
     lifted, _ = quantize_lift(x, layout.column_map(packed), torch.int8, "hopper")
     slabs = slab_view(lifted, SLABS).contiguous().view(torch.uint8).numpy()
     ours = emulator.activations(slabs, 1).view(np.int8)[:200].astype(np.int64)
-    product = ours @ _decoded(packed).view(np.int8)[:130].astype(np.int64).T
+    result = ours @ _decoded(packed).view(np.int8)[:130].astype(np.int64).T
     exact = quantize_rows(x, torch.int8).values.numpy().astype(np.int64) @ packed.unpack().numpy().astype(np.int64).T
-    assert np.array_equal(product, exact)
+    assert np.array_equal(result, exact)
 
 
 @pytest.mark.parametrize("k_offset", [2, 5])
@@ -86,10 +105,11 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
     size = 8 if pattern == "6:8" else 6
     groups = None if pattern == "6:8" else following_groups(shard, Pattern.parse(pattern), (240 + k_offset) % size)
     packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size, groups=groups)
-    decoded, column_map = _decoded(packed).view(np.int8), Hopper.layout.column_map(packed)
     x = torch.randint(-128, 128, (3, shard.shape[1]))
-    lifted = torch.where(column_map < 0, 0, x[:, column_map.clamp(min=0)]).numpy()
-    assert np.array_equal(lifted @ decoded[:40].astype(np.int64).T, (x @ shard.long().T).numpy())
+    for backend in (WithoutBundles, Bundles):
+        decoded, column_map = _decoded(packed, backend).view(np.int8), backend.layout.column_map(packed)
+        lifted = torch.where(column_map < 0, 0, x[:, column_map.clamp(min=0)]).numpy()
+        assert np.array_equal(lifted @ decoded[:40].astype(np.int64).T, (x @ shard.long().T).numpy())
 
 
 def test_the_emulator_notices_a_wrong_index() -> None:
@@ -98,4 +118,131 @@ def test_the_emulator_notices_a_wrong_index() -> None:
     before = emulator.weights(dense, sparse, 1)
     nibble = sparse[0, 0, 0, 4096] & 15  # window 0 of row 0
     sparse[0, 0, 0, 4096] ^= nibble ^ min(emulator.LEGAL - {int(nibble)})
+    assert not np.array_equal(before, emulator.weights(dense, sparse, 1))
+
+
+# -- bundles ---------------------------------------------------------------------------------------------------------
+
+
+def _as_the_kernel(planes: list[np.ndarray], window: int) -> tuple[np.ndarray, np.ndarray]:
+    """``metadata_of`` of the kernel's source, word for word: two metadata registers from a thread's words."""
+    low, pairs = np.uint32(0x55555555), np.uint32(0x33333333)
+    first, second = ~planes[0], ~np.zeros_like(planes[0])
+    for bit, plane in enumerate(planes[1:]):
+        limit = np.uint32(0xFFFFFFFF * (window >> bit & 1))
+        first = (~plane & limit) | (~(plane ^ limit) & first)
+        second = (~plane & limit) | (~(plane ^ limit) & second)
+    even, odd = (at_most ^ ((at_most >> np.uint32(1)) & low) for at_most in (first, second))
+    odd = odd + low
+    two = np.uint32(2)
+    return (even & pairs) | ((odd << two) & ~pairs), ((even >> two) & pairs) | (odd & ~pairs)
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "10:12", "12:14", "14:16"])
+def test_a_few_instructions_give_the_metadata_of_every_group(pattern: str) -> None:
+    parsed = Pattern.parse(pattern)
+    code = torch.arange(parsed.codes, dtype=torch.uint8)
+    wanted = metadata(code.unsqueeze(1), parsed).numpy().astype(np.uint32)  # [codes, windows]
+    a, b = (position.numpy().astype(np.uint32) for position in decode_group(code, parsed))
+    counts = (a, b - 1)  # kept entries before each
+    # Every code in every nibble of both registers, its neighbours being others.
+    for shift in range(16):
+        groups = (np.arange(parsed.codes)[:, None] + shift + 7 * np.arange(16)) % parsed.codes
+        planes = []
+        for bit in range(field_bits(parsed.windows)):
+            word = np.zeros(parsed.codes, np.uint32)
+            for nibble in range(8):
+                for register in range(2):
+                    for which in range(2):
+                        one = counts[which][groups[:, 8 * register + nibble]] >> bit & 1
+                        word |= one << np.uint32(4 * nibble + 2 * register + which)
+            planes.append(word)
+        for window in range(parsed.windows):
+            for register, found in enumerate(_as_the_kernel(planes, window)):
+                for nibble in range(8):
+                    got = found >> np.uint32(4 * nibble) & 15
+                    assert np.array_equal(got, wanted[groups[:, 8 * register + nibble], window])
+
+
+def test_a_slab_has_a_window_of_32_groups() -> None:
+    packed = _packed("6:8", torch.int8, 8, 8 * 40)
+    columns = Bundles.layout.column_map(packed).view(-1, 32, 4)  # slabs, places, columns of a window
+    assert len(columns) == 2 * 3
+    for slab, first in ((0, 0), (1, 2), (2, 4)):
+        groups = (columns[slab, :, 0] - first) // 8
+        assert groups[:8].tolist() == [0, 8, 16, 24, 1, 9, 17, 25]
+        assert sorted(groups.tolist()) == list(range(32))
+        assert (columns[slab] == (8 * groups + first)[:, None] + torch.arange(4)).all()
+    assert (columns[3] >= 0).all(1).sum() == 8
+    order = Bundles.layout.order(packed)
+    assert order is not None
+    assert (order.bundle, order.slid_columns) == (32, 6 * 128)
+    assert order.numbers[-1] == 32
+    assert ColumnOrder(*order.numbers) == order
+
+
+@pytest.mark.parametrize(
+    ("pattern", "columns", "bundle"),
+    [
+        ("6:8", 3584, 32),
+        ("6:8", 18944, 32),
+        ("4:6", 3584, 32),
+        ("4:6", 2048, 32),  # both take 22 slabs
+        ("8:10", 3584, 1),  # 48 slabs for 45
+        ("8:10", 18944, 32),
+        ("6:8", 333, 1),
+        ("2:4", 3584, 1),
+        ("16:18", 3584, 1),
+        ("4:6@50%", 3072, 32),
+        ("dense", 3584, 1),
+    ],
+)
+def test_bundles_are_used_where_they_hardly_pad(pattern: str, columns: int, bundle: int) -> None:
+    packed = _packed(pattern, torch.int8, 2, columns)
+    assert bundle_of(packed) == bundle
+    if bundle > 1:
+        tight, plain = (len(backend.layout.column_map(packed)) for backend in (Hopper, WithoutBundles))
+        assert plain <= tight <= 1.02 * plain
+    assert bundle_of(_packed(pattern, torch.bfloat16, 2, columns)) == 1
+
+
+def test_bundles_take_fewer_bytes() -> None:
+    for pattern, share in (("4:6", 0.792), ("6:8", 0.844), ("8:10", 0.9), ("14:16", 0.938)):
+        columns = 32 * Pattern.parse(pattern).group
+        packed = _packed(pattern, torch.int8, 256, columns)
+        assert Bundles().prepare(packed).sparse.nbytes / (256 * columns) == pytest.approx(share, abs=1e-3)
+
+
+def test_padding_has_legal_metadata() -> None:
+    packed = _packed("6:8", torch.int8, 3, 8)
+    sparse = Bundles().prepare(packed).sparse.numpy()
+    for block in range(4):
+        planes = emulator.of_threads(emulator.of_block(sparse[0, 0], block)[0])
+        for row in range(3 if block == 0 else 0, 64):
+            counts = {emulator.count(planes, row, place, which) for place in range(32) for which in range(2)}
+            assert counts == {6}
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_int8_product_of_bundles(pattern: str) -> None:
+    packed = _packed(pattern, torch.int8, 130, 3072)
+    assert bundle_of(packed) == BUNDLE
+    x, layout = torch.randn(9, 3072), Hopper.layout
+    lifted, _ = quantize_lift(x, layout.column_map(packed), torch.int8, "hopper")
+    slabs = slab_view(lifted, SLABS).contiguous().view(torch.uint8).numpy()
+    ours = emulator.activations(slabs, 1).view(np.int8)[:9].astype(np.int64)
+    result = ours @ _decoded(packed).view(np.int8)[:130].astype(np.int64).T
+    exact = quantize_rows(x, torch.int8).values.numpy().astype(np.int64) @ packed.unpack().numpy().astype(np.int64).T
+    assert np.array_equal(result, exact)
+
+
+def test_the_emulator_notices_a_wrong_count() -> None:
+    packed = _packed("6:8", torch.int8, 64, 256)
+    dense, sparse = (tensor.numpy() for tensor in Bundles().prepare(packed))
+    before = emulator.weights(dense, sparse, 1)
+    planes = emulator.of_threads(sparse[0, 0, : 3 * 512])
+    counts = [emulator.count(planes, 0, 0, which) for which in range(2)]
+    for plane in range(3):  # the first group of row 0 leaves out its last two instead
+        sparse[0, 0, 512 * plane] = sparse[0, 0, 512 * plane] & 0xFC | (6 >> plane & 1) * 3
+    assert counts != [6, 6]
     assert not np.array_equal(before, emulator.weights(dense, sparse, 1))

@@ -12,7 +12,7 @@ from slidesparse.kernels import lift as kernels
 from slidesparse.kernels.lift import quantize_lift
 from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.kernels.lift_launch import Launch, make_variant
-from slidesparse.layout import ColumnOrder, LinearTensors, Slabs, slab_view
+from slidesparse.layout import BUNDLE, ColumnOrder, LinearTensors, Slabs, column_map, slab_view
 from slidesparse.packed import PackedWeight, pack_segments
 from slidesparse.pattern import Pattern
 from slidesparse.quant import quantize_rows
@@ -288,6 +288,32 @@ def test_slabs_hold_the_same_bytes(device: str, pattern: str, slabs: Slabs, dtyp
     view = slab_view(got, slabs)
     assert tuple(view.shape) == slabs.shape(9, columns.width, dtype.itemsize)
     assert torch.equal(view.view(torch.uint8).cpu(), in_slabs(wanted.cpu(), slabs))
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+@pytest.mark.parametrize(
+    ("pattern", "columns", "k_offset"),
+    [
+        *((pattern, 1100, 0) for pattern in ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16")),
+        ("4:6", 192, 0),  # one whole bundle
+        ("6:8", 510, 2),
+        ("6:8", 511, 1),  # pairs do not stay pairs: the walking kernel
+        ("4:6@50%", 1100, 0),
+        ("6:8@50%", 1024, 4),
+        ("6:8", 4096, 0),
+        ("8:10", 6400, 0),  # several chunks
+    ],
+)
+def test_bundles_have_the_columns_of_their_map(
+    device: str, pattern: str, columns: int, k_offset: int, dtype: torch.dtype
+) -> None:
+    packed, slabs = packed_weight(pattern, columns, k_offset).to(device), Slabs(8, swizzle=True)
+    order = ColumnOrder.of(packed, 128, BUNDLE)
+    x = torch.randn(3, columns, dtype=torch.bfloat16, device=device)
+    got, (values, scale) = quantize_lift(x, order, dtype, slabs=slabs), quantize_rows(x, dtype)
+    assert torch.equal(got.scale, scale)
+    wanted = slabs.arrange(gather(values, column_map(packed, 128, BUNDLE)))
+    assert torch.equal(slab_view(got.values, slabs).view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])

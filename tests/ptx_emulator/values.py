@@ -12,6 +12,7 @@ Lanes = np.ndarray
 TYPES = {
     "b16": np.uint16,
     "u16": np.uint16,
+    "s16": np.int16,
     "b32": np.uint32,
     "u32": np.uint32,
     "s32": np.int32,
@@ -33,9 +34,8 @@ WIDER = {"s32": np.int64, "u32": np.uint64}
 
 
 def _truncating(a: Lanes, b: Lanes, remainder: bool) -> Lanes:
-    """Division as C has it: towards zero."""
-    assert b.all(), "division by zero"
-    wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
+    """Division as C has it: towards zero. Lanes that take no part may hold zeros, and get anything."""
+    wide_a, wide_b = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
     quotient = np.sign(wide_a) * np.sign(wide_b) * (abs(wide_a) // abs(wide_b))
     return (wide_a - quotient * wide_b if remainder else quotient).astype(a.dtype)
 

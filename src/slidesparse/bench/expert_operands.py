@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from slidesparse.bench.operands import weight_of
+from slidesparse.bench.operands import weight_bytes, weight_of
 from slidesparse.expert_sizes import DOWN, GATE_UP, ExpertSizes
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm import Problem
@@ -55,8 +55,8 @@ class PackedExperts:
 
     def n_bytes(self, part: str) -> int:
         """Return the bytes of one expert's weight, with its scales."""
-        one = self.packed[part][0]
-        return one.n_bytes + 4 * one.shape[0]
+        one, linear = self.packed[part][0], self.layer.gate_up if part == GATE_UP else self.layer.down
+        return weight_bytes(one, [linear.operand[0]]) + 4 * one.shape[0]
 
 
 @dataclass(frozen=True)

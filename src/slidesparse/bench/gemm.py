@@ -11,7 +11,16 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import kernels
-from slidesparse.bench.operands import activations, expected, float_type, lifted, operand, packed_weight, problem_of
+from slidesparse.bench.operands import (
+    activations,
+    expected,
+    float_type,
+    lifted,
+    operand,
+    packed_weight,
+    problem_of,
+    weight_bytes,
+)
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.gemm import Backend, Operand, Problem, get_backend
 from slidesparse.layout import Layout
@@ -77,7 +86,7 @@ def _alone(session: Session, case: Case, name: str) -> list[Subject]:
     if not ranked:
         return []
     weight = (HEADLINE, case.dtype, case.out_features, case.in_features, session.device)
-    x, packed = activations(case, HEADLINE, session.device), packed_weight(*weight)
+    x, packed, multiplied = activations(case, HEADLINE, session.device), packed_weight(*weight), operand(name, *weight)
     values, _ = lifted(x, packed, backend.layout, name)
 
     def subject(of: str, algorithm: str, run: Callable[..., torch.Tensor]) -> Subject:
@@ -86,8 +95,8 @@ def _alone(session: Session, case: Case, name: str) -> list[Subject]:
             backend=of,
             algorithm=algorithm,
             run=lambda x, weight: run(x, weight, case.out_features),
-            operands=(values, operand(name, *weight)),
-            n_bytes=product_bytes(case, packed, values, float_type(case.dtype)),
+            operands=(values, multiplied),
+            n_bytes=product_bytes(case, weight_bytes(packed, multiplied), values, float_type(case.dtype)),
             check=error_against(x, packed, False),
             ideal_speedup=ideal_speedup(HEADLINE),
         )
@@ -126,7 +135,7 @@ def dense_subjects(session: Session, case: Case) -> list[Subject]:
             algorithm=kernel.algorithm,
             run=kernel.run,
             operands=(values, packed.unpack(), scale, scale_w),
-            n_bytes=product_bytes(case, packed, values, out_dtype),
+            n_bytes=product_bytes(case, packed.n_bytes, values, out_dtype),
             check=error_against(x, packed, case.scaled),
             ideal_speedup=1.0,
             searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
@@ -142,7 +151,7 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
         return Refusal(label, name, reason)
     x = activations(case, variant, session.device)
     weight = (variant, case.dtype, case.out_features, case.in_features, session.device)
-    packed = packed_weight(*weight)
+    packed, multiplied = packed_weight(*weight), operand(name, *weight)
     values, scale = lifted(x, packed, backend.layout, name)
     out_dtype = float_type(case.dtype)
     bare = isinstance(backend, Bare) and not case.scaled
@@ -151,8 +160,8 @@ def _backend_subject(session: Session, case: Case, label: str, variant: str, nam
         backend=name,
         algorithm="the product alone" if bare else "the backend's choice",
         run=partial(_bare if bare else _multiply, name, case.out_features, out_dtype),
-        operands=(values, operand(name, *weight), *((scale, packed.scale) if case.scaled else (None, None))),
-        n_bytes=product_bytes(case, packed, values, out_dtype),
+        operands=(values, multiplied, *((scale, packed.scale) if case.scaled else (None, None))),
+        n_bytes=product_bytes(case, weight_bytes(packed, multiplied), values, out_dtype),
         check=error_against(x, packed, case.scaled),
         ideal_speedup=ideal_speedup(variant),
         searched=partial(searched, name, problem, case.tokens),
@@ -200,7 +209,7 @@ def error_against(x: torch.Tensor, packed: PackedWeight, scaled: bool) -> Callab
     return check
 
 
-def product_bytes(case: Case, packed: PackedWeight, x: torch.Tensor, out_dtype: torch.dtype) -> int:
-    """Return the bytes of a product: activations as read, packed weight, scales of rows and tokens, output."""
-    scales = 4 * (case.tokens + case.out_features) if packed.dtype in QUANTISED and case.scaled else 0
-    return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * out_dtype.itemsize
+def product_bytes(case: Case, weight: int, x: torch.Tensor, out_dtype: torch.dtype) -> int:
+    """Return the bytes of a product: activations as read, weight, scales of rows and tokens, output."""
+    scales = 4 * (case.tokens + case.out_features) if x.dtype in QUANTISED and case.scaled else 0
+    return x.nbytes + weight + scales + case.tokens * case.out_features * out_dtype.itemsize

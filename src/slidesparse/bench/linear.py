@@ -14,14 +14,13 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
 from slidesparse.bench.gemm import error_against, searched, variants_of
-from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of
+from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of, weight_bytes
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
 from slidesparse.layout import ColumnOrder
 from slidesparse.linear import SlideLinear
-from slidesparse.packed import PackedWeight
-from slidesparse.quant import QUANTISED
+from slidesparse.quant import QUANTISED, parse_dtype
 from slidesparse.records import CONTROL, DENSE_VARIANT, Case, Record
 
 AUTO = "auto"
@@ -59,13 +58,14 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
     chosen = layer.choice.at(case.tokens)
+    form = next(form for form in layer.forms if form.backend == chosen)
     return Subject(
         variant=label,
         backend=name,
         algorithm=chosen,
         run=_call,
         operands=(layer, x),
-        n_bytes=_bytes(case, packed, x),
+        n_bytes=_bytes(case, weight_bytes(packed, form.operand), x),
         check=error_against(x, packed, True),
         ideal_speedup=ideal_speedup(variant),
         searched=partial(searched, chosen, problem_of(case, variant, session.device), case.tokens),
@@ -91,7 +91,7 @@ def _dense_subjects(session: Session, case: Case) -> list[Subject]:
             else kernel.algorithm,
             run=partial(_dense_linear, kernel, packed.dtype, quantiser),
             operands=(x, packed.unpack(), packed.scale, columns),
-            n_bytes=_bytes(case, packed, x),
+            n_bytes=_bytes(case, packed.n_bytes, x),
             check=error_against(x, packed, True),
             ideal_speedup=1.0,
             searched=partial(kernel.searched, case.tokens, case.out_features, case.in_features),
@@ -119,7 +119,7 @@ def _dense_linear(
     return kernel.run(values, weight, scale, scale_w)
 
 
-def _bytes(case: Case, packed: PackedWeight, x: torch.Tensor) -> int:
-    """Return the bytes of float activations, packed weight, scales and output, without what passes between kernels."""
-    scales = 4 * case.out_features if packed.dtype in QUANTISED else 0
-    return x.nbytes + packed.n_bytes + scales + case.tokens * case.out_features * x.itemsize
+def _bytes(case: Case, weight: int, x: torch.Tensor) -> int:
+    """Return the bytes of float activations, weight, scales and output, without what passes between kernels."""
+    scales = 4 * case.out_features if parse_dtype(case.dtype) in QUANTISED else 0
+    return x.nbytes + weight + scales + case.tokens * case.out_features * x.itemsize

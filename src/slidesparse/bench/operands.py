@@ -6,6 +6,7 @@ follow one another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -61,6 +62,11 @@ def packed_weight(variant: str, dtype: str, out: int, columns: int, device: torc
 def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
     """Return a backend's form of :func:`packed_weight`."""
     return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device))
+
+
+def weight_bytes(packed: PackedWeight, form: Sequence[torch.Tensor]) -> int:
+    """Return the fewest bytes that say what a weight is: packed, or in a backend's form where that is smaller."""
+    return min(packed.n_bytes, sum(tensor.nbytes for tensor in form))
 
 
 def problem_of(case: Case, variant: str, device: torch.device) -> Problem:

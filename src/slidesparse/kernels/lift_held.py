@@ -22,6 +22,7 @@ import triton.language as tl
 from slidesparse.kernels.lift_math import (
     add,
     begin,
+    first_pair,
     normed,
     offset_in_row,
     offset_of_row,
@@ -193,9 +194,8 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
         source = column.to(tl.int32) >> 1
     else:
         SPAN: tl.constexpr = 2 if SLID else 1  # pairs of a window, or one of a dense group, whose N may be odd
-        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
         span = start // (2 * SPAN) + tl.arange(0, P.write // (2 * SPAN))
-        leading = span // SPANS * P.half + span % SPANS - P.k_offset // 2
+        leading = first_pair(span, SLID, P) - P.k_offset // 2
         source = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write // 2,))
     return source
 
@@ -229,15 +229,17 @@ def _step(
     """Write one step of a segment, the WRITE positions from ``start`` on: int16 ``out_ptr``."""
     START: tl.constexpr = P.dense_columns if SLID else 0
     LENGTH: tl.constexpr = P.slid_columns if SLID else P.dense_columns
-    GROUP: tl.constexpr = 4 * (P.half - 1) if SLID else 2 * P.half
+    BUNDLE: tl.constexpr = P.bundle if SLID else 1
+    COLUMNS: tl.constexpr = BUNDLE * (4 * (P.half - 1) if SLID else 2 * P.half)
+    PAIRS: tl.constexpr = BUNDLE * P.half
     GROUPS: tl.constexpr = P.slid_groups if SLID else P.dense_groups
     # The columns of positions between these two exist.
-    BEGIN: tl.constexpr = GROUP if P.k_offset > 0 else 0
-    END: tl.constexpr = (GROUPS - (1 if P.cut else 0)) * GROUP
+    BEGIN: tl.constexpr = COLUMNS if P.k_offset > 0 else 0
+    END: tl.constexpr = (GROUPS - (1 if P.cut else 0)) // BUNDLE * COLUMNS
     # A gather stores all of its source to shared memory, so a step gets no more than the chunks that hold its groups.
     HALF: tl.constexpr = P.read // 2
-    LEADING: tl.constexpr = start // GROUP * P.half - P.k_offset // 2
-    TRAILING: tl.constexpr = ((start + P.write - 1) // GROUP + 1) * P.half - P.k_offset // 2 - 1
+    LEADING: tl.constexpr = start // COLUMNS * PAIRS - P.k_offset // 2
+    TRAILING: tl.constexpr = ((start + P.write - 1) // COLUMNS + 1) * PAIRS - P.k_offset // 2 - 1
     TO: tl.constexpr = P.chunks - 1 if P.gathered or P.chunks <= TRAILING // HALF else TRAILING // HALF
     FROM: tl.constexpr = 0 if P.gathered or LEADING < 0 else TO if LEADING // HALF > TO else LEADING // HALF
     part = _in_order(pairs, FROM, TO - FROM + 1, NEAR, P)

@@ -164,6 +164,7 @@ def make_variant(
         slid_groups=order.slid_groups,
         dense_columns=order.dense_columns,
         slid_columns=order.slid_columns,
+        bundle=order.bundle,
         gathered=order.gathered,
         prologue=prologue,
         quant={torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(target, "none"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slidesparse.layout import CHUNK_BYTES, SLAB_BYTES
+from slidesparse.layout import BUNDLE_STRIDE, CHUNK_BYTES, SLAB_BYTES
 from slidesparse.quant import FP8_MAX, FP8_MIN_SCALE, INT8_MAX
 
 _INT8_MAX = tl.constexpr(INT8_MAX)
@@ -13,6 +13,7 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 _FP8_MIN_SCALE = tl.constexpr(FP8_MIN_SCALE)
 _SLAB_BYTES = tl.constexpr(SLAB_BYTES)
 _CHUNK_BYTES = tl.constexpr(CHUNK_BYTES)
+_STRIDE = tl.constexpr(BUNDLE_STRIDE)
 
 
 @triton.jit
@@ -103,6 +104,24 @@ def quotient(value, scale, inverse, P: tl.constexpr):
         # minus is 0 - x, which would lose it).
         result = tl.fma(tl.fma(result, scale, wide * -1.0), -inverse, result)
     return result
+
+
+@triton.jit
+def first_pair(span, SLID: tl.constexpr, P: tl.constexpr):
+    """Return the pair of columns with which spans begin, counted from the start of the first group.
+
+    A span is a window of the slid segment, or a pair of the dense one.
+    """
+    if not SLID:
+        pair = span
+    elif P.bundle == 1:
+        pair = span // (P.half - 1) * P.half + span % (P.half - 1)
+    else:
+        FAR: tl.constexpr = P.bundle // _STRIDE
+        slab = span // P.bundle
+        group = slab // (P.half - 1) * P.bundle + span % FAR * _STRIDE + span % P.bundle // FAR
+        pair = group * P.half + slab % (P.half - 1)
+    return pair
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class LiftVariant:
         slid_groups: Groups of the slid segment.
         dense_columns: Length of the dense segment, padding included.
         slid_columns: Length of the slid segment, padding included.
+        bundle: Groups whose windows stand together, number by number; see :func:`slidesparse.layout.in_bundles`.
         gathered: Whether the groups are in another order than the input's.
         prologue: Applied to a row before it is quantised.
         quant: ``none``, ``int8`` or ``fp8``.
@@ -41,6 +42,7 @@ class LiftVariant:
     slid_groups: int
     dense_columns: int
     slid_columns: int
+    bundle: int
     gathered: bool
     prologue: Prologue
     quant: str

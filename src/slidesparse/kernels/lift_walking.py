@@ -25,6 +25,7 @@ import triton.language as tl
 from slidesparse.kernels.lift_math import (
     add,
     begin,
+    first_pair,
     normed,
     offset_in_row,
     offset_of_row,
@@ -46,9 +47,8 @@ def _source(pairs_ptr, start, SLID: tl.constexpr, P: tl.constexpr):
         position = start // 2 + tl.arange(0, P.write // 2)
         leading = tl.load(pairs_ptr + START // 2 + position, mask=position < LENGTH // 2, other=-2).to(tl.int32)
     else:
-        SPANS: tl.constexpr = P.half - 1 if SLID else P.half
         span = start // SPAN + tl.arange(0, P.write // SPAN)
-        leading = (span // SPANS * P.half + span % SPANS) * 2 - P.k_offset
+        leading = first_pair(span, SLID, P) * 2 - P.k_offset
     column = tl.reshape(leading[:, None] + tl.arange(0, SPAN)[None, :], (P.write,))
     # The compiler does not follow indices through a reshape: pairs of columns are pairs of the input as well.
     PAIR: tl.constexpr = 2 - P.k_offset % 2

@@ -30,9 +30,9 @@ from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
 from slidesparse.gemm.hopper.tiles import TILES, Tile
-from slidesparse.gemm.hopper.weights import SLABS, dense_steps, sparse_steps
+from slidesparse.gemm.hopper.weights import LAYOUT, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
-from slidesparse.layout import Layout, check_slabs
+from slidesparse.layout import ColumnOrder, check_slabs
 from slidesparse.lifting import Lift, TorchLift
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
@@ -53,7 +53,7 @@ class Hopper(Backend):
 
     name = "hopper"
     accelerated = True
-    layout = Layout(lifted=True, multiple=1, slabs=SLABS)
+    layout = LAYOUT
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -82,7 +82,7 @@ class Hopper(Backend):
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
         """
-        operand = weights.HopperOperand(dense_steps(packed), sparse_steps(packed))
+        operand = weights.HopperOperand(dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed)))
         if operand.sparse.is_cuda:
             torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand
@@ -104,9 +104,11 @@ class Hopper(Backend):
         own = [(runner, slots) for runner, slots in linears if isinstance(runner, HopperLinear)]
         return HopperChain(own) if len(own) == len(linears) > 1 else OneByOne(linears)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device, order: tuple[int, ...]) -> None:
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
-        load_kernels(TILES, dtype, out_dtype, torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        field = SparseForm.of_order(ColumnOrder(*order), dtype.itemsize).field  # type: ignore[arg-type] # their number
+        load_kernels(TILES, dtype, out_dtype, index, field)
 
     def matmul(
         self,

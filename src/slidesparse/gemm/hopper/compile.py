@@ -31,8 +31,16 @@ TYPES = {
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False) -> list[str]:
-    """Return the options for NVRTC, which the top of the source lists; ``grouped`` for the weights of many experts."""
+def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0) -> list[str]:
+    """Return the options for NVRTC, which the top of the source lists.
+
+    Args:
+        tile: The geometry.
+        dtype: Type of weights and activations.
+        out_dtype: Type of the product.
+        grouped: For the weights of many experts.
+        field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+    """
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
     names = ", ".join(f"%{i}" for i in range(registers))
@@ -46,6 +54,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: boo
         "SPLIT": tile.split,
         "BLOCKS": tile.blocks,
         "GROUPED": int(grouped),
+        "FIELD": field,
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -59,13 +68,13 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: boo
     ]
 
 
-def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False) -> bytes:
-    """Return the machine code of a variant, from the cache or the compiler.
+def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0) -> bytes:
+    """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped)
+    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped, field)
     major, minor = nvrtc_version()
     key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"

@@ -16,8 +16,8 @@ from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, sparse_steps, step_bytes
-from slidesparse.layout import SLAB_BYTES, Layout, Lifted, check_slabs
+from slidesparse.gemm.hopper.weights import LAYOUT, SLABS, SparseForm, sparse_steps
+from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.support import check_vector
 
@@ -25,27 +25,30 @@ from slidesparse.support import check_vector
 class HopperExperts:
     """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
-    layout = Layout(lifted=True, multiple=1, slabs=SLABS)
+    layout = LAYOUT
 
     def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
-        """Return the 2:4 steps of all experts: uint8 [experts, row tiles, slabs, 4, 4096 + metadata]."""
-        steps = torch.stack([sparse_steps(packed) for packed in experts])
+        """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`)."""
+        bundle = self.layout.bundle(experts[0])
+        steps = torch.stack([sparse_steps(packed, bundle) for packed in experts])
         if steps.is_cuda:  # a product may fetch weights while the kernel before it still runs
             torch.cuda.current_stream(steps.device).synchronize()
         return steps
 
     def tiles(self, pairs: int, operands: Sequence[torch.Tensor], out_features: Sequence[int]) -> tuple[Tile, ...]:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
-        sizes = tuple((out, operand.shape[2]) for out, operand in zip(out_features, operands, strict=True))
+        slabs = (SparseForm.of(operand.shape[1:]).slabs for operand in operands)
+        sizes = tuple(zip(out_features, slabs, strict=True))
         return choose_grouped(pairs, operands[0].shape[0], sizes)
 
-    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> None:
-        """Compile and load every tile.
+    def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[torch.Tensor]) -> None:
+        """Compile and load every tile for these weights, of :meth:`prepare`.
 
         Raises:
             UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
         """
-        load_kernels(WHOLE, dtype, out_dtype, device, grouped=True)
+        for field in {SparseForm.of(operand.shape[1:]).field for operand in operands}:
+            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), field, grouped=True)
 
     def multiply(
         self,
@@ -62,15 +65,16 @@ class HopperExperts:
             with torch.cuda.device(device):
                 return self.multiply(x, operand, scale, at, out_dtype, tile)
         (rows, columns), (experts, out), dtype = x.values.shape, scale.shape, x.values.dtype
-        slabs = columns * dtype.itemsize // SLAB_BYTES
-        needed = (experts, -(-out // TILE_ROWS), slabs, 4, step_bytes(dtype.itemsize))
-        if operand.shape != needed or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
+        form = SparseForm.of(operand.shape[1:])
+        needed = (experts, *form.shape(out, dtype.itemsize))
+        fits = operand.shape == needed and columns * dtype.itemsize == form.slabs * SLAB_BYTES
+        if not fits or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
             raise InputError(
                 "grouped product",
                 got=f"activations {[rows, columns]}, weights {list(operand.shape)}, {len(at.experts)} tiles",
-                needed=f"weights {list(needed)}, {rows // tile.tokens} tiles of {tile.tokens} rows",
+                needed=f"{form.slabs * SLAB_BYTES} bytes a row, weights {list(needed)}, {rows // tile.tokens} tiles",
             )
-        check_slabs(x.values, SLABS.padded(rows) * SLAB_BYTES * slabs)
+        check_slabs(x.values, SLABS.padded(rows) * SLAB_BYTES * form.slabs)
         check_vector("token scales for the grouped product", x.scale, rows, operand.device, (torch.float32,))
         y = empty(rows, out, out_dtype, device)
         if not y.numel():
@@ -83,11 +87,12 @@ class HopperExperts:
             y=y.data_ptr(),
             tokens=rows,
             channels=out,
-            sparse_slabs=slabs,
+            sparse_slabs=form.slabs,
             group=GROUP,
             experts=at.experts.data_ptr(),
             used=at.used.data_ptr(),
+            windows=form.windows,
         )
-        kernel = load_grouped(tile, dtype, out_dtype, device)
+        kernel = load_grouped(tile, dtype, out_dtype, device, form.field)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y

@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.compile import OUTPUTS, cubin
 from slidesparse.gemm.hopper.tiles import GROUP, Tile, choose_tile
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, step_bytes
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, SparseForm
 from slidesparse.layout import SLAB_BYTES
 
 INVALID_CONTEXT = 201
@@ -43,6 +43,7 @@ class Arguments(ctypes.Structure):
         ("group", ctypes.c_int),
         ("experts", ctypes.c_void_p),
         ("used", ctypes.c_void_p),
+        ("windows", ctypes.c_int),
     )
 
 
@@ -123,6 +124,12 @@ class Kernel:
 class GemmLaunch:
     """Everything about a product's launch that follows from its sizes: variant, grid and the numbers in the arguments.
 
+    Args:
+        kernel: See below.
+        types: What :func:`load_kernel` takes besides the tile.
+        sizes: The numbers.
+        slab_bytes: See below.
+
     Attributes:
         kernel: The variant; None where there is nothing to compute.
         slab_bytes: Bytes of the activations.
@@ -131,7 +138,7 @@ class GemmLaunch:
     __slots__ = ("_grid", "_sizes", "_types", "kernel", "slab_bytes")
 
     def __init__(
-        self, kernel: Kernel | None, types: tuple[torch.dtype, torch.dtype, int], sizes: Arguments, slab_bytes: int
+        self, kernel: Kernel | None, types: tuple[torch.dtype, torch.dtype, int, int], sizes: Arguments, slab_bytes: int
     ) -> None:
         self.kernel, self.slab_bytes, self._types, self._sizes = kernel, slab_bytes, types, sizes
         self._grid = 0 if kernel is None else kernel.grid(kernel.tile.count(sizes.tokens, sizes.channels))
@@ -192,7 +199,7 @@ def find_launch(
         UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
-        tile = choose_tile(activations[0], out_features, sparse[1], dense[1] // 2)
+        tile = choose_tile(activations[0], out_features, SparseForm.of(sparse).slabs, dense[1] // 2)
     return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, tile)
 
 
@@ -207,11 +214,11 @@ def _launch(
     device: int,
     tile: Tile,
 ) -> GemmLaunch:
-    tokens, sparse_slabs, dense_slabs = activations[0], sparse[1], dense[1] // 2
+    tokens, form, dense_slabs = activations[0], SparseForm.of(sparse), dense[1] // 2
     if out_dtype not in OUTPUTS:
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
-    columns = SLAB_BYTES // dtype.itemsize * (sparse_slabs + dense_slabs)
-    fits = activations[1] == columns and sparse[3] == step_bytes(dtype.itemsize)
+    columns = SLAB_BYTES // dtype.itemsize * (form.slabs + dense_slabs)
+    fits = activations[1] == columns and sparse[1:] == form.shape(out_features, dtype.itemsize)[1:]
     if not fits or out_features > TILE_ROWS * sparse[0]:
         raise InputError(
             f"activations {list(activations)} {dtype} for {out_features} outputs",
@@ -219,38 +226,43 @@ def _launch(
             remedy="quantise and lift with this weight's own columns",
         )
     slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
-    sizes = Arguments(
-        tokens=tokens, channels=out_features, dense_slabs=dense_slabs, sparse_slabs=sparse_slabs, group=GROUP
-    )
-    if not tokens or not out_features:
-        return GemmLaunch(None, (dtype, out_dtype, device), sizes, slab_bytes)
-    kernel = load_kernel(tile, dtype, out_dtype, device)
-    return GemmLaunch(kernel, (dtype, out_dtype, device), sizes, slab_bytes)
+    numbers = {"dense_slabs": dense_slabs, "sparse_slabs": form.slabs, "windows": form.windows}
+    sizes = Arguments(tokens=tokens, channels=out_features, group=GROUP, **numbers)
+    types = dtype, out_dtype, device, form.field
+    kernel = load_kernel(tile, *types) if tokens and out_features else None
+    return GemmLaunch(kernel, types, sizes, slab_bytes)
 
 
 @cache
-def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> Kernel:
     """Return the variant, loaded on a device for the life of the process.
+
+    Args:
+        tile: The geometry.
+        dtype: Type of weights and activations.
+        out_dtype: Type of the product.
+        device: Index of the CUDA device.
+        field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
     """
-    return _load(tile, dtype, out_dtype, device, False)
+    return _load(tile, dtype, out_dtype, device, field, False)
 
 
 @cache
-def load_grouped(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int) -> Kernel:
+def load_grouped(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> Kernel:
     """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(tile, dtype, out_dtype, device, True)
+    return _load(tile, dtype, out_dtype, device, field, True)
 
 
-def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool) -> Kernel:
+def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, grouped: bool) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
             remedy="run the layer once with as many tokens before the capture",
         )
-    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped)
+    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped, field)
     with torch.cuda.device(device):
         status, context = driver.cuDevicePrimaryCtxRetain(device)
         _check(status, "cuDevicePrimaryCtxRetain")
@@ -259,7 +271,7 @@ def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, g
         _check(status, "cuModuleLoadData")
         status, function = driver.cuModuleGetFunction(module, b"sparse_gemm")
         _check(status, "cuModuleGetFunction")
-        shared = tile.shared_bytes(dtype.itemsize)
+        shared = tile.shared_bytes(dtype.itemsize, field)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
         _check(status, "cuFuncSetAttribute")
@@ -267,19 +279,19 @@ def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, g
 
 
 def load_kernels(
-    tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int, grouped: bool = False
+    tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, grouped: bool = False
 ) -> None:
-    """Load the variants of many tiles; those that no cache holds are compiled in parallel.
+    """Load the variants of many tiles; those that no cache holds are compiled in parallel. See :func:`load_kernel`.
 
     Raises:
         UnsupportedError: As :func:`load_kernel`.
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped), tiles))
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, field), tiles))
     load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
     for tile in tiles:
-        load(tile, dtype, out_dtype, device)
+        load(tile, dtype, out_dtype, device, field)
 
 
 @lru_cache(maxsize=1)

@@ -22,6 +22,11 @@
 //     2:4 step     64 x 64 bytes of kept values and their metadata a row block; TOKENS x 128 bytes of X
 //     dense steps  64 x 64 bytes of weights a row block; X once for the two of them
 //
+// FIELD > 0: the 2:4 steps come in bundles of `windows` slabs, and step j has window j of 32 groups. What would be metadata
+// are two counts of FIELD bits a group, once a bundle; they have a ring of their own, of SLOTS slots (see "metadata"):
+//
+//     bundle       FIELD words a thread and row block | step 0: values | step 1: values | ... | step windows - 1: values
+//
 // Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
 // copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
 //
@@ -43,9 +48,9 @@
 // the expert before it. Which expert, and how many tiles have work, only the device knows; the other blocks leave at once.
 //
 // The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
-// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor) and GROUPED. Since a preprocessor cannot count, they define the
-// accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the constraints
-// "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_4).
+// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor), GROUPED and FIELD. Since a preprocessor cannot count, they
+// define the accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the
+// constraints "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_4).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -102,9 +107,17 @@ constexpr int W_TILE = 4;                   // row blocks that are contiguous in
 constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
-constexpr int META_BYTES = META_WORDS * 512;
+constexpr int META_BYTES = FIELD == 0 ? META_WORDS * 512 : 0;
 constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block in a 2:4 step; in a dense step VALUE_BYTES
 constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
+
+// A bundle's words have a slot from its first step on. It is filled again for the first step of the bundle SLOTS later, when
+// consumers have given back the step STAGES before that. The old bundle's last step is (SLOTS - 1) * windows + 1 >= STAGES
+// steps before it, or more where dense steps lie between, so they have read its words. SLOTS is for the fewest windows.
+constexpr int COUNT_BYTES = FIELD * 512;                  // of a row block in a bundle
+constexpr int SLOT_BYTES = TILE_BLOCKS * COUNT_BYTES;
+constexpr int FEWEST_WINDOWS = FIELD == 3 ? 2 : 4;
+constexpr int SLOTS = FIELD == 0 ? 0 : 1 + (STAGES - 1 + FEWEST_WINDOWS - 1) / FEWEST_WINDOWS;
 
 // Tokens that a block completes and stores: the fewest, in multiples of 16, that make at most one share a block.
 __host__ __device__ constexpr int share_of(int tokens, int split) {
@@ -123,7 +136,7 @@ constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
 constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = 24;
+constexpr int PRODUCER_REGISTERS = FIELD > 0 && SPLIT > 1 ? 40 : 24;  // with 24 that one spills
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
 constexpr int LEFT_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / (128 * WARPGROUPS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
@@ -131,12 +144,14 @@ constexpr int CONSUMER_REGISTERS = LEFT_REGISTERS < 240 ? LEFT_REGISTERS : 240;
 static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixteens, and the weights of a tile are contiguous");
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
+static_assert(FIELD == 0 || (META_WORDS == 2 && (FIELD == 3 || FIELD == 4)), "counts of groups of 6 to 16 columns, 8-bit types");
 static_assert(!GROUPED || SPLIT == 1, "the blocks of a cluster must all have work, or none");
 
 struct Arguments {
     const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
     const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
+                          // FIELD > 0: [row tiles][bundles]{[W_TILE][FIELD][128] words; [windows][W_TILE][64][HALF] values}
     const float* scale_x; // [tokens] or null
     const float* scale_w; // [channels] or null
     const void* bias;     // [channels] of bias_type
@@ -149,6 +164,7 @@ struct Arguments {
     int group;            // row tiles that neighbouring tiles cycle through, so that they share them in L2
     const int* experts;   // GROUPED: [token tiles] the expert of each
     const int* used;      // GROUPED: [1] token tiles with work, the first ones
+    int windows;          // FIELD > 0: slabs of a bundle
 };
 
 // ---- barriers and copies ---------------------------------------------------------------------------------------------
@@ -195,11 +211,27 @@ struct Place {
     }
 };
 
+// A place among the bundles (FIELD > 0): a slot, and the window of its groups that the next step has.
+struct Bundle {
+    int window;
+    u32 slot = 0;
+    __device__ __forceinline__ explicit Bundle(int first_step, int windows)
+        : window(FIELD > 0 && SPLIT > 1 ? first_step % windows : 0) {}
+    // Go to the next step; whether it is in another bundle.
+    __device__ __forceinline__ bool next(int windows) {
+        if (++window < windows) return false;
+        window = 0;
+        if (++slot == SLOTS) slot = 0;
+        return true;
+    }
+};
+
 struct Ring {
-    u32 stages, full, empty;  // shared addresses
+    u32 stages, full, empty, slots;  // shared addresses
     __device__ __forceinline__ u32 stage(const Place& p) const { return stages + p.stage * STAGE_BYTES; }
     __device__ __forceinline__ u32 full_of(const Place& p) const { return full + p.stage * 8; }
     __device__ __forceinline__ u32 empty_of(const Place& p) const { return empty + p.stage * 8; }
+    __device__ __forceinline__ u32 slot(const Bundle& b) const { return slots + b.slot * SLOT_BYTES; }
 };
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
@@ -256,6 +288,17 @@ __device__ __forceinline__ const u8* weights_at(const u8* weights, int block, in
     return weights + ((i64)(block / W_TILE * steps + step) * W_TILE + block % W_TILE) * bytes;
 }
 
+// With bundles, the address of row block `block` of a step: before the W_TILE row blocks of a bundle's steps stand their words.
+__device__ __forceinline__ const u8* values_at(const Arguments& p, int block, int step) {
+    const i64 words = (i64)(block / W_TILE) * (p.sparse_slabs / p.windows) + step / p.windows + 1;
+    return weights_at(p.sparse, block, p.sparse_slabs, step, VALUE_BYTES) + words * (W_TILE * COUNT_BYTES);
+}
+
+// The address of the words of a row block, from that of its step with this window.
+__device__ __forceinline__ const u8* words_before(const u8* values, int block, int window) {
+    return values - (W_TILE - block % W_TILE) * COUNT_BYTES - (window * W_TILE + block % W_TILE) * VALUE_BYTES;
+}
+
 // Wait until the kernel before this one, which computes the activations, has ended: this one may start earlier
 // (programmatic dependent launch, PTX ISA "griddepcontrol"). After an ordinary launch it returns at once.
 __device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -280,22 +323,24 @@ struct Producer {
     __device__ __forceinline__ void load_early() const {
         if (GROUPED && first_tile() >= tiles.count()) return;
         Place place;
-        load<WEIGHTS>(place, first_tile(), 0, early_steps());
+        Bundle bundle(range.sparse, p.windows);
+        load<WEIGHTS>(place, bundle, first_tile(), 0, early_steps());
     }
 
     // Load everything else.
     __device__ __forceinline__ void load_rest() const {
         if (GROUPED && first_tile() >= tiles.count()) return;
         Place place;
-        load<ACTIVATIONS>(place, first_tile(), 0, early_steps());
+        Bundle bundle(range.sparse, p.windows);
+        load<ACTIVATIONS>(place, bundle, first_tile(), 0, early_steps());
         int from = early_steps();
         for (int tile = first_tile(); tile < tiles.count(); tile += gridDim.x / SPLIT, from = 0)
-            load<WEIGHTS | ACTIVATIONS>(place, tile, from, steps());
+            load<WEIGHTS | ACTIVATIONS>(place, bundle, tile, from, steps());
     }
 
     // Load steps [from, to) of a tile. Loading the weights also sets the number of bytes that the step waits for.
     template <int OPERANDS>
-    __device__ __forceinline__ void load(Place& place, int tile, int from, int to) const {
+    __device__ __forceinline__ void load(Place& place, Bundle& bundle, int tile, int from, int to) const {
         int row_tile, token_tile;
         tiles.locate(tile, row_tile, token_tile);
         const int rows = ceil_div(p.tokens, 8) * 8, token = token_tile * TOKENS;
@@ -318,6 +363,7 @@ struct Producer {
                      TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
         }
         const int sparse_end = range.sparse + to - dense_steps();
+#if FIELD == 0
 #pragma unroll 1
         for (int step = range.sparse + max(from - dense_steps(), 0); step < sparse_end; step++, place.next()) {
             if (OPERANDS & WEIGHTS) {
@@ -329,6 +375,25 @@ struct Producer {
                 copy(ring.stage(place) + X_BYTES, weights_at(p.sparse, block, p.sparse_slabs, step, SPARSE_BYTES),
                      TILE_BLOCKS * SPARSE_BYTES, ring.full_of(place));
         }
+#else
+        int step = range.sparse + max(from - dense_steps(), 0);
+        const u8* values = values_at(p, block, step);
+        bool words = step == range.sparse || bundle.window == 0;  // those of a bundle come with its first step here
+#pragma unroll 1
+        for (; step < sparse_end; step++, place.next()) {
+            if (OPERANDS & WEIGHTS) {
+                barrier_wait(ring.empty_of(place), place.phase ^ 1);
+                barrier_expect(ring.full_of(place), x_bytes + TILE_BLOCKS * VALUE_BYTES + (words ? SLOT_BYTES : 0));
+                if (words)
+                    copy(ring.slot(bundle), words_before(values, block, bundle.window), SLOT_BYTES, ring.full_of(place));
+            }
+            if (OPERANDS & ACTIVATIONS) copy_x(p.dense_slabs + step);
+            if (OPERANDS & WEIGHTS)
+                copy(ring.stage(place) + X_BYTES, values, TILE_BLOCKS * VALUE_BYTES, ring.full_of(place));
+            words = bundle.next(p.windows);
+            values += W_TILE * (VALUE_BYTES + (words ? COUNT_BYTES : 0));
+        }
+#endif
     }
 };
 
@@ -366,11 +431,58 @@ __device__ __forceinline__ void mma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- metadata --------------------------------------------------------------------------------------------------------
+
+#if FIELD > 0
+// A logical operation of three words, bit by bit; TABLE is its value for a = 0xF0, b = 0xCC, c = 0xAA. The compiler would
+// take two instructions for those below.
+template <int TABLE>
+__device__ __forceinline__ u32 logic(u32 a, u32 b, u32 c) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(result) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+    return result;
+}
+
+// Numbers that are compared bit by bit, from the lowest up: whether x is at most k, by their bit and those before. It is
+// ~x & k | ~(x ^ k) & before.
+__device__ __forceinline__ u32 at_most(u32 x, u32 k, u32 before) { return logic<0x8E>(x, k, before); }
+
+// mask & a | ~mask & b.
+__device__ __forceinline__ u32 select(u32 mask, u32 a, u32 b) { return logic<0xCA>(mask, a, b); }
+
+// Of a group with kept entries 0 .. 2 * windows - 1 two positions are left out: before the first one stand a kept entries,
+// before the second b, a <= b. Kept entry k stands at position k + s, where s of the two counts are at most k. In window
+// j = k / 2, which shows positions 2j .. 2j + 3, that is index k % 2 + s. So a window's metadata are s of entry 2j, and 1 + s
+// of entry 2j + 1.
+//
+// A thread needs those of 16 groups at once: of 0 .. 7 in its first register, four bits each, and of 8 .. 15 in its second.
+// Word f has bit f of all their counts, so one instruction a word compares all 32 of them with k:
+//
+//     bit      0      1      2      3    |   4      5      6      7    |        |  28 ... 31
+//            a of 0 b of 0 a of 8 b of 8 | a of 1 b of 1 a of 9 b of 9 |  ...   |  7 and 15
+__device__ __forceinline__ void metadata_of(const u32* words, int window, u32* meta) {
+    constexpr u32 LOW = 0x55555555, FIRST = 0x33333333;
+    u32 even = ~words[0], odd = ~0u;  // which counts are at most 2 * window, and which at most 2 * window + 1
+#pragma unroll
+    for (int f = 1; f < FIELD; f++) {
+        const u32 k = 0 - (window >> (f - 1) & 1);  // bit f of both numbers, for all counts
+        even = at_most(words[f], k, even);
+        odd = at_most(words[f], k, odd);
+    }
+    // Now two bits have (b <= k, a <= k): 11 for s = 2, 01 for 1, and never 10.
+    even ^= even >> 1 & LOW;
+    odd = (odd ^ (odd >> 1 & LOW)) + LOW;
+    meta[0] = select(FIRST, even, odd << 2);
+    meta[1] = select(FIRST, even >> 2, odd);
+}
+#endif
+
 // ---- consumer --------------------------------------------------------------------------------------------------------
 
 struct Consumer {
     const Ring& ring;
-    const int warpgroup, lane_zero;
+    const int warpgroup, lane_zero, windows;
+    Bundle bundle;        // of the next step to multiply
     Place place, oldest;  // the next step to multiply; the oldest stage not yet given back
 
     __device__ __forceinline__ u32 weights(u32 stage, int block_bytes) const {
@@ -382,16 +494,45 @@ struct Consumer {
         oldest.next();
     }
 
-    // Multiply one 2:4 step. `meta` must not be written again before the group after this one has been waited for.
-    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
-        barrier_wait(ring.full_of(place), place.phase);
-        const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
+#if FIELD == 0
+    // Load the metadata registers of a step whose weights are at `w`.
+    __device__ __forceinline__ void load_metadata(u32 w, u32 (*meta)[META_WORDS]) const {
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
             for (int i = 0; i < META_WORDS; i++)
                 asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][i])
                              : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
+    }
+#else
+    // Make the metadata registers of the next step from the words of its bundle. They came with the bundle's first step, so
+    // only that one has to be waited for.
+    __device__ __forceinline__ void make_metadata(u32 (*meta)[META_WORDS]) {
+        const u32 own = ring.slot(bundle) + warpgroup * ROW_BLOCKS * COUNT_BYTES + (threadIdx.x % 128) * 4;
+        if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);
+#pragma unroll
+        for (int j = 0; j < ROW_BLOCKS; j++) {
+            u32 words[FIELD];
+#pragma unroll
+            for (int f = 0; f < FIELD; f++)
+                asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[f]) : "r"(own + (j * FIELD + f) * 512));
+            metadata_of(words, bundle.window, meta[j]);
+            asm volatile("" : "+r"(meta[j][0]), "+r"(meta[j][1]));  // now, while the group before multiplies
+        }
+        bundle.next(windows);
+    }
+#endif
+
+    // Multiply one 2:4 step. `meta` must not be written again before the group after this one has been waited for.
+    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
+#if FIELD > 0
+        make_metadata(meta);
+#endif
+        barrier_wait(ring.full_of(place), place.phase);
+        const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
+#if FIELD == 0
+        load_metadata(w, meta);
+#endif
         mma_fence();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
@@ -440,6 +581,7 @@ struct Consumer {
         }
         // There are two sets of metadata registers: a group in flight still reads its own.
         u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
+        if (FIELD > 0 && bundle.window > 0) barrier_wait(ring.full_of(place), place.phase);  // its words came with it
         int slab = 0;
         for (; slab + 1 < sparse; slab += 2) {
             first_sparse_step(d, even, dense, slab);
@@ -703,10 +845,11 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-    u8* const results = base + STAGES * STAGE_BYTES;
+    u8* const slots = base + STAGES * STAGE_BYTES;
+    u8* const results = slots + SLOTS * SLOT_BYTES;
     u8* const sums = results + WARPGROUPS * RESULT_BYTES;
     const u32 barriers = shared_address(sums + EXCHANGE_BYTES);
-    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8};
+    const Ring ring{shared_address(base), barriers, barriers + STAGES * 8, shared_address(slots)};
     const u32 received = barriers + 2 * STAGES * 8;
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -743,7 +886,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
         if (GROUPED) await_activations();
         const Tiles tiles(p);
-        Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0};
+        Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0, p.windows, Bundle(range_of(p, rank).sparse, p.windows)};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
         await_activations();  // and of their scales

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from slidesparse.expert_order import rows_needed
-from slidesparse.gemm.hopper.weights import step_bytes
+from slidesparse.gemm.hopper.weights import PLANE_BYTES, VALUE_BYTES, step_bytes
 from slidesparse.layout import SLAB_BYTES
 
 GROUP = 16
@@ -89,15 +89,27 @@ class Tile:
         """Return the number of tiles of a product [tokens, channels]."""
         return -(-tokens // self.tokens) * -(-channels // self.channels)
 
-    def shared_bytes(self, itemsize: int) -> int:
-        """Return the bytes of shared memory of a block, as the source lays it out."""
+    def slots(self, field: int) -> int:
+        """Return the bundles whose counts, of ``field`` bits, a block keeps at once; the source says why."""
+        fewest_windows = {3: 2, 4: 4}
+        return 1 + -(-(self.stages - 1) // fewest_windows[field]) if field else 0
+
+    def shared_bytes(self, itemsize: int, field: int = 0) -> int:
+        """Return the bytes of shared memory of a block, as the source lays it out.
+
+        Args:
+            itemsize: Bytes of a weight.
+            field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        """
         blocks = self.warpgroups * self.row_blocks
-        stage = -(-(self.tokens * SLAB_BYTES + blocks * step_bytes(itemsize)) // 1024) * 1024
+        step = VALUE_BYTES if field else step_bytes(itemsize)
+        stage = -(-(self.tokens * SLAB_BYTES + blocks * step) // 1024) * 1024
+        counts = self.slots(field) * blocks * field * PLANE_BYTES
         channels = self.row_blocks * 64
         transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
         exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
-        return 1024 + self.stages * (stage + 16) + self.warpgroups * (transposed + factors) + exchange + 8
+        return 1024 + self.stages * (stage + 16) + counts + self.warpgroups * (transposed + factors) + exchange + 8
 
 
 @dataclass(frozen=True)

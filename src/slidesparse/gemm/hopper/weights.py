@@ -7,20 +7,28 @@ A *row block* is 64 rows of W, the M of ``wgmma``. A *slab* is 128 bytes of a ro
 
 Four row blocks are a *row tile*: a step of a row tile is contiguous, and so is a step of a half or a quarter of it.
 
+**Bundles** (:data:`COUNTS`). 8-bit weights of 4:6 to 14:16 need no metadata. The metadata of all windows of a group
+follow from its two left-out positions, of which two counts of 3 or 4 bits tell: how many kept entries stand before
+each. The slabs of a bundle (:func:`slidesparse.layout.in_bundles`) have the same 32 groups, so the counts stand once a
+bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
+instructions.
+
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from slidesparse.layout import CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Slabs, swizzled
+from slidesparse.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
 from slidesparse.packed import PackedWeight, Segment
-from slidesparse.slide import metadata
+from slidesparse.pattern import WINDOW_KEEP, Pattern
+from slidesparse.slide import decode_group, metadata
 from slidesparse.support import as_bits
 
 SLABS = Slabs(swizzle=True)
@@ -30,13 +38,96 @@ ROWS = 64
 BLOCKS = 4
 TILE_ROWS = ROWS * BLOCKS
 STEP_BYTES = 64
+VALUE_BYTES = ROWS * STEP_BYTES
+"""Values of a row block in a step."""
+
 ZERO_NIBBLE = 0x4
 """Metadata of a window whose two values are padding: indices 0 and 1."""
+
+PLANE_BYTES = 512
+"""One bit of all counts of a row block in a bundle, with a word for each thread."""
+
+MOST_WINDOWS = 7
+"""Windows of a group whose counts fit into 4 bits."""
+
+PADDING = Fraction(51, 50)
+"""Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
 
 
 def step_bytes(itemsize: int) -> int:
     """Return the bytes of a row block in a 2:4 step: values, then metadata, 1024 bytes for 8-bit types, else 512."""
-    return ROWS * STEP_BYTES + 1024 // itemsize
+    return VALUE_BYTES + 1024 // itemsize
+
+
+def bundle_of(packed: PackedWeight) -> int:
+    """Return the groups of a bundle of a weight: :data:`~slidesparse.layout.BUNDLE`, or 1 where metadata are better.
+
+    Metadata are better for 16-bit types, for 2:4 (where a nibble is smaller than two counts), for counts of more than
+    4 bits, and for few groups, which would not fill their bundles.
+    """
+    windows, segment = packed.pattern.windows, _segment(packed, "2:4")
+    if packed.dtype.itemsize != 1 or segment is None or not 1 < windows <= MOST_WINDOWS:
+        return 1
+    groups = len(segment.groups)
+    plain = -(-groups * packed.pattern.slid_group // SLAB_BYTES)
+    return BUNDLE if -(-groups // BUNDLE) * windows <= PADDING * plain else 1
+
+
+METADATA = Layout(slabs=SLABS)
+"""Metadata stand with the values of every step."""
+
+COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
+"""Counts stand once a bundle, wherever they are better."""
+
+LAYOUT = METADATA
+"""What weights get. Counts take fewer bytes; only the emulator of the tests has multiplied by them, no GPU yet."""
+
+
+class SparseForm(NamedTuple):
+    """How the 2:4 segment of a weight lies in memory.
+
+    Attributes:
+        slabs: Its slabs.
+        windows: Slabs of a bundle; 0 where metadata follow the values of every step.
+    """
+
+    slabs: int
+    windows: int
+
+    @classmethod
+    def of(cls, shape: torch.Size) -> SparseForm:
+        """Return the form of a tensor of :func:`sparse_steps`."""
+        if len(shape) == 4:
+            return cls(shape[1], 0)
+        windows = shape[2] // (BLOCKS * VALUE_BYTES)  # the counts of a bundle have less than the values of a step
+        return cls(shape[1] * windows, windows)
+
+    @classmethod
+    def of_order(cls, order: ColumnOrder, itemsize: int) -> SparseForm:
+        """Return the form of the weight whose activations have this order in slabs."""
+        return cls(order.slid_columns * itemsize // SLAB_BYTES, order.group // 2 - 1 if order.bundle > 1 else 0)
+
+    @property
+    def field(self) -> int:
+        """Bits of a count; 0 where there is none."""
+        return field_bits(self.windows) if self.windows else 0
+
+    def shape(self, out_features: int, itemsize: int) -> torch.Size:
+        """Return the shape of the tensor of a weight with this many rows."""
+        tiles = -(-out_features // TILE_ROWS)
+        if not self.windows:
+            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize)))
+        bundle_bytes = BLOCKS * (self.field * PLANE_BYTES + self.windows * VALUE_BYTES)
+        return torch.Size((tiles, self.slabs // self.windows, bundle_bytes))
+
+
+def field_bits(windows: int) -> int:
+    """Return the bits of a count of kept entries, 0 to twice the windows of a group.
+
+    >>> [field_bits(windows) for windows in (2, 3, 4, 7)]
+    [3, 3, 4, 4]
+    """
+    return (WINDOW_KEEP * windows).bit_length()
 
 
 class HopperOperand(NamedTuple):
@@ -59,20 +150,28 @@ def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[t
         itemsize: Bytes of a weight.
         out_features: Rows of the weight.
     """
-    tiles, slab = -(-out_features // TILE_ROWS), SLAB_BYTES // itemsize
-    sparse = (tiles, order.slid_columns // slab, BLOCKS, step_bytes(itemsize))
-    dense = (tiles, 2 * (order.dense_columns // slab), BLOCKS, ROWS * STEP_BYTES)
-    return torch.Size(dense), torch.Size(sparse)
+    slab = SLAB_BYTES // itemsize
+    dense = (-(-out_features // TILE_ROWS), 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES)
+    return torch.Size(dense), SparseForm.of_order(order, itemsize).shape(out_features, itemsize)
 
 
-def sparse_steps(packed: PackedWeight) -> torch.Tensor:
-    """Return the 2:4 segment in steps: uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs without one."""
+def sparse_steps(packed: PackedWeight, bundle: int) -> torch.Tensor:
+    """Return the 2:4 segment in steps.
+
+    Args:
+        packed: The weight.
+        bundle: Groups of a bundle of its activations, as its layout says.
+
+    Returns:
+        uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs without such a segment; or in bundles
+        [row tiles, bundles, 4 * (512 * bits of a count + 4096 * windows of a group)].
+    """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
-        return torch.empty(
-            -(-out // TILE_ROWS), 0, BLOCKS, step_bytes(itemsize), dtype=torch.uint8, device=packed.device
-        )
+        return torch.empty(SparseForm(0, 0).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
+    if bundle > 1:
+        return _bundles(segment.values, segment.code, packed.pattern)
     values = _row_steps(segment.values)
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)
@@ -87,9 +186,40 @@ def dense_steps(packed: PackedWeight) -> torch.Tensor:
     segment = _segment(packed, "dense")
     if segment is None:
         tiles = -(-packed.shape[0] // TILE_ROWS)
-        return torch.empty(tiles, 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device=packed.device)
+        return torch.empty(tiles, 0, BLOCKS, VALUE_BYTES, dtype=torch.uint8, device=packed.device)
     steps = _row_steps(segment.values)
     return _row_tiles(F.pad(steps, (0, 0, 0, steps.shape[1] % 2)))
+
+
+def _bundles(values: torch.Tensor, code: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """Arrange the kept values [out, n * keep] and codes [out, n] of groups as :func:`sparse_steps` says."""
+    windows = as_bits(values).unflatten(1, (-1, pattern.windows, WINDOW_KEEP))
+    steps = _row_tiles(_row_steps(in_bundles(windows, 0).flatten(1)))
+    a, b = decode_group(code, pattern)
+    # No entry stands after a group that keeps its first ones: so are groups and rows that are padding.
+    counts = torch.stack([a, b - 1], -1).unsqueeze(2)
+    counts = in_bundles(counts, pattern.keep).squeeze(2)
+    counts = F.pad(counts, (0, 0, 0, 0, 0, 0, 0, -len(counts) % TILE_ROWS), value=pattern.keep)
+    words = _row_tiles(_count_words(counts, field_bits(pattern.windows)))
+    steps = steps.unflatten(1, (-1, pattern.windows))
+    return torch.cat([words.flatten(2), steps.flatten(2)], 2)
+
+
+def _count_words(counts: torch.Tensor, bits: int) -> torch.Tensor:
+    """Arrange counts bit by bit: int8 [out, bundles, 32, 2] -> uint8 [row blocks, bundles, 512 * bits].
+
+    A word has one bit of the counts (a, b) of 16 groups, those whose metadata the thread gives to the two instructions
+    of a slab (:func:`_metadata_words`): nibble n has the group of window n of its first register, then of its second.
+    """
+    # block, warp, +8, row, bundle, instruction, half, window, count
+    by_lane = counts.view(-1, 4, 2, 8, counts.shape[1], 2, 2, 8, 2)
+    by_lane = by_lane.permute(0, 4, 1, 3, 6, 2, 7, 5, 8).flatten(-2)  # ..., window, the four counts of a nibble
+    weight = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=counts.device)
+    planes = []
+    for bit in range(bits):
+        nibbles = ((by_lane >> bit & 1).to(torch.uint8) * weight).sum(-1, dtype=torch.uint8)
+        planes.append((nibbles[..., 0::2] | nibbles[..., 1::2] << 4).flatten(2))
+    return torch.cat(planes, -1)
 
 
 def _segment(packed: PackedWeight, kind: str) -> Segment | None:

@@ -70,8 +70,8 @@ class WarmUp:
         if self._is_done(kind):
             return
         device = layer.forms[0].tensors[0].device
-        for backend in layer.choice.backends:
-            get_backend(backend).warm_up(layer.weight_dtype, self.dtype, device)
+        for form in forms:
+            get_backend(form.backend).warm_up(layer.weight_dtype, self.dtype, device, form.order)
         values, lifted = layer.in_features + layer.out_features, LIFTED * layer.in_features
         most = self.limit_tokens(values * self.dtype.itemsize + lifted * layer.weight_dtype.itemsize)
         if most < self.most:
@@ -93,7 +93,8 @@ class WarmUp:
         if self._is_done(kind):
             return
         if isinstance(layer.product, HopperExperts):
-            layer.product.warm_up(layer.gate_up.dtype, self.dtype, layer.gate_up.operand.get_device())
+            operands = [linear.operand for linear in (layer.gate_up, layer.down)]
+            layer.product.warm_up(layer.gate_up.dtype, self.dtype, operands)
         layer.warm_up(self.dtype, top_k)
 
     def lift(self, prologue: str, weight: WeightSpec, device: torch.device) -> None:

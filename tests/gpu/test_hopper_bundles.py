@@ -1,0 +1,197 @@
+"""Weights in bundles on a Hopper GPU: products are those of the reference, whatever a bundle holds, wherever cut."""
+
+from __future__ import annotations
+
+import hopper_emulator as emulator
+import numpy as np
+import pytest
+import torch
+from hopper_forms import Bundles, WithoutBundles
+from tolerances import FP8_TENSOR_CORE, assert_product
+
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.launch import load_kernels
+from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.kernels.lift import quantize_lift
+from slidesparse.layout import slab_view
+from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.quant import quantize_rows
+from slidesparse.slide import gather
+from slidesparse.support import following_groups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+INT8, FP8, BF16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32
+PATTERNS = ("4:6", "6:8", "8:10", "10:12", "12:14", "14:16", "4:6@50%", "6:8@30%", "8:10@70%")
+TOKENS = (1, 7, 64, 193, 1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compile all tiles at once, in parallel."""
+    for field in (3, 4):
+        load_kernels(TILES, INT8, BF16, 0, field)
+    load_kernels(TILES, FP8, BF16, 0, 3)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=TILES, ids=str)
+def tile(request: pytest.FixtureRequest) -> Tile:
+    """Every tile in turn, whatever the sizes would choose."""
+    chosen: Tile = request.param
+    return chosen
+
+
+def packed_weight(dtype: torch.dtype, pattern: str, out: int, columns: int, k_offset: int = 0) -> PackedWeight:
+    whole = torch.randint(-128, 128, (out, k_offset + columns), device="cuda").to(torch.float32)
+    whole = whole / (1 if dtype == INT8 else 64)
+    weight = (whole * prune_mask(whole, pattern)).to(dtype)[:, k_offset:].contiguous()
+    groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
+    scale = torch.rand(out, device="cuda") * 1e-3
+    return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
+
+
+def tokens_of(dtype: torch.dtype, m: int, columns: int) -> torch.Tensor:
+    if dtype == INT8:
+        return torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
+    return torch.randn(m, columns, device="cuda").to(dtype)
+
+
+def lifted(x: torch.Tensor, packed: PackedWeight, backend: type[Hopper] = Bundles) -> torch.Tensor:
+    """In slabs; what stands past the tokens is poison, which must not reach a result."""
+    rows, tokens = gather(x, backend.layout.column_map(packed)), x.shape[0]
+    padded = rows.new_empty(SLABS.padded(tokens), rows.shape[1])
+    padded.view(torch.uint8).fill_(0x7F)  # FP8: NaN
+    padded[:tokens] = rows
+    return SLABS.arrange(padded).view(padded.shape)[:tokens]
+
+
+def assert_exact(packed: PackedWeight, tile: Tile, tokens: tuple[int, ...] = TOKENS) -> None:
+    backend, (out, columns) = Bundles(), packed.shape
+    operand, weight, bias = backend.prepare(packed), packed.unpack(), torch.randn(out, device="cuda")
+    assert operand.sparse.dim() == 3
+    for m in tokens:
+        x, scale_x = tokens_of(INT8, m, columns), torch.rand(m, 1, device="cuda")
+        y = backend.matmul(lifted(x, packed), scale_x, operand, packed.scale, bias, out, BF16, tile)
+        assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, BF16)), m
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_int8_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> None:
+    assert_exact(packed_weight(INT8, pattern, 300, 1000), tile)
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10", "14:16", "6:8@30%"])
+def test_long_rows_fill_every_slot_again_and_again(pattern: str, tile: Tile) -> None:
+    assert_exact(packed_weight(INT8, pattern, 320, 18944), tile, (16, 200))
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "8:10"])
+def test_blocks_walk_over_many_tiles(pattern: str, tile: Tile) -> None:
+    assert_exact(packed_weight(INT8, pattern, 1500, 500), tile, (3000,))
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16", "6:8@30%"])
+@pytest.mark.parametrize("columns", [60, 200, 500])
+def test_a_split_cuts_bundles_anywhere(columns: int, pattern: str) -> None:
+    packed = packed_weight(INT8, pattern, 300, columns)
+    for tile in TILES:
+        if tile.split > 1:
+            assert_exact(packed, tile, (3, 130))
+
+
+@pytest.mark.parametrize("out", [1, 63, 257, 320])
+def test_any_number_of_channels(out: int, tile: Tile) -> None:
+    assert_exact(packed_weight(INT8, "6:8", out, 256), tile, (200,))
+
+
+@pytest.mark.parametrize(("pattern", "k_offset"), [("6:8", 3), ("4:6", 2), ("4:6@50%", 4), ("6:8@50%", 6)])
+def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None:
+    packed = packed_weight(INT8, pattern, 300, 777, k_offset)
+    for tile in TILES:
+        assert_exact(packed, tile, (100,))
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_fp8_stays_within_the_table(pattern: str, tile: Tile) -> None:
+    packed, backend = packed_weight(FP8, pattern, 300, 1000), Bundles()
+    operand, weight, scale_w = backend.prepare(packed), packed.unpack().double(), packed.scale
+    assert scale_w is not None
+    for m in TOKENS:
+        x, scale_x = tokens_of(FP8, m, 1000), torch.rand(m, 1, device="cuda")
+        y = backend.matmul(lifted(x, packed), scale_x, operand, scale_w, None, 300, BF16, tile)
+        scale = scale_x.double() * scale_w.double()
+        exact, magnitude = (scale * (a @ b.T) for a, b in ((x.double(), weight), (x.double().abs(), weight.abs())))
+        assert_product(y, exact, magnitude, FP8, FP8_TENSOR_CORE)
+
+
+@pytest.mark.parametrize("pattern", ["4:6", "6:8", "14:16", "6:8@50%"])
+def test_the_kernels_lift_what_the_product_reads(pattern: str) -> None:
+    packed, backend = packed_weight(INT8, pattern, 300, 3072), Bundles()
+    order, operand, weight = backend.layout.order(packed), backend.prepare(packed), packed.unpack()
+    assert order is not None
+    for m in (1, 64, 700):
+        x = torch.randn(m, 3072, dtype=BF16, device="cuda")
+        values, scale, _ = quantize_lift(x, order, INT8, slabs=SLABS)
+        y = backend.matmul(values, scale, operand, packed.scale, None, 300, BF16)
+        exact = quantize_rows(x, INT8)
+        assert torch.equal(y, apply_scales(product(exact.values, weight), exact.scale, packed.scale, None, BF16))
+
+
+def test_the_emulator_reads_what_the_kernel_reads() -> None:
+    for pattern in ("6:8", "4:6@50%", "14:16"):
+        packed, backend = packed_weight(INT8, pattern, 70, 320), Bundles()
+        operand = backend.prepare(packed)
+        decoded = emulator.weights(*(tensor.cpu().numpy() for tensor in operand), 1)
+        # One token a column of K': the product is the operand itself, element by element.
+        width = decoded.shape[1]
+        x = SLABS.arrange(torch.eye(width, device="cuda").to(INT8)).view(-1, width)[:width]
+        assert slab_view(x, SLABS).shape[1] == width
+        y = backend.matmul(x, None, operand, None, None, 70, FP32)
+        assert torch.equal(y.T, torch.from_numpy(decoded[:70].view(np.int8).copy()).cuda().float())
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("tokens", [16, 100, 1500])
+def test_many_launches_and_graphs_give_the_same_bits(dtype: torch.dtype, tokens: int) -> None:
+    packed, backend = packed_weight(dtype, "6:8", 1024, 2048), Bundles()
+    x, operand = lifted(tokens_of(dtype, tokens, 2048), packed), backend.prepare(packed)
+
+    def run() -> torch.Tensor:
+        return backend.matmul(x, None, operand, packed.scale, None, 1024, BF16)
+
+    expected = run()
+    assert torch.isfinite(expected).all()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(2000):
+        different += (run().view(torch.int16) != expected.view(torch.int16)).any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run() for _ in range(10)]
+    for _ in range(50):
+        graph.replay()
+        different += sum((y.view(torch.int16) != expected.view(torch.int16)).any() for y in captured)
+    assert int(different) == 0
+
+
+def test_both_forms_give_the_same_product() -> None:
+    packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
+    ours, plain = (
+        backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
+        for backend in (Hopper, WithoutBundles)
+    )
+    assert torch.equal(ours, plain)
+    assert Hopper().prepare(packed).sparse.nbytes < 0.91 * WithoutBundles().prepare(packed).sparse.nbytes
