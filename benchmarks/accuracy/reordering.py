@@ -1,11 +1,12 @@
 """What ``prune --reorder`` brings: channels inside MLPs in an order in which patterns take less away.
 
-A trained sentence encoder as in encoder.py, and the small language model of rotation.py where ``--weights`` has it. Each is
-pruned by SparseGPT as it is and with three draws of the search, one shot and matched.
+A trained sentence encoder as in encoder.py, and the small language model of rotation.py where ``--weights`` has it.
+Each is pruned by SparseGPT as it is, with channels shuffled, and with channels in the orders that the search finds, three
+draws each, one shot and matched.
 
 Appends to its records as run.py does:
 
-    python benchmarks/accuracy/reordering.py --out results/accuracy --corpus corpus.xz --weights FOLDER
+    python benchmarks/accuracy/reordering.py --out FOLDER --corpus corpus.xz --weights FOLDER
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
 
 MATCHES = (0, 200)
-DRAWS = (None, 0, 1, 2)
-"""Seeds of the search; None is the order as it is."""
+ORDERS = (("as it is", 0), *(("shuffled", draw) for draw in range(3)), *(("searched", draw) for draw in range(3)))
+"""Kinds of orders, and draws of them."""
 
 Judge = Callable[[Any], dict[str, float]]
 
@@ -65,12 +66,16 @@ def squares_of(model: Any, linears: dict[str, Any], batches: Iterable[dict[str, 
 
 @torch.no_grad()
 def reorder(
-    model: Any, channels: list[Inner], group: int, squares: dict[str, torch.Tensor], seed: int
+    model: Any, channels: list[Inner], group: int, squares: dict[str, torch.Tensor], kind: str, seed: int
 ) -> dict[str, float]:
     """Reorder in place; the mean share of its scores that a mask takes from a reader, before and after."""
     modules = {name: model.get_submodule(name) for one in channels for name in (*one.writers, one.reader)}
+    groups, draw = {one.reader: group for one in channels}, torch.Generator().manual_seed(seed)
+    found = orders(modules, channels, groups, squares, seed)
+    if kind == "shuffled":
+        found = ((one, torch.randperm(len(squares[one.reader]), generator=draw)) for one in channels)
     shares = []
-    for one, order in orders(modules, channels, {c.reader: group for c in channels}, squares, seed):
+    for one, order in found:
         reader = modules[one.reader]
         scores = reader.weight**2 * squares[one.reader]
         shares.append([float(taken(s, group) / scores.sum()) for s in (scores, scores[:, order])])
@@ -91,12 +96,14 @@ def study(
         log.write("dense", **judge(original))
     for match in MATCHES:
         for name in PATTERNS:
-            for draw in DRAWS:
-                key, pattern = f"{name} {match} {draw}", Pattern.parse(name)
+            for kind, draw in ORDERS:
+                key, pattern = f"{name} {match} {kind} {draw}", Pattern.parse(name)
                 if key in log.done:
                     continue
                 model, started = copy.deepcopy(original), time.perf_counter()
-                shares = {} if draw is None else reorder(model, channels, pattern.group, squares, draw)
+                shares = {}
+                if kind != "as it is":
+                    shares = reorder(model, channels, pattern.group, squares, kind, draw)
                 seconds = time.perf_counter() - started
                 linears = find_targets(model, ignore).linears
                 patterns, pruner = dict.fromkeys(linears, pattern), get_pruner("sparsegpt")
@@ -105,7 +112,9 @@ def study(
                 samples = record_inputs(model, layers, batches)
                 matching = Matching(match, 0) if match else None
                 list(prune_layers(model, layers, sets, patterns, pruner, samples, matching=matching))
-                log.write(key, pattern=name, match=match, draw=draw, search_s=seconds, **shares, **judge(model))
+                log.write(
+                    key, pattern=name, match=match, order=kind, draw=draw, search_s=seconds, **shares, **judge(model)
+                )
 
 
 def encoder(out: Path, facts: dict[str, Any]) -> None:

@@ -47,10 +47,20 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "writers"), [("llama", 2), ("gemma2", 2), ("olmo2", 2), ("gpt-neox", 1), ("opt", 1), ("starcoder2", 1)]
+    ("name", "writers"),
+    [
+        ("llama", 2),
+        ("gemma2", 2),
+        ("olmo2", 2),
+        ("gpt-neox", 1),
+        ("opt", 1),
+        ("starcoder2", 1),
+        ("phi3", 1),
+        ("glm", 1),
+    ],
 )
 def test_the_float_model_computes_what_it_did(name: str, writers: int, tmp_path: Path) -> None:
-    """With gates, with norms around the MLP, and with biases."""
+    """With gates, with norms around the MLP, with biases, and with both writers in one linear."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     for parameter in model.parameters():

@@ -18,7 +18,7 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders
+from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders, rows_in
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
@@ -157,7 +157,6 @@ def _by_tensor(meta: MetaModel, modules: Mapping[str, nn.Module], one: Inner, or
     """Return the order by the tensors in which rows, or columns, take it."""
     found = {f"{COLUMNS}{meta.prefix(one.reader)}.weight": order}
     for name in one.writers:
-        found |= {
-            f"{ROWS}{meta.prefix(name)}.{leaf}": order for leaf, _ in modules[name].named_parameters(recurse=False)
-        }
+        for leaf, parameter in modules[name].named_parameters(recurse=False):
+            found[f"{ROWS}{meta.prefix(name)}.{leaf}"] = rows_in(order, len(parameter))
     return found

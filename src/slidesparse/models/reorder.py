@@ -19,7 +19,7 @@ from slidesparse.models.channel_order import better_order
 from slidesparse.models.targets import input_sets
 
 LARGEST_CHANGE = 0.02
-"""Norm of the change of a linear's outputs over their norm, when channels are shuffled. Sums in another order change them
+"""Norm of the change of a linear's outputs over their norm, when channels are shuffled. Other orders of sums change them
 by less than a hundredth in BF16; channels that do not belong together change them by about their size."""
 
 
@@ -28,7 +28,7 @@ class Inner:
     """Channels that only some linears write, and only one reads.
 
     Attributes:
-        writers: Linears that read one input, with a row for each channel.
+        writers: Linears that read one input, with a row for each channel; or one that joins two such, half after half.
         reader: The linear with a column for each.
     """
 
@@ -56,7 +56,11 @@ def _nearest(
     fitting = [
         tuple(names)
         for names in sets
-        if all(linears[name].out_features == channels and place[name] < place[reader] for name in names)
+        if place[names[-1]] < place[reader]
+        and (
+            all(linears[name].out_features == channels for name in names)
+            or [linears[name].out_features for name in names] == [2 * channels]
+        )
     ]
     return Inner(max(fitting, key=lambda names: place[names[0]]), reader) if fitting else None
 
@@ -79,13 +83,18 @@ def can_change_places(layer: nn.Module, modules: dict[str, Any], inner: Inner, r
     reader.weight.data = reader.weight.data[:, order]
     for writer in writers:
         for parameter in writer.parameters():
-            parameter.data = parameter.data[order]
+            parameter.data = parameter.data[rows_in(order, len(parameter))]
     try:
         after = _outputs(others, run)
     finally:
         for parameter, data in kept:
             parameter.data = data
     return all(bool((x - y).norm() <= LARGEST_CHANGE * x.norm()) for x, y in zip(before, after, strict=True))
+
+
+def rows_in(order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the order of a writer's rows, int64 [rows]: that of the channels, in each half where it joins two."""
+    return torch.cat([order + start for start in range(0, rows, len(order))])
 
 
 def _outputs(linears: Sequence[nn.Linear], run: Callable[[], object]) -> list[torch.Tensor]:
