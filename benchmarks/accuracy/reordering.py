@@ -1,7 +1,7 @@
 """What ``prune --reorder`` brings: channels inside MLPs in an order in which patterns take less away.
 
 A trained sentence encoder as in encoder.py, and the small language model of rotation.py where ``--weights`` has it.
-Each is pruned by SparseGPT as it is, with channels shuffled, and with channels in the orders that the search finds, three
+Each is pruned by SparseGPT as it is, with channels shuffled, and with channels in orders that the search finds, three
 draws each, one shot and matched.
 
 Appends to its records as run.py does:

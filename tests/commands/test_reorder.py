@@ -152,7 +152,9 @@ def test_masks_take_less_away_and_a_killed_run_goes_on(tmp_path: Path, monkeypat
 def test_smoothing_comes_first(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
     prune_checkpoint(source, tmp_path / "made", options(source, smooth=True, pattern="6:8"))
-    assert "smoothing and reordering and wanda" in (tmp_path / "made" / "README.md").read_text()
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "smoothing and reordering and wanda" in card
+    assert "| channels | inside MLPs in another order: adapters made for the source do not fit there |" in card
 
 
 def test_what_cannot_be_reordered(tmp_path: Path) -> None:

@@ -288,6 +288,7 @@ def _write_the_rest(
         dtype=dtype_name(job.dtype),
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
+        reordered=job.reorder,
         experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,
         left=describe_dense(job.left),

@@ -126,11 +126,18 @@ def _channels(checkpoint: Checkpoint, patterns: Mapping[str, Pattern]) -> list[I
 
 def _are_stored_plainly(meta: MetaModel, checkpoint: Checkpoint, one: Inner) -> bool:
     """Say whether the tensors are in the checkpoint as the model has them, and nobody else's."""
-    names = [*one.writers, one.reader]
     used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
-    origins = [meta.names.origins.get(f"{name}.weight") for name in names]
-    plain = all(isinstance(found, str) and found in checkpoint.files and used[found] == 1 for found in origins)
-    return plain and not set(names) & set(meta.why_stored_otherwise())
+    names = [*one.writers, one.reader]
+    for name in names:
+        for leaf, _ in meta.model.get_submodule(name).named_parameters(recurse=False):
+            stored = f"{meta.prefix(name)}.{leaf}"
+            if (
+                meta.names.origins.get(f"{name}.{leaf}") != stored
+                or stored not in checkpoint.files
+                or used[stored] != 1
+            ):
+                return False
+    return not set(names) & set(meta.why_stored_otherwise())
 
 
 def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from slidesparse.models.channel_order import better_order
 from slidesparse.models.targets import input_sets
 
 LARGEST_CHANGE = 0.02
-"""Norm of the change of a linear's outputs over their norm, when channels are shuffled. Other orders of sums change them
-by less than a hundredth in BF16; channels that do not belong together change them by about their size."""
+"""Norm of the change of a linear's outputs over their norm, when channels are shuffled. Other orders of sums change
+them by less than a hundredth in BF16; channels that do not belong together change them by about their size."""
 
 
 @dataclass(frozen=True)
