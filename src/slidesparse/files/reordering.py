@@ -126,18 +126,13 @@ def _channels(checkpoint: Checkpoint, patterns: Mapping[str, Pattern]) -> list[I
 
 def _are_stored_plainly(meta: MetaModel, checkpoint: Checkpoint, one: Inner) -> bool:
     """Say whether the tensors are in the checkpoint as the model has them, and nobody else's."""
-    used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
     names = [*one.writers, one.reader]
-    for name in names:
-        for leaf, _ in meta.model.get_submodule(name).named_parameters(recurse=False):
-            stored = f"{meta.prefix(name)}.{leaf}"
-            if (
-                meta.names.origins.get(f"{name}.{leaf}") != stored
-                or stored not in checkpoint.files
-                or used[stored] != 1
-            ):
-                return False
-    return not set(names) & set(meta.why_stored_otherwise())
+    if set(names) & set(meta.why_stored_otherwise()):
+        return False
+    used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
+    parameters = [(name, leaf) for name in names for leaf, _ in meta.model.get_submodule(name).named_parameters()]
+    origins = {meta.names.origins.get(f"{name}.{leaf}"): f"{meta.prefix(name)}.{leaf}" for name, leaf in parameters}
+    return all(origin == stored in checkpoint.files and used[stored] == 1 for origin, stored in origins.items())
 
 
 def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
