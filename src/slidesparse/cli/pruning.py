@@ -47,6 +47,9 @@ def add_prune(commands: Commands) -> None:
     prune.add_argument(
         "--smooth", action="store_true", help="fold outliers of activations into weights, exactly, before rounding"
     )
+    prune.add_argument(
+        "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
+    )
     _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
@@ -126,6 +129,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         part=options.part,
         match=options.match,
         smooth=options.smooth,
+        reorder=options.reorder,
     )
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all

@@ -47,6 +47,7 @@ def write_card(
     dtype: str,
     quantised: bool,
     method: str,
+    reordered: bool,
     experts: Sequence[str],
     in_transformers: bool,
     left: Sequence[str],
@@ -62,6 +63,7 @@ def write_card(
         dtype: Type of the treated weights.
         quantised: Whether the weights are quantised.
         method: How weights were chosen, with the text that the method saw.
+        reordered: Whether channels inside MLPs have changed places.
         experts: Lines that say which experts' weights were treated.
         in_transformers: Whether transformers reads them.
         left: Lines that say what stays dense.
@@ -76,6 +78,11 @@ def write_card(
         "patterns": ", ".join(f"{pattern} in {count} linears" for pattern, count in counts) or "none",
         **({"experts": _plain("; ".join(experts))} if experts else {}),
         "method": _plain(method),
+        **(
+            {"channels": "inside MLPs in another order: adapters made for the source do not fit there"}
+            if reordered
+            else {}
+        ),
         "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",
         "activations": "quantised while the model runs, a scale for each token" if quantised else "as in the source",
         "size": f"{readable_size(sizes[1])}, of {readable_size(sizes[0])}",

@@ -197,10 +197,15 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
-    for option, given, what in (("--match", options.match, "matched"), ("--smooth", options.smooth, "smoothed")):
+    by_one = {
+        "--match": (options.match, "layers are matched"),
+        "--smooth": (options.smooth, "layers are smoothed"),
+        "--reorder": (options.reorder, "channels are reordered"),
+    }
+    for option, (given, what) in by_one.items():
         if given and ranks.world > 1:
             raise InputError(
-                f"layers are {what} by one process",
+                f"{what} by one process",
                 got=f"{ranks.world} processes",
                 remedy=f"run without torchrun, or leave out {option}",
             )
@@ -283,6 +288,7 @@ def _write_the_rest(
         dtype=dtype_name(job.dtype),
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
+        reordered=job.reorder,
         experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,
         left=describe_dense(job.left),
@@ -297,5 +303,6 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         return options.method
     samples, length = windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    method = f"smoothing and {options.method}" if options.smooth else options.method
+    first = [word for word, given in (("smoothing", options.smooth), ("reordering", options.reorder)) if given]
+    method = " and ".join([*first, options.method])
     return f"{method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"

@@ -20,6 +20,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.reordering import reorder_checkpoint
 from slidesparse.files.smoothing import smooth_checkpoint
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
@@ -77,6 +78,7 @@ class PruneJob:
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
         self.matching = self._matching(options)
         self.smooth = self._smooth(options)
+        self.reorder = self._reorder(options)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -107,6 +109,10 @@ class PruneJob:
             return
         if self.smooth:
             self.checkpoint = smooth_checkpoint(
+                self.checkpoint, self.patterns, self.windows, folder, self.device, progress
+            )
+        if self.reorder:
+            self.checkpoint = reorder_checkpoint(
                 self.checkpoint, self.patterns, self.windows, folder, self.device, progress
             )
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
@@ -185,6 +191,24 @@ class PruneJob:
         if self.source_dtype is not None or self.dtype not in QUANTISED:
             got = f"{'a source in 8 bits' if self.source_dtype else f'--dtype {dtype_name(self.dtype)}'}"
             raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
+        return True
+
+    def _reorder(self, options: PruneOptions) -> bool:
+        """Say whether channels are reordered.
+
+        Raises:
+            InputError: There is no calibration text, or the source is in 8 bits.
+        """
+        if not options.reorder:
+            return False
+        if options.calibration is None:
+            raise InputError(
+                "reordering needs calibration text",
+                got=f"--method {options.method}",
+                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --reorder",
+            )
+        if self.source_dtype is not None:
+            raise InputError("reordering", got="a source in 8 bits", needed="a float source")
         return True
 
     def _check_tensors(self) -> None:

@@ -38,6 +38,7 @@ class PruneOptions:
         part: Which part of a multimodal model is treated: ``language``, ``vision`` or ``all``.
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`.
+        reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
     """
 
     pattern: str
@@ -51,6 +52,7 @@ class PruneOptions:
     part: Part = "language"
     match: int = 0
     smooth: bool = False
+    reorder: bool = False
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

@@ -94,8 +94,8 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
         # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
         runs = tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
         seconds += runs * product * sum(rows * columns for rows, columns in shapes)
-    if job.smooth:
-        seconds += tokens * product * sum(rows * columns for rows, columns in shapes)
+    # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
+    seconds += (job.smooth + job.reorder) * tokens * product * sum(rows * columns for rows, columns in shapes)
     for seen, rows, columns in work:
         seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.layer_stream import CheckpointLayerStore, compute_dtype, prepare_stack, windows_of_a_batch
+from slidesparse.files.layer_stream import DenseLayers
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.models.layerwise import LayerList, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 from slidesparse.models.sparsify import run_once
 
@@ -86,28 +84,17 @@ def _find_factors(
     progress: bool | None,
 ) -> dict[str, torch.Tensor]:
     folds = _folds(checkpoint)
-    meta = build_meta_model(checkpoint, real_buffers=True, dtype=torch.float32 if device.type == "cpu" else None)
-    model: Any = meta.model
-    layer_list = find_layer_list(model, linears)
-    store = CheckpointLayerStore(checkpoint, meta, checkpoint.path, device, compute_dtype(model.config.dtype, device))
-    prepare_stack(model, layer_list, store, device)
-    batches = windows.split(windows_of_a_batch(windows))
-    inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
-    samples = record_inputs(model, layer_list, inputs)
+    layers = DenseLayers(checkpoint, linears, windows, device)
     factors: dict[str, torch.Tensor] = {}
-    with progress_bar("smooth", len(layer_list.layers), unit="layers", show=progress) as advance:
-        for index, (name, layer) in enumerate(layer_list.items()):
-            store.load(name, layer)
-            here = [one for one in folds if one.norm.startswith(f"{name}.")]
-            for one, powers in _smoothed(model, layer_list, index, here, samples).items():
-                scale = torch.exp2(powers.to(torch.float32)).cpu()
-                factors |= {f"{meta.prefix(linear)}.weight": scale for linear in one.linears}
-                factors |= dict.fromkeys(_tensors_of_norm(meta, one), scale.reciprocal())
-            store.release(name, layer)
-            advance(1)
+    for name, index in layers.walk("smooth", progress):
+        here = [one for one in folds if one.norm.startswith(f"{name}.")]
+        for one, powers in _smoothed(layers, index, here).items():
+            scale = torch.exp2(powers.to(torch.float32)).cpu()
+            factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
+            factors |= dict.fromkeys(_tensors_of_norm(layers.meta, one), scale.reciprocal())
     if not factors:
         raise InputError(
-            f"no norm of {type(model).__name__} can be smoothed",
+            f"no norm of {type(layers.model).__name__} can be smoothed",
             needed="norms that only linears read, with a gain that multiplies",
             remedy="leave out --smooth",
         )
@@ -136,12 +123,9 @@ def _tensors_of_norm(meta: MetaModel, one: Fold) -> list[Any]:
     return [meta.names.origins.get(f"{one.norm}.{name}") for name, _ in parameters]
 
 
-def _smoothed(
-    model: nn.Module, layer_list: LayerList, index: int, folds: Sequence[Fold], samples: Sequence[Sample]
-) -> dict[Fold, torch.Tensor]:
+def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fold, torch.Tensor]:
     """Run a layer, and return the exponents of its norms; none where its outputs would not stay the same."""
-    layer = layer_list.layers[index]
-    modules = {name: model.get_submodule(name) for one in folds for name in (one.norm, *one.linears)}
+    modules = layers.modules(name for one in folds for name in (one.norm, *one.linears))
     largest: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Any:
@@ -153,7 +137,7 @@ def _smoothed(
 
     handles = [modules[one.norm].register_forward_hook(see(one.norm)) for one in folds]
     try:
-        before = [run_layer(layer, sample, index) for sample in samples]
+        before = layers.outputs(index)[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -162,10 +146,8 @@ def _smoothed(
         weights: list[Any] = [modules[name].weight for name in one.linears]
         powers = exponents(largest[one.norm], weights)
         fold(modules, one, powers)
-        if bool(powers.any()) and torch.equal(run_layer(layer, samples[0], index), before[0]):
+        if bool(powers.any()) and torch.equal(layers.output(index), before):
             found[one] = powers
         else:
             fold(modules, one, -powers)
-    for sample, hidden in zip(samples, before, strict=True):
-        sample.hidden = hidden
     return found

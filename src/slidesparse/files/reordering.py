@@ -1,0 +1,164 @@
+"""Reorder the inner channels of a checkpoint while it is read: its layers run once, from disk, to find the orders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.layer_stream import DenseLayers
+from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.stored import Stored
+from slidesparse.files.tensor_reader import TensorReader
+from slidesparse.files.tensor_writer import TensorWriter
+from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders, rows_in
+from slidesparse.models.sparsify import run_once
+from slidesparse.models.targets import find_targets
+from slidesparse.pattern import DENSE, Pattern
+
+KEPT = "reordering.safetensors"
+ROWS, COLUMNS = "rows of ", "columns of "
+
+
+class ReorderedCheckpoint(Checkpoint):
+    """A checkpoint whose rows and columns change places when they are read.
+
+    Args:
+        source: The checkpoint, whose files are left as they are.
+        orders: ``rows of TENSOR`` or ``columns of TENSOR`` -> the row or column that comes to each place.
+    """
+
+    def __init__(self, source: Checkpoint, orders: Mapping[str, torch.Tensor]) -> None:
+        self.__dict__.update(source.__dict__)
+        self.source, self.orders = source, orders
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        """Read one tensor."""
+        value = self.source.tensor(name, device)
+        if (order := self.orders.get(f"{ROWS}{name}")) is not None:
+            value = value[order.to(value.device)]
+        if (order := self.orders.get(f"{COLUMNS}{name}")) is not None:
+            value = value[:, order.to(value.device)]
+        return value
+
+
+def reorder_checkpoint(
+    checkpoint: Checkpoint,
+    patterns: Mapping[str, Pattern],
+    windows: torch.Tensor,
+    folder: Path,
+    device: torch.device,
+    progress: bool | None = None,
+) -> ReorderedCheckpoint:
+    """Find the orders of all inner channels, by what a text sends through them.
+
+    Args:
+        checkpoint: The source, in a float type.
+        patterns: Linear -> pattern, of all that will be treated.
+        windows: Calibration text, int64 [samples, length].
+        folder: Keeps the orders; those of an interrupted run are used again, since pruned layers depend on them.
+        device: Where layers run, one at a time.
+        progress: Show a progress bar; None: on a terminal only.
+
+    Raises:
+        InputError: The model has no inner channels that could change places.
+        CheckpointError: The checkpoint is damaged, or the orders that were kept.
+    """
+    folder.mkdir(exist_ok=True)
+    kept = folder / KEPT
+    if not kept.exists():
+        found = _find_orders(checkpoint, patterns, windows, device, progress)
+        stored = {name: Stored("I32", tuple(order.shape)) for name, order in found.items()}
+        with TensorWriter(kept, stored, {}, with_digests=True) as writer:
+            for name, order in found.items():
+                writer.write(name, order)
+    reader = TensorReader(kept)
+    return ReorderedCheckpoint(checkpoint, {name: reader.verified(name).to(torch.int64) for name in reader.stored})
+
+
+@torch.no_grad()
+def _find_orders(
+    checkpoint: Checkpoint,
+    patterns: Mapping[str, Pattern],
+    windows: torch.Tensor,
+    device: torch.device,
+    progress: bool | None,
+) -> dict[str, torch.Tensor]:
+    channels = _channels(checkpoint, patterns)
+    groups = {one.reader: patterns[one.reader].group for one in channels}
+    layers = DenseLayers(checkpoint, patterns, windows, device)
+    found: dict[str, torch.Tensor] = {}
+    for name, index in layers.walk("reorder", progress):
+        here = [one for one in channels if one.reader.startswith(f"{name}.")]
+        modules: dict[str, Any] = layers.modules(linear for one in here for linear in (*one.writers, one.reader))
+        squares = _squares(layers, index, {one.reader: modules[one.reader] for one in here})
+        layer, run = layers.layer_list.layers[index], partial(layers.output, index)
+        same = [one for one in here if can_change_places(layer, modules, one, run)]
+        for one, order in orders(modules, same, groups, squares, index):
+            found |= _by_tensor(layers.meta, modules, one, order.to(torch.int32).cpu())
+    if not found:
+        raise InputError(
+            f"no channels of {type(layers.model).__name__} can change places",
+            needed="MLPs whose last linear gets a pattern, with functions of single channels before it",
+            remedy="leave out --reorder",
+        )
+    return found
+
+
+def _channels(checkpoint: Checkpoint, patterns: Mapping[str, Pattern]) -> list[Inner]:
+    """Return what may be inner channels, with a pattern of whole groups for the linear that reads them."""
+    meta = build_meta_model(checkpoint)
+    run = run_once(meta.model)
+    if run is None:
+        return []
+    linears = {name: linear for name, linear in find_targets(meta.model).linears.items() if name in patterns}
+    found = find_inner(linears, meta.model, run)
+    uniform = [one for one in found if patterns[one.reader] != DENSE and patterns[one.reader].is_uniform]
+    return [one for one in uniform if _are_stored_plainly(meta, checkpoint, one)]
+
+
+def _are_stored_plainly(meta: MetaModel, checkpoint: Checkpoint, one: Inner) -> bool:
+    """Say whether the tensors are in the checkpoint as the model has them, and nobody else's."""
+    names = [*one.writers, one.reader]
+    if set(names) & set(meta.why_stored_otherwise()):
+        return False
+    used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
+    parameters = [(name, leaf) for name in names for leaf, _ in meta.model.get_submodule(name).named_parameters()]
+    origins = {meta.names.origins.get(f"{name}.{leaf}"): f"{meta.prefix(name)}.{leaf}" for name, leaf in parameters}
+    return all(origin == stored in checkpoint.files and used[stored] == 1 for origin, stored in origins.items())
+
+
+def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Run a layer, and return the sum of squares of each input of these linears, float32 [channels]."""
+    sums: dict[str, torch.Tensor] = {}
+
+    def see(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            found = args[0].flatten(0, -2).to(torch.float32).square().sum(0)
+            sums[name] = sums[name] + found if name in sums else found
+
+        return hook
+
+    handles = [reader.register_forward_pre_hook(see(name)) for name, reader in readers.items()]
+    try:
+        layers.outputs(index)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums
+
+
+def _by_tensor(meta: MetaModel, modules: Mapping[str, nn.Module], one: Inner, order: torch.Tensor) -> dict[str, Any]:
+    """Return the order by the tensors in which rows, or columns, take it."""
+    found = {f"{COLUMNS}{meta.prefix(one.reader)}.weight": order}
+    for name in one.writers:
+        for leaf, parameter in modules[name].named_parameters(recurse=False):
+            found[f"{ROWS}{meta.prefix(name)}.{leaf}"] = rows_in(order, len(parameter))
+    return found
