@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 
+from slidesparse.models.learn_rotation import learn, mean_damage, random_rotation
+
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "results/accuracy"
 SCRIPTS = ROOT / "benchmarks/accuracy"
@@ -211,7 +213,7 @@ def test_a_rotated_model_is_the_same_function() -> None:
     ids = torch.randint(0, 64, (2, 40))
     with torch.no_grad():
         before = model(input_ids=ids).logits
-        q = rotation["hadamard"](128, 0)
+        q = random_rotation(128, 0)
         torch.testing.assert_close(q @ q.T, torch.eye(128))
         weight = model.model.layers[0].mlp.down_proj.weight.clone()
         rotation["fold_gains"](model)
@@ -230,7 +232,7 @@ def test_a_learned_rotation_removes_what_costs_less(cost: str) -> None:
     batches = [{"input_ids": torch.randint(0, 64, (2, 40))}]
 
     def found() -> list[Any]:
-        return [learned["costed"](one, cost) for one in learned["reads"](model, batches)]
+        return [learned["costed"](one, cost, 4) for one in learned["reads"](model, batches)]
 
     by_hand = []
     for one in learned["reads"](model, batches):
@@ -238,15 +240,14 @@ def test_a_learned_rotation_removes_what_costs_less(cost: str) -> None:
         each = one.gram.diagonal() if cost == "gram" else 1 / damped.inverse().diagonal()
         groups = (one.weight.square() * each).unflatten(1, (-1, 4)).sort(-1).values
         by_hand.append(float(groups[..., :2].sum() / ((one.weight @ one.gram) * one.weight).sum()))
-    before = float(learned["damage"](torch.eye(64), found(), 4))
+    before = mean_damage(torch.eye(64), found(), 4)
     assert before == pytest.approx(sum(by_hand) / 4, rel=1e-4)
-    learned["learn"].__globals__["STEPS"] = 20
-    q = learned["learn"](torch.eye(64), found(), 4)
+    q = learn(torch.eye(64), found(), 4, 20)
     torch.testing.assert_close(q @ q.T, torch.eye(64), rtol=1e-5, atol=1e-5)
-    after = float(learned["damage"](q, found(), 4))
+    after = mean_damage(q, found(), 4)
     assert after < 0.9 * before
     rotation["rotate"](model, q)  # the rotated model has that damage as it is
-    assert float(learned["damage"](torch.eye(64), found(), 4)) == pytest.approx(after, rel=1e-3)
+    assert mean_damage(torch.eye(64), found(), 4) == pytest.approx(after, rel=1e-3)
 
 
 def test_problems_have_right_answers_and_are_held_out() -> None:

@@ -1,9 +1,7 @@
-"""An orthogonal matrix that is learned: the residual stream is rotated so that what a pattern removes costs little.
+"""The two costs by which a rotation of the residual stream is learned, for the linears of a Llama in memory.
 
-What it costs is estimated as a pruning method would, weight by weight. The two cheapest weights of every group are
-removed, so a sum of these costs has a gradient almost everywhere. The matrix is a start times the Cayley transform of a
-skew-symmetric one, which Adam changes. Gu et al., "DenoiseRotator" (2025), learn rotations for sparsity too, by the
-entropy of such costs.
+``inverse`` is that of ``prune --rotate``: the other weights change to replace the one that is removed, as SparseGPT has
+it. By ``gram`` they stay as they are, as Wanda has it.
 """
 
 from __future__ import annotations
@@ -14,15 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+
+from slidesparse.models.learn_rotation import Costed, Readers, Writer, energy, readers, writer
 
 COSTS = ("gram", "inverse")
 """What a weight costs: with the others as they are (Wanda), or with the others changed to replace it (SparseGPT)."""
 
-DAMPING = 0.01
-"""Share of the mean of a gram matrix's diagonal that is added to it before it is inverted, as SparseGPT does."""
-
-STEPS, RATE = 300, 0.01
+STEPS = 300
 
 
 class Read(NamedTuple):
@@ -39,37 +35,25 @@ class Read(NamedTuple):
     from_stream: bool
 
 
-class Costed(NamedTuple):
-    """The same, with all that does not change with the rotation.
+class ReadersAlone(Readers):
+    """Linears of which no weight replaces another; the matrix is the gram matrix itself."""
 
-    Attributes:
-        weight: float32 [out, in].
-        matrix: The gram matrix or its inverse, float32 [in, in].
-        from_stream: See :class:`Read`.
-        inverted: The matrix is the inverse.
-        energy: Of the outputs.
-    """
-
-    weight: torch.Tensor
-    matrix: torch.Tensor
-    from_stream: bool
-    inverted: bool
-    energy: torch.Tensor
-
-    def of_columns(self, q: torch.Tensor) -> torch.Tensor:
-        """What a squared weight of each column costs after rotating by q, float32 [in]."""
-        diagonal = ((self.matrix @ q) * q).sum(0) if self.from_stream else self.matrix.diagonal()
-        return 1.0 / diagonal if self.inverted else diagonal
+    def costs(self, q: torch.Tensor) -> torch.Tensor:
+        """What removing each weight costs after rotating by q, float32 [out, in]."""
+        return (self.weight @ q).square() * ((self.matrix @ q) * q).sum(0)
 
 
-def costed(read: Read, cost: str) -> Costed:
-    """Prepare linears for one of the costs."""
-    matrix, inverted = read.gram, cost == "inverse"
-    if inverted:
-        damped = read.gram.to(torch.float64, copy=True)
-        damped.diagonal().add_(DAMPING * damped.diagonal().mean())
-        matrix = torch.linalg.inv(damped).to(torch.float32)
-    return Costed(read.weight, matrix, read.from_stream, inverted, ((read.weight @ read.gram) * read.weight).sum())
+def costed(read: Read, cost: str, group: int) -> Costed:
+    """Prepare linears for one of the costs, and a pattern with groups of this many columns."""
+    draw = torch.Generator().manual_seed(0)
+    if cost == "inverse":
+        return (
+            readers(read.weight, read.gram, draw) if read.from_stream else writer(read.weight, read.gram, group, draw)
+        )
+    total = energy(read.weight, read.gram)
+    if read.from_stream:
+        return ReadersAlone(read.weight, read.gram, total)
+    return Writer(read.weight, read.gram.diagonal(), total)
 
 
 @torch.no_grad()
@@ -104,34 +88,3 @@ def watched(linears: list[Any], grams: list[torch.Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def damage(q: torch.Tensor, found: list[Costed], group: int) -> torch.Tensor:
-    """What removing two weights of each group costs after rotating by q: a share of the outputs' energy, on average."""
-    shares = []
-    for one in found:
-        weight = one.weight @ q if one.from_stream else q.T @ one.weight
-        costs = F.pad(weight.square() * one.of_columns(q), (0, -weight.shape[1] % group))  # zeros are removed first
-        shares.append(costs.unflatten(1, (-1, group)).topk(2, dim=-1, largest=False).values.sum() / one.energy)
-    return torch.stack(shares).mean()
-
-
-def learn(start: torch.Tensor, found: list[Costed], group: int) -> torch.Tensor:
-    """Return an orthogonal matrix, float32 [hidden, hidden], at which the damage is nearly a local minimum."""
-    free = torch.zeros_like(start, requires_grad=True)
-    optimizer = torch.optim.Adam([free], RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in range(STEPS):
-        loss = damage(start @ cayley(free), found, group)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return start @ cayley(free).detach()
-
-
-def cayley(free: torch.Tensor) -> torch.Tensor:
-    """The orthogonal matrix of the skew-symmetric part of any matrix."""
-    skew, one = free - free.T, torch.eye(len(free), device=free.device)
-    found: torch.Tensor = torch.linalg.solve(one + skew, one - skew)
-    return found

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learned_rotation import COSTS, costed, damage, learn, reads
+from learned_rotation import COSTS, STEPS, costed, reads
 from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, save, served
 from mixture import EVERY, PIECE, VOCABULARY, WINDOWS
 from run import CALIBRATION_WINDOWS, PATTERNS, Log, commit, machine
 from torch import nn
 
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.learn_rotation import learn, mean_damage, random_rotation
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
@@ -74,22 +75,6 @@ def _attention(layer: Any) -> list[Any]:
 
 def _mlp(layer: Any) -> list[Any]:
     return [layer.mlp.gate_proj, layer.mlp.up_proj]
-
-
-def hadamard(size: int, seed: int) -> torch.Tensor:
-    """An orthogonal matrix with entries of one magnitude, float32 [size, size]; size is a power of two."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    return signs[:, None] * matrix / size**0.5
-
-
-def orthogonal(size: int, seed: int) -> torch.Tensor:
-    """A random orthogonal matrix, float32 [size, size]: Hadamard's where there is one."""
-    if size & (size - 1) == 0:
-        return hadamard(size, seed)
-    return torch.linalg.qr(torch.randn(size, size, generator=torch.Generator().manual_seed(seed)))[0]
 
 
 def prune(model: Any, pattern: str, method: str, batches: list[dict[str, Any]]) -> float:
@@ -155,7 +140,7 @@ class Experiment:
 
     def draw(self, seed: int) -> torch.Tensor:
         """A random rotation."""
-        return orthogonal(self.size.hidden, seed).to(self.data.device)
+        return random_rotation(self.size.hidden, seed).to(self.data.device)
 
     def judge(self, key: str, start: Any, pattern: str, **told: float) -> None:
         """Prune by SparseGPT, and tell the perplexity in INT8 too, where a rotation may make outliers."""
@@ -177,9 +162,9 @@ class Experiment:
             for cost, draw in itertools.product(COSTS, range(DRAWS)):
                 key = f"{pattern} sparsegpt, learned by {cost} {draw}"
                 if key not in self.log.done:
-                    linears, begin = [costed(one, cost) for one in seen], self.draw(draw)
-                    q = learn(begin, linears, group)
-                    costs = [float(damage(one, linears, group)) for one in (begin, q)]
+                    linears, begin = [costed(one, cost, group) for one in seen], self.draw(draw)
+                    q = learn(begin, linears, group, STEPS)
+                    costs = [mean_damage(one, linears, group) for one in (begin, q)]
                     self.judge(key, self.start(q), pattern, damage_before=costs[0], damage=costs[1])
 
     def random(self) -> None:

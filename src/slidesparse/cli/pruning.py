@@ -50,6 +50,13 @@ def add_prune(commands: Commands) -> None:
     prune.add_argument(
         "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
     )
+    prune.add_argument(
+        "--rotate",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="learn a rotation of the residual stream after which patterns take less away: 300, say",
+    )
     _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
@@ -130,6 +137,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         match=options.match,
         smooth=options.smooth,
         reorder=options.reorder,
+        rotate=options.rotate,
     )
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all

@@ -48,6 +48,7 @@ def write_card(
     quantised: bool,
     method: str,
     reordered: bool,
+    rotated: bool,
     experts: Sequence[str],
     in_transformers: bool,
     left: Sequence[str],
@@ -64,6 +65,7 @@ def write_card(
         quantised: Whether the weights are quantised.
         method: How weights were chosen, with the text that the method saw.
         reordered: Whether channels inside MLPs have changed places.
+        rotated: Whether the residual stream has other axes.
         experts: Lines that say which experts' weights were treated.
         in_transformers: Whether transformers reads them.
         left: Lines that say what stays dense.
@@ -81,6 +83,14 @@ def write_card(
         **(
             {"channels": "inside MLPs in another order: adapters made for the source do not fit there"}
             if reordered
+            else {}
+        ),
+        **(
+            {
+                "stream": "rotated: adapters made for the source do not fit, nor do draft models that read hidden "
+                "states (EAGLE)"
+            }
+            if rotated
             else {}
         ),
         "weights": f"{dtype}, a scale for each channel, zeros in place" if quantised else f"{dtype}, zeros in place",

@@ -35,6 +35,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
+from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.models.layerwise import SetLoss
@@ -156,6 +157,7 @@ def prepare(
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
+    checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     return Prepared(checkpoint, destination, files, job, outputs)
@@ -201,6 +203,7 @@ def prune_checkpoint(
         "--match": (options.match, "layers are matched"),
         "--smooth": (options.smooth, "layers are smoothed"),
         "--reorder": (options.reorder, "channels are reordered"),
+        "--rotate": (options.rotate, "the stream is rotated"),
     }
     for option, (given, what) in by_one.items():
         if given and ranks.world > 1:
@@ -289,6 +292,7 @@ def _write_the_rest(
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
         reordered=job.reorder,
+        rotated=job.rotation is not None,
         experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,
         left=describe_dense(job.left),
@@ -303,6 +307,10 @@ def _method_words(options: PruneOptions, windows: torch.Tensor | None) -> str:
         return options.method
     samples, length = windows.shape
     steps = f" and {options.match} steps of matching a layer" if options.match else ""
-    first = [word for word, given in (("smoothing", options.smooth), ("reordering", options.reorder)) if given]
-    method = " and ".join([*first, options.method])
+    before = {
+        f"{options.rotate} steps of learning a rotation": options.rotate,
+        "smoothing": options.smooth,
+        "reordering": options.reorder,
+    }
+    method = " and ".join([*(word for word, given in before.items() if given), options.method])
     return f"{method}{steps}, {samples} windows of {length} tokens of {Path(options.calibration.file).name}"

@@ -21,6 +21,7 @@ from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.reordering import reorder_checkpoint
+from slidesparse.files.rotating import Rotation, find_rotation, rotate_checkpoint
 from slidesparse.files.smoothing import smooth_checkpoint
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
@@ -79,6 +80,8 @@ class PruneJob:
         self.matching = self._matching(options)
         self.smooth = self._smooth(options)
         self.reorder = self._reorder(options)
+        self.rotate, self.rotation = options.rotate, self._rotation(options, run)
+        self.seed = 0 if options.calibration is None else options.calibration.seed
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -107,6 +110,18 @@ class PruneJob:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
+        if self.rotation is not None:
+            self.checkpoint = rotate_checkpoint(
+                self.checkpoint,
+                self.rotation,
+                self.patterns,
+                self.windows,
+                folder,
+                self.device,
+                self.rotate,
+                seed=self.seed,
+                progress=progress,
+            )
         if self.smooth:
             self.checkpoint = smooth_checkpoint(
                 self.checkpoint, self.patterns, self.windows, folder, self.device, progress
@@ -210,6 +225,36 @@ class PruneJob:
         if self.source_dtype is not None:
             raise InputError("reordering", got="a source in 8 bits", needed="a float source")
         return True
+
+    def _rotation(self, options: PruneOptions, run: Callable[[], object] | None) -> Rotation | None:
+        """Return how the stream is rotated, or None.
+
+        Raises:
+            InputError: There cannot be so few steps, no calibration text, another type or option, or the model cannot
+                be rotated.
+        """
+        if options.rotate == 0:
+            return None
+        if options.rotate < 0:
+            raise InputError("steps of learning a rotation", got=options.rotate, needed="0 or more")
+        if options.calibration is None:
+            raise InputError(
+                "rotating needs calibration text",
+                got=f"--method {options.method}",
+                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --rotate",
+            )
+        if self.source_dtype is not None:
+            raise InputError("rotating", got="a source in 8 bits", needed="a float source")
+        if options.smooth:
+            raise InputError(
+                "--rotate and --smooth",
+                needed="one of them: a rotated stream has no gains into which outliers could be folded",
+            )
+        if self.experts.found:
+            raise InputError(
+                "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"
+            )
+        return find_rotation(self.meta, self.checkpoint, self.patterns, run)
 
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}

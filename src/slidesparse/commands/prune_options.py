@@ -39,6 +39,8 @@ class PruneOptions:
         match: Steps in which each pruned layer is trained to give the dense one's outputs; 0: none.
         smooth: Fold outliers of activations into weights first: see :mod:`slidesparse.models.smooth`.
         reorder: Put inner channels of MLPs into a better order first: see :mod:`slidesparse.models.reorder`.
+        rotate: Steps in which a rotation of the residual stream is learned first: see
+            :mod:`slidesparse.models.learn_rotation`; 0: none.
     """
 
     pattern: str
@@ -53,6 +55,7 @@ class PruneOptions:
     match: int = 0
     smooth: bool = False
     reorder: bool = False
+    rotate: int = 0
 
 
 def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch.dtype | None, torch.dtype]:

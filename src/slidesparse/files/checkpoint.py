@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class Checkpoint:
     Attributes:
         path: The folder.
         config: config.json.
+        config_changes: Keys of it that are not as the file on disk has them -> value.
         shards: File name -> tensor name -> type and shape, in file order.
         files: Tensor name -> file name.
 
@@ -47,6 +49,7 @@ class Checkpoint:
             )
         _refuse_endless_files(self.path)
         self.config = read_json(self.path / "config.json")
+        self.config_changes: dict[str, Any] = {}
         index_path = self.path / INDEX_FILE
         promised: dict[str, str] = {}
         if (self.path / SINGLE_FILE).exists():

@@ -252,9 +252,11 @@ class DenseLayers:
         linears: Linears in the layers.
         windows: The text, int64 [samples, length].
         device: Where layers run.
+        compute: The float type in which they run; None: that of pruning.
 
     Attributes:
         meta: The meta model.
+        inputs: Batches of the text, as inputs of the model.
         samples: What the current layer reads.
 
     Raises:
@@ -263,19 +265,24 @@ class DenseLayers:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, linears: Iterable[str], windows: torch.Tensor, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        linears: Iterable[str],
+        windows: torch.Tensor,
+        device: torch.device,
+        compute: torch.dtype | None = None,
     ) -> None:
         on_cpu = torch.float32 if device.type == "cpu" else None
-        self.meta = build_meta_model(checkpoint, real_buffers=True, dtype=on_cpu)
+        self.meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
         self.model = self.meta.model
         self.layer_list = find_layer_list(self.model, linears)
         config: Any = self.model.config
-        compute = compute_dtype(config.dtype, device)
+        compute = compute or compute_dtype(config.dtype, device)
         self.store = CheckpointLayerStore(checkpoint, self.meta, checkpoint.path, device, compute)
         prepare_stack(self.model, self.layer_list, self.store, device)
         batches = windows.split(windows_of_a_batch(windows))
-        inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
-        self.samples = record_inputs(self.model, self.layer_list, inputs)
+        self.inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
+        self.samples = record_inputs(self.model, self.layer_list, self.inputs)
         self._outputs: list[torch.Tensor] = []
 
     def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:

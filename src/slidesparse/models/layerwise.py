@@ -189,6 +189,19 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     return samples
 
 
+@torch.no_grad()
+def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.Tensor:
+    """Return what the stack gives for a batch when its layers give what they read; they may have no weights yet."""
+    _, stack = stack_around(model, layer_list)
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+    with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
+        found: torch.Tensor = stack(**batch)[0]
+    return found
+
+
 @contextmanager
 def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torch.Tensor]]) -> Iterator[None]:
     for layer, forward in zip(layers, forwards, strict=True):
