@@ -11,6 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.commands.calibrated_steps import steps_of
 from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
@@ -20,15 +21,11 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.reordering import reorder_checkpoint
-from slidesparse.files.rotating import Rotation, find_rotation, rotate_checkpoint
-from slidesparse.files.smoothing import smooth_checkpoint
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import LEAVE_DENSE, find_routers, linears_inside
+from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layerwise import find_layer_list
-from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling
@@ -77,11 +74,8 @@ class PruneJob:
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        self.matching = self._matching(options)
-        self.smooth = self._smooth(options)
-        self.reorder = self._reorder(options)
-        self.rotate, self.rotation = options.rotate, self._rotation(options, run)
-        self.seed = 0 if options.calibration is None else options.calibration.seed
+        types = self.source_dtype, self.dtype
+        self.steps = steps_of(options, checkpoint, self.meta, self.experts, types, self.patterns, run)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -110,26 +104,9 @@ class PruneJob:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return
-        if self.rotation is not None:
-            self.checkpoint = rotate_checkpoint(
-                self.checkpoint,
-                self.rotation,
-                self.patterns,
-                self.windows,
-                folder,
-                self.device,
-                self.rotate,
-                seed=self.seed,
-                progress=progress,
-            )
-        if self.smooth:
-            self.checkpoint = smooth_checkpoint(
-                self.checkpoint, self.patterns, self.windows, folder, self.device, progress
-            )
-        if self.reorder:
-            self.checkpoint = reorder_checkpoint(
-                self.checkpoint, self.patterns, self.windows, folder, self.device, progress
-            )
+        self.checkpoint = self.steps.prepare(
+            self.checkpoint, self.patterns, self.windows, folder, self.device, progress
+        )
         experts = {} if self.expert_rows is None else self.expert_rows.layer_of
         self.calibrated = prune_layers_from_disk(
             self.checkpoint,
@@ -142,7 +119,7 @@ class PruneJob:
             progress=progress,
             ranks=ranks,
             experts=self.expert_rows,
-            matching=self.matching,
+            matching=self.steps.matching,
         )
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
@@ -164,97 +141,6 @@ class PruneJob:
             )
         find_layer_list(self.meta.model, self.patterns)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
-
-    def _matching(self, options: PruneOptions) -> Matching | None:
-        """Return how layers are matched, or None.
-
-        Raises:
-            InputError: There cannot be so few steps, no calibration text to match on, or experts in the layers.
-        """
-        if options.match == 0:
-            return None
-        if options.match < 0:
-            raise InputError("steps of matching", got=options.match, needed="0 or more")
-        if options.calibration is None:
-            raise InputError(
-                "matching needs calibration text",
-                got=f"--method {options.method}",
-                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --match",
-            )
-        if self.expert_rows is not None:
-            raise InputError(
-                "layers whose experts are pruned cannot be matched",
-                got=f"experts such as {self.experts.layers[0]}",
-                remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
-            )
-        return Matching(options.match, options.calibration.seed)
-
-    def _smooth(self, options: PruneOptions) -> bool:
-        """Say whether outliers are folded.
-
-        Raises:
-            InputError: There is no calibration text, or nothing becomes 8 bits.
-        """
-        if not options.smooth:
-            return False
-        if options.calibration is None:
-            raise InputError(
-                "smoothing needs calibration text",
-                got=f"--method {options.method}",
-                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --smooth",
-            )
-        if self.source_dtype is not None or self.dtype not in QUANTISED:
-            got = f"{'a source in 8 bits' if self.source_dtype else f'--dtype {dtype_name(self.dtype)}'}"
-            raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
-        return True
-
-    def _reorder(self, options: PruneOptions) -> bool:
-        """Say whether channels are reordered.
-
-        Raises:
-            InputError: There is no calibration text, or the source is in 8 bits.
-        """
-        if not options.reorder:
-            return False
-        if options.calibration is None:
-            raise InputError(
-                "reordering needs calibration text",
-                got=f"--method {options.method}",
-                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --reorder",
-            )
-        if self.source_dtype is not None:
-            raise InputError("reordering", got="a source in 8 bits", needed="a float source")
-        return True
-
-    def _rotation(self, options: PruneOptions, run: Callable[[], object] | None) -> Rotation | None:
-        """Return how the stream is rotated, or None.
-
-        Raises:
-            InputError: There cannot be so few steps, no calibration text, another type or option, or the model cannot
-                be rotated.
-        """
-        if options.rotate == 0:
-            return None
-        if options.rotate < 0:
-            raise InputError("steps of learning a rotation", got=options.rotate, needed="0 or more")
-        if options.calibration is None:
-            raise InputError(
-                "rotating needs calibration text",
-                got=f"--method {options.method}",
-                remedy="use --method sparsegpt or wanda with --calibration FILE, or leave out --rotate",
-            )
-        if self.source_dtype is not None:
-            raise InputError("rotating", got="a source in 8 bits", needed="a float source")
-        if options.smooth:
-            raise InputError(
-                "--rotate and --smooth",
-                needed="one of them: a rotated stream has no gains into which outliers could be folded",
-            )
-        if self.experts.found:
-            raise InputError(
-                "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"
-            )
-        return find_rotation(self.meta, self.checkpoint, self.patterns, run)
 
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}

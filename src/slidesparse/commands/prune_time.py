@@ -93,16 +93,18 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
     seconds = 0.0
-    if job.matching is not None:
+    if job.steps.matching is not None:
         # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
-        runs = tokens + 3 * job.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
+        runs = tokens + 3 * job.steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
         seconds += runs * product * sum(rows * columns for rows, columns in shapes)
     # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    seconds += (job.smooth + job.reorder) * tokens * product * sum(rows * columns for rows, columns in shapes)
-    if job.rotation is not None:
+    seconds += (
+        (job.steps.smooth + job.steps.reorder) * tokens * product * sum(rows * columns for rows, columns in shapes)
+    )
+    if job.steps.rotation is not None:
         # The dense layers run twice in float32, to collect gram matrices and to go on.
         seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)
-        seconds += job.rotate * square * _products_of_a_step(job.rotation, job, sets, shapes)
+        seconds += job.steps.rotate * square * _products_of_a_step(job.steps.rotation, job, sets, shapes)
     for seen, rows, columns in work:
         seconds += seen * (2 * rows * columns * product + columns**2 * square)
         # SparseGPT factors the gram matrix, updates the columns on the right, and multiplies the rows by the gram

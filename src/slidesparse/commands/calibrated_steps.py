@@ -1,0 +1,189 @@
+"""What ``prune`` does with the calibration text besides pruning.
+
+It rotates, smooths and reorders the dense model, and matches pruned layers with dense ones. Each is an option, and what
+it cannot treat is refused before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slidesparse.commands.prune_experts import ExpertJob
+from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.errors import InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.reordering import reorder_checkpoint
+from slidesparse.files.rotating import Rotation, find_rotation, rotate_checkpoint
+from slidesparse.files.smoothing import smooth_checkpoint
+from slidesparse.models.experts import LEAVE_DENSE
+from slidesparse.models.match_layer import Matching
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import QUANTISED, dtype_name
+
+
+@dataclass(frozen=True)
+class CalibratedSteps:
+    """The steps that the options ask for.
+
+    Attributes:
+        rotation: How the stream is rotated; None: it is not.
+        rotate: Steps of learning a rotation.
+        smooth: Whether outliers are folded.
+        reorder: Whether channels inside MLPs are reordered.
+        matching: How layers are matched; None: they are not.
+        seed: Of the calibration text, and of all that is drawn.
+    """
+
+    rotation: Rotation | None = None
+    rotate: int = 0
+    smooth: bool = False
+    reorder: bool = False
+    matching: Matching | None = None
+    seed: int = 0
+
+    def prepare(
+        self,
+        checkpoint: Checkpoint,
+        patterns: Mapping[str, Pattern],
+        windows: torch.Tensor,
+        folder: Path,
+        device: torch.device,
+        progress: bool | None,
+    ) -> Checkpoint:
+        """Return the checkpoint to prune: rotated first, then smoothed, then reordered.
+
+        Args:
+            checkpoint: The source.
+            patterns: Linear -> pattern, of all that will be treated.
+            windows: Calibration text, int64 [samples, length].
+            folder: Keeps what was found, so that an interrupted run goes on with the same.
+            device: Where layers run.
+            progress: Show progress bars; None: on a terminal only.
+        """
+        if self.rotation is not None:
+            checkpoint = rotate_checkpoint(
+                checkpoint,
+                self.rotation,
+                patterns,
+                windows,
+                folder,
+                device,
+                self.rotate,
+                seed=self.seed,
+                progress=progress,
+            )
+        if self.smooth:
+            checkpoint = smooth_checkpoint(checkpoint, patterns, windows, folder, device, progress)
+        if self.reorder:
+            checkpoint = reorder_checkpoint(checkpoint, patterns, windows, folder, device, progress)
+        return checkpoint
+
+
+def steps_of(
+    options: PruneOptions,
+    checkpoint: Checkpoint,
+    meta: MetaModel,
+    experts: ExpertJob,
+    types: tuple[torch.dtype | None, torch.dtype],
+    patterns: Mapping[str, Pattern],
+    run: Callable[[], object] | None,
+) -> CalibratedSteps:
+    """Return the steps that the options ask for.
+
+    Args:
+        options: The options.
+        checkpoint: The source.
+        meta: Its meta model.
+        experts: Its experts.
+        types: The quantised type of the source (None: float), and the type of the output.
+        patterns: Linear -> pattern, of all that will be treated.
+        run: Runs the meta model once.
+
+    Raises:
+        InputError: A step has no calibration text, cannot be so long, or does not fit the source, its experts, the type
+            of the output or another step.
+    """
+    _require_text(options)
+    return CalibratedSteps(
+        rotation=_rotation(options, checkpoint, meta, experts, types[0], patterns, run),
+        rotate=options.rotate,
+        smooth=_smooth(options, types),
+        reorder=_reorder(options, types[0]),
+        matching=_matching(options, experts),
+        seed=0 if options.calibration is None else options.calibration.seed,
+    )
+
+
+def _require_text(options: PruneOptions) -> None:
+    for name, given, what in (
+        ("--match", options.match > 0, "matching"),
+        ("--smooth", options.smooth, "smoothing"),
+        ("--reorder", options.reorder, "reordering"),
+        ("--rotate", options.rotate > 0, "rotating"),
+    ):
+        if given and options.calibration is None:
+            raise InputError(
+                f"{what} needs calibration text",
+                got=f"--method {options.method}",
+                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {name}",
+            )
+
+
+def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
+    if options.match < 0:
+        raise InputError("steps of matching", got=options.match, needed="0 or more")
+    if options.match == 0 or options.calibration is None:
+        return None
+    if any(pattern != DENSE for pattern in experts.patterns.values()):
+        raise InputError(
+            "layers whose experts are pruned cannot be matched",
+            got=f"experts such as {experts.layers[0]}",
+            remedy=f"leave out --match, or leave experts dense with {LEAVE_DENSE}",
+        )
+    return Matching(options.match, options.calibration.seed)
+
+
+def _smooth(options: PruneOptions, types: tuple[torch.dtype | None, torch.dtype]) -> bool:
+    source, dtype = types
+    if options.smooth and (source is not None or dtype not in QUANTISED):
+        got = "a source in 8 bits" if source else f"--dtype {dtype_name(dtype)}"
+        raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
+    return options.smooth
+
+
+def _reorder(options: PruneOptions, source: torch.dtype | None) -> bool:
+    if options.reorder and source is not None:
+        raise InputError("reordering", got="a source in 8 bits", needed="a float source")
+    return options.reorder
+
+
+def _rotation(
+    options: PruneOptions,
+    checkpoint: Checkpoint,
+    meta: MetaModel,
+    experts: ExpertJob,
+    source: torch.dtype | None,
+    patterns: Mapping[str, Pattern],
+    run: Callable[[], object] | None,
+) -> Rotation | None:
+    if options.rotate < 0:
+        raise InputError("steps of learning a rotation", got=options.rotate, needed="0 or more")
+    if options.rotate == 0:
+        return None
+    if source is not None:
+        raise InputError("rotating", got="a source in 8 bits", needed="a float source")
+    if options.smooth:
+        raise InputError(
+            "--rotate and --smooth",
+            needed="one of them: a rotated stream has no gains into which outliers could be folded",
+        )
+    if experts.found:
+        raise InputError(
+            "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"
+        )
+    return find_rotation(meta, checkpoint, patterns, run)
