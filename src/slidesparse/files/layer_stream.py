@@ -7,7 +7,7 @@ finished layer; the layers before it only run once more, to give the next one it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,6 @@ from slidesparse.models.layerwise import (
     find_layer_list,
     prune_layers,
     record_inputs,
-    run_layer,
     stack_around,
 )
 from slidesparse.models.match_layer import Matching
@@ -242,72 +241,6 @@ def prune_layers_from_disk(
             losses += here
             advance(1, f"loss {max((loss.loss for loss in here), default=0.0):.2e}")
     return PrunedLayers([store.file(name) for name, _ in layer_list.items()], losses)
-
-
-class DenseLayers:
-    """The layers of a checkpoint, loaded one after the other, and what a text sends through them.
-
-    Args:
-        checkpoint: The source.
-        linears: Linears in the layers.
-        windows: The text, int64 [samples, length].
-        device: Where layers run.
-        compute: The float type in which they run; None: that of pruning.
-
-    Attributes:
-        meta: The meta model.
-        inputs: Batches of the text, as inputs of the model.
-        samples: What the current layer reads.
-
-    Raises:
-        InputError: The model or its activations cannot be used.
-        CheckpointError: The checkpoint is damaged.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        linears: Iterable[str],
-        windows: torch.Tensor,
-        device: torch.device,
-        compute: torch.dtype | None = None,
-    ) -> None:
-        on_cpu = torch.float32 if device.type == "cpu" else None
-        self.meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
-        self.model = self.meta.model
-        self.layer_list = find_layer_list(self.model, linears)
-        config: Any = self.model.config
-        compute = compute or compute_dtype(config.dtype, device)
-        self.store = CheckpointLayerStore(checkpoint, self.meta, checkpoint.path, device, compute)
-        prepare_stack(self.model, self.layer_list, self.store, device)
-        batches = windows.split(windows_of_a_batch(windows))
-        self.inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
-        self.samples = record_inputs(self.model, self.layer_list, self.inputs)
-        self._outputs: list[torch.Tensor] = []
-
-    def walk(self, label: str, progress: bool | None) -> Iterator[tuple[str, int]]:
-        """Load layer after layer, and yield its name and number; what takes one calls :meth:`outputs`."""
-        with progress_bar(label, len(self.layer_list.layers), unit="layers", show=progress) as advance:
-            for index, (name, layer) in enumerate(self.layer_list.items()):
-                self.store.load(name, layer)
-                yield name, index
-                for sample, hidden in zip(self.samples, self._outputs, strict=True):
-                    sample.hidden = hidden
-                self.store.release(name, layer)
-                advance(1)
-
-    def outputs(self, index: int) -> list[torch.Tensor]:
-        """Run a layer on all samples; the next layer reads what comes out, whatever happens to this one after."""
-        self._outputs = [run_layer(self.layer_list.layers[index], sample, index) for sample in self.samples]
-        return self._outputs
-
-    def output(self, index: int) -> torch.Tensor:
-        """Run a layer on the first sample, as it is now."""
-        return run_layer(self.layer_list.layers[index], self.samples[0], index)
-
-    def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """Return modules of the model by name."""
-        return {name: self.model.get_submodule(name) for name in names}
 
 
 def windows_of_a_batch(windows: torch.Tensor) -> int:

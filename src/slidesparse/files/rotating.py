@@ -14,7 +14,7 @@ from torch import nn
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.layer_stream import DenseLayers
+from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
