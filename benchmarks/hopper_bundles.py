@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import date
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,9 +34,8 @@ from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE
-from slidesparse.gemm.hopper.weights import SLABS, bundle_of
+from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SLABS
 from slidesparse.kernels.lift import quantize_lift
-from slidesparse.layout import one_group
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
 from slidesparse.quant import parse_dtype
@@ -48,7 +46,7 @@ from slidesparse.tuning.timing import CudaStopwatch, copies_needed, copies_of, t
 MODEL, MIXTURE = "Qwen2.5-7B", "Qwen3-30B-A3B"
 TOKENS = (16, 64, 128, 256, 1024, 4096, 16384)
 EXPERT_TOKENS = (64, 16384)
-FORMS = {"metadata": one_group, "counts": bundle_of}
+FORMS = {"metadata": METADATA, "counts": COUNTS}
 PROLOGUES: dict[str, Prologue] = {"qkv": "add_rms_norm", "o": "none", "gate_up": "add_rms_norm", "down": "silu_mul"}
 BLOCKS, MOST_BLOCK_TOKENS = 4, 256
 SECONDS = 0.06
@@ -61,14 +59,14 @@ class Form(Hopper):
     """The backend with one form of weights."""
 
     def __init__(self, form: str) -> None:
-        self.layout = replace(Hopper.layout, bundle=FORMS[form])
+        self.layout = FORMS[form]
 
 
 class ExpertForm(HopperExperts):
     """The same for experts."""
 
     def __init__(self, form: str) -> None:
-        self.layout = replace(HopperExperts.layout, bundle=FORMS[form])
+        self.layout = FORMS[form]
 
 
 @lru_cache(maxsize=2 * len(LAYERS))

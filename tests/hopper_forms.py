@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.weights import COUNTS
-from slidesparse.layout import BUNDLE, one_group
+from slidesparse.gemm.hopper.weights import COUNTS, METADATA
+from slidesparse.layout import BUNDLE
 from slidesparse.packed import PackedWeight
 
 
@@ -24,7 +24,7 @@ class Bundles(Hopper):
 class WithoutBundles(Hopper):
     """With metadata step by step."""
 
-    layout = replace(Hopper.layout, bundle=one_group)
+    layout = METADATA
 
 
 class Counts(Hopper):

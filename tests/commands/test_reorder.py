@@ -12,6 +12,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES
 from checkpoints import make_source
+from interrupted_reads import interrupt
 from small_models import TEXT, make
 
 from slidesparse.commands.prune import prune_checkpoint
@@ -132,15 +133,7 @@ def test_masks_take_less_away_and_a_killed_run_goes_on(tmp_path: Path, monkeypat
     down = [names for names in whole.losses if names.endswith("down_proj")]
     assert len(down) == 2
     assert all(whole.losses[names] < plain.losses[names] for names in down)
-    read, calls = ReorderedCheckpoint.tensor, list[str]()
-
-    def killed(self: Any, name: str, device: Any = "cpu") -> torch.Tensor:
-        calls.append(name)
-        if len(calls) == 30:
-            raise KeyboardInterrupt
-        return read(self, name, device)
-
-    monkeypatch.setattr(ReorderedCheckpoint, "tensor", killed)
+    interrupt(monkeypatch, ReorderedCheckpoint, at=30)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoint(source, tmp_path / "again", options(source))
     monkeypatch.setattr(reordering, "_find_orders", lambda *_: pytest.fail("the orders are found a second time"))

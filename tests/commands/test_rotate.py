@@ -11,6 +11,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
+from interrupted_reads import interrupt
 from small_models import make
 
 from slidesparse.base.ranks import Ranks
@@ -157,15 +158,7 @@ def options(source: Path, **changes: Any) -> PruneOptions:
 def test_a_killed_run_goes_on_with_the_same_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(tmp_path, "llama", torch.bfloat16)
     prune_checkpoint(source, tmp_path / "whole", options(source))
-    read, calls = RotatedCheckpoint.tensor, list[str]()
-
-    def killed(self: Any, name: str, device: Any = "cpu") -> torch.Tensor:
-        calls.append(name)
-        if len(calls) == 30:
-            raise KeyboardInterrupt
-        return read(self, name, device)
-
-    monkeypatch.setattr(RotatedCheckpoint, "tensor", killed)
+    interrupt(monkeypatch, RotatedCheckpoint, at=30)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoint(source, tmp_path / "again", options(source))
     monkeypatch.setattr(rotating, "learn", lambda *_, **__: pytest.fail("the rotation is learned a second time"))

@@ -10,6 +10,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES
 from checkpoints import make_source
+from interrupted_reads import interrupt
 from small_models import make
 
 from slidesparse.commands.prune import prune_checkpoint
@@ -97,16 +98,7 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
     prune_checkpoint(source, tmp_path / "whole", options(source))
     prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
     found = smoothing._find_factors
-    write = smoothing.SmoothedCheckpoint.tensor
-    calls: list[str] = []
-
-    def killed(self: Any, name: str, device: Any = "cpu") -> torch.Tensor:
-        calls.append(name)
-        if len(calls) == 40:
-            raise KeyboardInterrupt
-        return write(self, name, device)
-
-    monkeypatch.setattr(smoothing.SmoothedCheckpoint, "tensor", killed)
+    interrupt(monkeypatch, smoothing.SmoothedCheckpoint, at=40)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoint(source, tmp_path / "again", options(source))
     monkeypatch.setattr(smoothing, "_find_factors", lambda *_: pytest.fail(f"{found} a second time"))

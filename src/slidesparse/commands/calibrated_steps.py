@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -108,6 +109,7 @@ def steps_of(
         InputError: A step has no calibration text, cannot be so long, or does not fit the source, its experts, the type
             of the output or another step.
     """
+    _require_counts(options)
     _require_text(options)
     return CalibratedSteps(
         rotation=_rotation(options, checkpoint, meta, experts, types[0], patterns, run),
@@ -119,24 +121,54 @@ def steps_of(
     )
 
 
+class _Asked(NamedTuple):
+    """A step that is asked for, in words."""
+
+    option: str
+    doing: str
+    done: str
+
+
+def _asked(options: PruneOptions) -> list[_Asked]:
+    steps = {
+        _Asked("--match", "matching", "layers are matched"): options.match,
+        _Asked("--smooth", "smoothing", "layers are smoothed"): options.smooth,
+        _Asked("--reorder", "reordering", "channels are reordered"): options.reorder,
+        _Asked("--rotate", "rotating", "the stream is rotated"): options.rotate,
+    }
+    return [step for step, given in steps.items() if given]
+
+
+def require_one_process(options: PruneOptions, processes: int) -> None:
+    """Refuse steps that several processes cannot share.
+
+    Raises:
+        InputError: There are several, and such a step is asked for.
+    """
+    for step in _asked(options) if processes > 1 else ():
+        raise InputError(
+            f"{step.done} by one process",
+            got=f"{processes} processes",
+            remedy=f"run without torchrun, or leave out {step.option}",
+        )
+
+
+def _require_counts(options: PruneOptions) -> None:
+    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
+        if steps < 0:
+            raise InputError(what, got=steps, needed="0 or more")
+
+
 def _require_text(options: PruneOptions) -> None:
-    for name, given, what in (
-        ("--match", options.match > 0, "matching"),
-        ("--smooth", options.smooth, "smoothing"),
-        ("--reorder", options.reorder, "reordering"),
-        ("--rotate", options.rotate > 0, "rotating"),
-    ):
-        if given and options.calibration is None:
-            raise InputError(
-                f"{what} needs calibration text",
-                got=f"--method {options.method}",
-                remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {name}",
-            )
+    for step in _asked(options) if options.calibration is None else ():
+        raise InputError(
+            f"{step.doing} needs calibration text",
+            got=f"--method {options.method}",
+            remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {step.option}",
+        )
 
 
 def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
-    if options.match < 0:
-        raise InputError("steps of matching", got=options.match, needed="0 or more")
     if options.match == 0 or options.calibration is None:
         return None
     if any(pattern != DENSE for pattern in experts.patterns.values()):
@@ -171,8 +203,6 @@ def _rotation(
     patterns: Mapping[str, Pattern],
     run: Callable[[], object] | None,
 ) -> Rotation | None:
-    if options.rotate < 0:
-        raise InputError("steps of learning a rotation", got=options.rotate, needed="0 or more")
     if options.rotate == 0:
         return None
     if source is not None:

@@ -20,12 +20,12 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.commands.calibrated_steps import require_one_process
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
-from slidesparse.errors import InputError
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.generation_settings import generation_settings
@@ -199,19 +199,7 @@ def prune_checkpoint(
         InputError: An option or a path cannot be used.
         UnsupportedError: There is no such device here.
     """
-    by_one = {
-        "--match": (options.match, "layers are matched"),
-        "--smooth": (options.smooth, "layers are smoothed"),
-        "--reorder": (options.reorder, "channels are reordered"),
-        "--rotate": (options.rotate, "the stream is rotated"),
-    }
-    for option, (given, what) in by_one.items():
-        if given and ranks.world > 1:
-            raise InputError(
-                f"{what} by one process",
-                got=f"{ranks.world} processes",
-                remedy=f"run without torchrun, or leave out {option}",
-            )
+    require_one_process(options, ranks.world)
     prepared = prepare(source, destination, options, device, links)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes

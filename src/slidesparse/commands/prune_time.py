@@ -92,15 +92,13 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
     square = _seconds(lambda: wide.T @ wide, job.device) / (TOKENS * side * side)
     pattern = next((p for p in (*job.patterns.values(), *job.experts.patterns.values()) if p != DENSE), DENSE)
     method = _seconds(lambda: job.pruner.prune(Linears({"cut": weight}, pattern, gram)), job.device)
-    seconds = 0.0
+    seconds, run = 0.0, product * sum(rows * columns for rows, columns in shapes)  # of a token through the layers
     if job.steps.matching is not None:
         # The dense layer runs too; a step runs one batch, then goes back to inputs and weights, which takes twice that.
         runs = tokens + 3 * job.steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
-        seconds += runs * product * sum(rows * columns for rows, columns in shapes)
+        seconds += runs * run
     # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    seconds += (
-        (job.steps.smooth + job.steps.reorder) * tokens * product * sum(rows * columns for rows, columns in shapes)
-    )
+    seconds += (job.steps.smooth + job.steps.reorder) * tokens * run
     if job.steps.rotation is not None:
         # The dense layers run twice in float32, to collect gram matrices and to go on.
         seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)

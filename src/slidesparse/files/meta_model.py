@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,6 +66,18 @@ class MetaModel:
             elif not origin.endswith(".weight"):
                 reasons[name] = f"the checkpoint calls its weight {origin}, which has no place for scales"
         return reasons
+
+    def own_tensor(self, checkpoint: Checkpoint, parameter: str) -> str | None:
+        """Return the tensor of the checkpoint that holds a parameter as it is, and no other; None if there is none."""
+        origin = self.names.origins.get(parameter)
+        if not isinstance(origin, str) or origin not in checkpoint.files or self._uses[origin] != 1:
+            return None
+        return origin
+
+    @cached_property
+    def _uses(self) -> Counter[str]:
+        """How often each tensor is a value of the model's state as it is."""
+        return Counter(origin for origin in self.names.origins.values() if isinstance(origin, str))
 
     def prefix(self, module: str) -> str:
         """Return the name that the checkpoint has for a module.

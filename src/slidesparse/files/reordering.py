@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
+from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders, rows_in
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
@@ -71,16 +68,8 @@ def reorder_checkpoint(
         InputError: The model has no inner channels that could change places.
         CheckpointError: The checkpoint is damaged, or the orders that were kept.
     """
-    folder.mkdir(exist_ok=True)
-    kept = folder / KEPT
-    if not kept.exists():
-        found = _find_orders(checkpoint, patterns, windows, device, progress)
-        stored = {name: Stored("I32", tuple(order.shape)) for name, order in found.items()}
-        with TensorWriter(kept, stored, {}, with_digests=True) as writer:
-            for name, order in found.items():
-                writer.write(name, order)
-    reader = TensorReader(kept)
-    return ReorderedCheckpoint(checkpoint, {name: reader.verified(name).to(torch.int64) for name in reader.stored})
+    kept = kept_tensors(folder / KEPT, lambda: _find_orders(checkpoint, patterns, windows, device, progress))
+    return ReorderedCheckpoint(checkpoint, {name: order.to(torch.int64) for name, order in kept.items()})
 
 
 @torch.no_grad()
@@ -121,18 +110,15 @@ def _channels(checkpoint: Checkpoint, patterns: Mapping[str, Pattern]) -> list[I
     linears = {name: linear for name, linear in find_targets(meta.model).linears.items() if name in patterns}
     found = find_inner(linears, meta.model, run)
     uniform = [one for one in found if patterns[one.reader] != DENSE and patterns[one.reader].is_uniform]
-    return [one for one in uniform if _are_stored_plainly(meta, checkpoint, one)]
+    otherwise = meta.why_stored_otherwise()
 
+    def is_stored_plainly(name: str) -> bool:
+        leaves = [leaf for leaf, _ in meta.model.get_submodule(name).named_parameters()]
+        return name not in otherwise and all(
+            meta.own_tensor(checkpoint, f"{name}.{leaf}") == f"{meta.prefix(name)}.{leaf}" for leaf in leaves
+        )
 
-def _are_stored_plainly(meta: MetaModel, checkpoint: Checkpoint, one: Inner) -> bool:
-    """Say whether the tensors are in the checkpoint as the model has them, and nobody else's."""
-    names = [*one.writers, one.reader]
-    if set(names) & set(meta.why_stored_otherwise()):
-        return False
-    used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
-    parameters = [(name, leaf) for name in names for leaf, _ in meta.model.get_submodule(name).named_parameters()]
-    origins = {meta.names.origins.get(f"{name}.{leaf}"): f"{meta.prefix(name)}.{leaf}" for name, leaf in parameters}
-    return all(origin == stored in checkpoint.files and used[stored] == 1 for origin, stored in origins.items())
+    return [one for one in uniform if all(map(is_stored_plainly, (*one.writers, one.reader)))]
 
 
 def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -15,10 +15,8 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
+from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.layerwise import Sample, collect_grams, find_layer_list, record_inputs, run_around, run_layer
 from slidesparse.models.learn_rotation import Costed, learn, mean_damage, random_rotation, readers, writer
 from slidesparse.models.rotate import REMEDY, Stream, cannot_rotate, find_stream, fold_gains, is_rotated, rotate
@@ -100,15 +98,14 @@ def find_rotation(
         raise cannot_rotate(model, "a model that cannot be run to see what reads the stream", "a language model")
     stream = find_stream(model, find_layer_list(model, linears), run)
     gains = {linear: one.norm for one in (*stream.folds, stream.final) for linear in one.linears}
-    origins = meta.names.origins
     own = [f"{stream.embedding}.weight", *(f"{name}.weight" for name in (*gains, *gains.values()))]
     written = [f"{name}.{leaf}" for name in stream.writers for leaf in _parameters(model.get_submodule(name))]
-    used = Counter(origin for origin in origins.values() if isinstance(origin, str))
+    tensors: dict[str, str] = {}
     for name in (*own, *written):
-        origin = origins.get(name)
-        if not isinstance(origin, str) or origin not in checkpoint.files or used[origin] != 1:
+        tensor = meta.own_tensor(checkpoint, name)
+        if tensor is None:
             raise cannot_rotate(model, f"{name}, which the checkpoint has in another form", "tensors as the model's")
-    tensors = {name: str(origins[name]) for name in (*own, *written)}
+        tensors[name] = tensor
     return Rotation(
         stream,
         {tensors[own[0]]: None} | {tensors[f"{name}.weight"]: tensors[f"{gains[name]}.weight"] for name in gains},
@@ -150,9 +147,8 @@ def rotate_checkpoint(
         InputError: The model computes something else when it is rotated, or the rotation gains nothing.
         CheckpointError: The checkpoint is damaged, or the rotation that was kept.
     """
-    folder.mkdir(exist_ok=True)
-    kept = folder / KEPT
-    if not kept.exists():
+
+    def find() -> dict[str, torch.Tensor]:
         groups = Counter(pattern.group for pattern in patterns.values() if pattern != DENSE)
         if not groups:
             raise InputError("rotating", got="dense linears alone", needed="linears with a pattern", remedy=REMEDY)
@@ -160,10 +156,9 @@ def rotate_checkpoint(
         layers = DenseLayers(checkpoint, patterns, windows, device, torch.float32)
         start = random_rotation(layers.samples[0].hidden.shape[-1], seed).to(device)
         seen = _Walk(layers, rotation.stream, patterns, group, start, seed).sets(progress)
-        q = _learned(start, seen, group, steps, seed, progress)
-        with TensorWriter(kept, {ROTATION: Stored("F32", tuple(q.shape))}, {}, with_digests=True) as file:
-            file.write(ROTATION, q.cpu())
-    return RotatedCheckpoint(checkpoint, rotation, TensorReader(kept).verified(ROTATION))
+        return {ROTATION: _learned(start, seen, group, steps, seed, progress)}
+
+    return RotatedCheckpoint(checkpoint, rotation, kept_tensors(folder / KEPT, find)[ROTATION])
 
 
 def _learned(

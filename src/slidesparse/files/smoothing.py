@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
+from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel, build_meta_model
-from slidesparse.files.stored import Stored
-from slidesparse.files.tensor_reader import TensorReader
-from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 from slidesparse.models.sparsify import run_once
 
@@ -63,16 +60,8 @@ def smooth_checkpoint(
         InputError: No norm of the model can be smoothed.
         CheckpointError: The checkpoint is damaged, or the factors that were kept.
     """
-    folder.mkdir(exist_ok=True)
-    kept = folder / KEPT
-    if not kept.exists():
-        found = _find_factors(checkpoint, linears, windows, device, progress)
-        stored = {name: Stored("F32", tuple(scale.shape)) for name, scale in found.items()}
-        with TensorWriter(kept, stored, {}, with_digests=True) as writer:
-            for name, scale in found.items():
-                writer.write(name, scale)
-    reader = TensorReader(kept)
-    return SmoothedCheckpoint(checkpoint, {name: reader.verified(name) for name in reader.stored})
+    factors = kept_tensors(folder / KEPT, lambda: _find_factors(checkpoint, linears, windows, device, progress))
+    return SmoothedCheckpoint(checkpoint, factors)
 
 
 @torch.no_grad()
@@ -91,7 +80,8 @@ def _find_factors(
         for one, powers in _smoothed(layers, index, here).items():
             scale = torch.exp2(powers.to(torch.float32)).cpu()
             factors |= {f"{layers.meta.prefix(linear)}.weight": scale for linear in one.linears}
-            factors |= dict.fromkeys(_tensors_of_norm(layers.meta, one), scale.reciprocal())
+            of_norm = (str(layers.meta.names.origins[name]) for name in _parameters_of_norm(layers.meta, one))
+            factors |= dict.fromkeys(of_norm, scale.reciprocal())
     if not factors:
         raise InputError(
             f"no norm of {type(layers.model).__name__} can be smoothed",
@@ -106,21 +96,19 @@ def _folds(checkpoint: Checkpoint) -> list[Fold]:
     meta = build_meta_model(checkpoint)
     run = run_once(meta.model)
     found = [] if run is None else find_folds(meta.model, run)
-    return [one for one in found if _is_stored_plainly(meta, checkpoint, one)]
+    otherwise = meta.why_stored_otherwise()
+
+    def is_stored_plainly(one: Fold) -> bool:
+        parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
+        own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
+        return None not in own and not any(name in otherwise for name in one.linears)
+
+    return [one for one in found if is_stored_plainly(one)]
 
 
-def _is_stored_plainly(meta: MetaModel, checkpoint: Checkpoint, one: Fold) -> bool:
-    """Say whether a norm's and its readers' tensors are in the checkpoint as the model has them, and nobody else's."""
-    used = Counter(origin for origin in meta.names.origins.values() if isinstance(origin, str))
-    origins = [*_tensors_of_norm(meta, one), *(meta.names.origins.get(f"{name}.weight") for name in one.linears)]
-    plain = all(isinstance(found, str) and found in checkpoint.files and used[found] == 1 for found in origins)
-    return plain and not set(one.linears) & set(meta.why_stored_otherwise())
-
-
-def _tensors_of_norm(meta: MetaModel, one: Fold) -> list[Any]:
-    """Return where the norm's gain and bias come from: names of tensors, where they are stored as they are."""
-    parameters = meta.model.get_submodule(one.norm).named_parameters(recurse=False)
-    return [meta.names.origins.get(f"{one.norm}.{name}") for name, _ in parameters]
+def _parameters_of_norm(meta: MetaModel, one: Fold) -> list[str]:
+    """Return the names of a norm's gain and bias in the model."""
+    return [f"{one.norm}.{leaf}" for leaf, _ in meta.model.get_submodule(one.norm).named_parameters(recurse=False)]
 
 
 def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fold, torch.Tensor]:

@@ -7,6 +7,7 @@ kernel is that of a single weight; it finds the expert of a tile, and the number
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -65,8 +66,7 @@ class HopperExperts:
             with torch.cuda.device(device):
                 return self.multiply(x, operand, scale, at, out_dtype, tile)
         (rows, columns), (experts, out), dtype = x.values.shape, scale.shape, x.values.dtype
-        form = SparseForm.of(operand.shape[1:])
-        needed = (experts, *form.shape(out, dtype.itemsize))
+        form, field, needed = _form_of(operand.shape, experts, out, dtype.itemsize)
         fits = operand.shape == needed and columns * dtype.itemsize == form.slabs * SLAB_BYTES
         if not fits or rows != tile.tokens * len(at.experts) or out_dtype not in OUTPUTS:
             raise InputError(
@@ -93,6 +93,13 @@ class HopperExperts:
             used=at.used.data_ptr(),
             windows=form.windows,
         )
-        kernel = load_grouped(tile, dtype, out_dtype, device, form.field)
+        kernel = load_grouped(tile, dtype, out_dtype, device, field)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y
+
+
+@lru_cache(maxsize=1 << 10)
+def _form_of(operand: torch.Size, experts: int, out: int, itemsize: int) -> tuple[SparseForm, int, tuple[int, ...]]:
+    """Return the form of weights, the bits of its counts, and the shape that these sizes need in it."""
+    form = SparseForm.of(operand[1:])
+    return form, form.field, (experts, *form.shape(out, itemsize))
