@@ -22,7 +22,7 @@ from slidesparse.files import reordering
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.reordering import COLUMNS, ROWS, ReorderedCheckpoint, reorder_checkpoint
+from slidesparse.files.reordering import COLUMNS, ROWS, ReorderedCheckpoint, find_reordering, reorder_checkpoint
 from slidesparse.models.reorder import Inner, can_change_places, find_inner
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
@@ -33,12 +33,15 @@ CPU = torch.device("cpu")
 
 def reordered(source: Path, kept: Path, pattern: str = "4:6", **others: str) -> ReorderedCheckpoint:
     """Find orders for one pattern everywhere, but for linears whose names end otherwise."""
-    linears = find_targets(build_meta_model(Checkpoint(source)).model).linears
+    checkpoint = Checkpoint(source)
+    meta = build_meta_model(checkpoint)
+    linears = find_targets(meta.model).linears
     patterns = dict.fromkeys(linears, Pattern.parse(pattern))
     for end, other in others.items():
         patterns |= {name: Pattern.parse(other) for name in linears if name.endswith(end)}
     ids = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
-    return reorder_checkpoint(Checkpoint(source), patterns, ids, kept, CPU)
+    channels = find_reordering(meta, checkpoint, patterns, run_once(meta.model))
+    return reorder_checkpoint(checkpoint, channels, patterns, ids, kept, CPU)
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -105,8 +108,8 @@ def test_dense_and_partial_readers_stay(tmp_path: Path) -> None:
     source = make_source(tmp_path, "llama", torch.float32)
     for pattern in (str(DENSE), "4:6@50%"):
         with pytest.raises(InputError, match=r"no channels of LlamaForCausalLM can change places; needed MLPs"):
-            reordered(source, tmp_path / "kept", down_proj=pattern)
-    assert not list((tmp_path / "kept").iterdir())
+            prune_checkpoint(source, tmp_path / "made", options(source, layers={"re:.*down_proj": pattern}))
+    assert not list(tmp_path.glob("made*"))
 
 
 def test_a_gain_for_each_channel_keeps_them_in_place(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import make_source
+from checkpoints import add_tokenizer, make_source, write_text
 from interrupted_reads import interrupt
 from small_models import make
 
@@ -20,7 +20,7 @@ from slidesparse.files import smoothing
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.smoothing import smooth_checkpoint
+from slidesparse.files.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
 from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
@@ -40,8 +40,12 @@ def with_outliers(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.
     return source
 
 
-def linears_of(source: Path) -> list[str]:
-    return list(find_targets(build_meta_model(Checkpoint(source)).model).linears)
+def smoothed_by(source: Path, ids: torch.Tensor, kept: Path) -> SmoothedCheckpoint:
+    checkpoint = Checkpoint(source)
+    meta = build_meta_model(checkpoint)
+    linears = find_targets(meta.model).linears
+    folds = find_smoothing(meta, checkpoint, linears, run_once(meta.model))
+    return smooth_checkpoint(checkpoint, folds, linears, ids, kept, CPU)
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +59,7 @@ def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: P
     source = with_outliers(tmp_path, dtype=dtype)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
-    smoothed = smooth_checkpoint(Checkpoint(source), linears_of(source), ids, tmp_path / "kept", CPU)
+    smoothed = smoothed_by(source, ids, tmp_path / "kept")
     before = logits(model, ids)
     norms = [name for name in smoothed.factors if "norm" in name]
     assert len(norms) == 2 * model.config.num_hidden_layers
@@ -74,7 +78,7 @@ def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
     q = model.model.layers[0].self_attn.q_proj
     q.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, 1)))
     logits(model, ids)
-    smoothed = smooth_checkpoint(Checkpoint(source), linears_of(source), ids, tmp_path / "kept", CPU)
+    smoothed = smoothed_by(source, ids, tmp_path / "kept")
     scale = smoothed.factors["model.layers.0.self_attn.q_proj.weight"]
 
     def error(x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -97,11 +101,10 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
     source = with_outliers(tmp_path)
     prune_checkpoint(source, tmp_path / "whole", options(source))
     prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
-    found = smoothing._find_factors
     interrupt(monkeypatch, smoothing.SmoothedCheckpoint, at=40)
     with pytest.raises(KeyboardInterrupt):
         prune_checkpoint(source, tmp_path / "again", options(source))
-    monkeypatch.setattr(smoothing, "_find_factors", lambda *_: pytest.fail(f"{found} a second time"))
+    monkeypatch.setattr(smoothing, "_find_factors", lambda *_: pytest.fail("the factors are found a second time"))
     prune_checkpoint(source, tmp_path / "again", options(source))
     whole, again, rough = (Checkpoint(tmp_path / name) for name in ("whole", "again", "rough"))
     for name in whole.files:
@@ -139,10 +142,12 @@ def test_what_cannot_be_smoothed(tmp_path: Path) -> None:
 def test_norms_that_do_not_multiply_or_are_not_read_by_linears(name: str, tmp_path: Path) -> None:
     """Gemma's gain is one more than its weight, and OLMo 2 has its norms after its linears."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
-    ids, linears = torch.randint(3, 60, (4, 16)), linears_of(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    before = set(tmp_path.iterdir())
     with pytest.raises(InputError, match=r"no norm of \w+ can be smoothed; needed norms that only linears read"):
-        smooth_checkpoint(Checkpoint(tmp_path / "m"), linears, ids, tmp_path / "kept", CPU)
-    assert not list((tmp_path / "kept").iterdir())
+        prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m"))
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ it cannot treat is refused before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,13 @@ from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.files.reordering import reorder_checkpoint
+from slidesparse.files.reordering import find_reordering, reorder_checkpoint
 from slidesparse.files.rotating import Rotation, find_rotation, rotate_checkpoint
-from slidesparse.files.smoothing import smooth_checkpoint
+from slidesparse.files.smoothing import find_smoothing, smooth_checkpoint
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.models.match_layer import Matching
+from slidesparse.models.reorder import Inner
+from slidesparse.models.smooth import Fold
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANTISED, dtype_name
 
@@ -34,16 +36,16 @@ class CalibratedSteps:
     Attributes:
         rotation: How the stream is rotated; None: it is not.
         rotate: Steps of learning a rotation.
-        smooth: Whether outliers are folded.
-        reorder: Whether channels inside MLPs are reordered.
+        smooth: Norms into whose linears outliers may be folded; None: they are not.
+        reorder: Channels inside MLPs that may be reordered; None: they are not.
         matching: How layers are matched; None: they are not.
         seed: Of the calibration text, and of all that is drawn.
     """
 
     rotation: Rotation | None = None
     rotate: int = 0
-    smooth: bool = False
-    reorder: bool = False
+    smooth: Sequence[Fold] | None = None
+    reorder: Sequence[Inner] | None = None
     matching: Matching | None = None
     seed: int = 0
 
@@ -78,10 +80,10 @@ class CalibratedSteps:
                 seed=self.seed,
                 progress=progress,
             )
-        if self.smooth:
-            checkpoint = smooth_checkpoint(checkpoint, patterns, windows, folder, device, progress)
-        if self.reorder:
-            checkpoint = reorder_checkpoint(checkpoint, patterns, windows, folder, device, progress)
+        if self.smooth is not None:
+            checkpoint = smooth_checkpoint(checkpoint, self.smooth, patterns, windows, folder, device, progress)
+        if self.reorder is not None:
+            checkpoint = reorder_checkpoint(checkpoint, self.reorder, patterns, windows, folder, device, progress)
         return checkpoint
 
 
@@ -114,8 +116,8 @@ def steps_of(
     return CalibratedSteps(
         rotation=_rotation(options, checkpoint, meta, experts, types[0], patterns, run),
         rotate=options.rotate,
-        smooth=_smooth(options, types),
-        reorder=_reorder(options, types[0]),
+        smooth=_smooth(options, checkpoint, meta, types, patterns, run),
+        reorder=_reorder(options, checkpoint, meta, types[0], patterns, run),
         matching=_matching(options, experts),
         seed=0 if options.calibration is None else options.calibration.seed,
     )
@@ -180,18 +182,36 @@ def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
     return Matching(options.match, options.calibration.seed)
 
 
-def _smooth(options: PruneOptions, types: tuple[torch.dtype | None, torch.dtype]) -> bool:
+def _smooth(
+    options: PruneOptions,
+    checkpoint: Checkpoint,
+    meta: MetaModel,
+    types: tuple[torch.dtype | None, torch.dtype],
+    patterns: Mapping[str, Pattern],
+    run: Callable[[], object] | None,
+) -> Sequence[Fold] | None:
+    if not options.smooth:
+        return None
     source, dtype = types
-    if options.smooth and (source is not None or dtype not in QUANTISED):
+    if source is not None or dtype not in QUANTISED:
         got = "a source in 8 bits" if source else f"--dtype {dtype_name(dtype)}"
         raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
-    return options.smooth
+    return find_smoothing(meta, checkpoint, patterns, run)
 
 
-def _reorder(options: PruneOptions, source: torch.dtype | None) -> bool:
-    if options.reorder and source is not None:
+def _reorder(
+    options: PruneOptions,
+    checkpoint: Checkpoint,
+    meta: MetaModel,
+    source: torch.dtype | None,
+    patterns: Mapping[str, Pattern],
+    run: Callable[[], object] | None,
+) -> Sequence[Inner] | None:
+    if not options.reorder:
+        return None
+    if source is not None:
         raise InputError("reordering", got="a source in 8 bits", needed="a float source")
-    return options.reorder
+    return find_reordering(meta, checkpoint, patterns, run)
 
 
 def _rotation(

@@ -279,7 +279,7 @@ def _write_the_rest(
         dtype=dtype_name(job.dtype),
         quantised=job.dtype in QUANTISED,
         method=_method_words(options, job.windows),
-        reordered=job.steps.reorder,
+        reordered=job.steps.reorder is not None,
         rotated=job.steps.rotation is not None,
         experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,

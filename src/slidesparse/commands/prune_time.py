@@ -98,7 +98,7 @@ def _calibration_seconds(job: PruneJob, sets: list[list[str]]) -> float:
         runs = tokens + 3 * job.steps.matching.steps * windows_of_a_batch(job.windows) * job.windows.shape[1]
         seconds += runs * run
     # To smooth and to reorder, the dense layers run once more each. The search for an order is not counted.
-    seconds += (job.steps.smooth + job.steps.reorder) * tokens * run
+    seconds += sum(step is not None for step in (job.steps.smooth, job.steps.reorder)) * tokens * run
     if job.steps.rotation is not None:
         # The dense layers run twice in float32, to collect gram matrices and to go on.
         seconds += tokens * square * sum(2 * rows * columns + columns**2 for rows, columns in shapes)

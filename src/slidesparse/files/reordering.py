@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
-from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders, rows_in
-from slidesparse.models.sparsify import run_once
-from slidesparse.models.targets import find_targets
 from slidesparse.pattern import DENSE, Pattern
 
 KEPT = "reordering.safetensors"
@@ -46,18 +44,59 @@ class ReorderedCheckpoint(Checkpoint):
         return value
 
 
+def find_reordering(
+    meta: MetaModel, checkpoint: Checkpoint, patterns: Mapping[str, Pattern], run: Callable[[], object] | None
+) -> list[Inner]:
+    """Return what may be inner channels, as far as a run on the meta device tells, where whole groups read them.
+
+    Args:
+        meta: The meta model.
+        checkpoint: The source, in a float type.
+        patterns: Linear -> pattern, of all that will be treated.
+        run: Runs the model once; None: it cannot be run.
+
+    Raises:
+        InputError: There are none.
+    """
+    linears: dict[str, Any] = {name: module for name, module in meta.model.named_modules() if name in patterns}
+    found = [] if run is None else find_inner(linears, meta.model, run)
+    uniform = [one for one in found if patterns[one.reader] != DENSE and patterns[one.reader].is_uniform]
+    otherwise = meta.why_stored_otherwise()
+
+    def is_stored_plainly(name: str) -> bool:
+        leaves = [leaf for leaf, _ in meta.model.get_submodule(name).named_parameters()]
+        return name not in otherwise and all(
+            meta.own_tensor(checkpoint, f"{name}.{leaf}") == f"{meta.prefix(name)}.{leaf}" for leaf in leaves
+        )
+
+    channels = [one for one in uniform if all(map(is_stored_plainly, (*one.writers, one.reader)))]
+    if not channels:
+        raise _cannot_reorder(meta.model)
+    return channels
+
+
+def _cannot_reorder(model: nn.Module) -> InputError:
+    return InputError(
+        f"no channels of {type(model).__name__} can change places",
+        needed="MLPs whose last linear gets a pattern, with functions of single channels before it",
+        remedy="leave out --reorder",
+    )
+
+
 def reorder_checkpoint(
     checkpoint: Checkpoint,
+    channels: Sequence[Inner],
     patterns: Mapping[str, Pattern],
     windows: torch.Tensor,
     folder: Path,
     device: torch.device,
     progress: bool | None = None,
 ) -> ReorderedCheckpoint:
-    """Find the orders of all inner channels, by what a text sends through them.
+    """Find the orders of inner channels, by what a text sends through them.
 
     Args:
         checkpoint: The source, in a float type.
+        channels: From :func:`find_reordering`.
         patterns: Linear -> pattern, of all that will be treated.
         windows: Calibration text, int64 [samples, length].
         folder: Keeps the orders; those of an interrupted run are used again, since pruned layers depend on them.
@@ -65,24 +104,22 @@ def reorder_checkpoint(
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
-        InputError: The model has no inner channels that could change places.
+        InputError: None of the channels can change places.
         CheckpointError: The checkpoint is damaged, or the orders that were kept.
     """
-    kept = kept_tensors(folder / KEPT, lambda: _find_orders(checkpoint, patterns, windows, device, progress))
+
+    def find() -> dict[str, torch.Tensor]:
+        groups = {one.reader: patterns[one.reader].group for one in channels}
+        return _find_orders(DenseLayers(checkpoint, patterns, windows, device), channels, groups, progress)
+
+    kept = kept_tensors(folder / KEPT, find)
     return ReorderedCheckpoint(checkpoint, {name: order.to(torch.int64) for name, order in kept.items()})
 
 
 @torch.no_grad()
 def _find_orders(
-    checkpoint: Checkpoint,
-    patterns: Mapping[str, Pattern],
-    windows: torch.Tensor,
-    device: torch.device,
-    progress: bool | None,
+    layers: DenseLayers, channels: Sequence[Inner], groups: dict[str, int], progress: bool | None
 ) -> dict[str, torch.Tensor]:
-    channels = _channels(checkpoint, patterns)
-    groups = {one.reader: patterns[one.reader].group for one in channels}
-    layers = DenseLayers(checkpoint, patterns, windows, device)
     found: dict[str, torch.Tensor] = {}
     for name, index in layers.walk("reorder", progress):
         here = [one for one in channels if one.reader.startswith(f"{name}.")]
@@ -93,32 +130,8 @@ def _find_orders(
         for one, order in orders(modules, same, groups, squares, index):
             found |= _by_tensor(layers.meta, modules, one, order.to(torch.int32).cpu())
     if not found:
-        raise InputError(
-            f"no channels of {type(layers.model).__name__} can change places",
-            needed="MLPs whose last linear gets a pattern, with functions of single channels before it",
-            remedy="leave out --reorder",
-        )
+        raise _cannot_reorder(layers.model)
     return found
-
-
-def _channels(checkpoint: Checkpoint, patterns: Mapping[str, Pattern]) -> list[Inner]:
-    """Return what may be inner channels, with a pattern of whole groups for the linear that reads them."""
-    meta = build_meta_model(checkpoint)
-    run = run_once(meta.model)
-    if run is None:
-        return []
-    linears = {name: linear for name, linear in find_targets(meta.model).linears.items() if name in patterns}
-    found = find_inner(linears, meta.model, run)
-    uniform = [one for one in found if patterns[one.reader] != DENSE and patterns[one.reader].is_uniform]
-    otherwise = meta.why_stored_otherwise()
-
-    def is_stored_plainly(name: str) -> bool:
-        leaves = [leaf for leaf, _ in meta.model.get_submodule(name).named_parameters()]
-        return name not in otherwise and all(
-            meta.own_tensor(checkpoint, f"{name}.{leaf}") == f"{meta.prefix(name)}.{leaf}" for leaf in leaves
-        )
-
-    return [one for one in uniform if all(map(is_stored_plainly, (*one.writers, one.reader)))]
 
 
 def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:

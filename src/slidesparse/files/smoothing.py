@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
-from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
-from slidesparse.models.sparsify import run_once
 
 KEPT = "smoothing.safetensors"
 
@@ -38,42 +38,75 @@ class SmoothedCheckpoint(Checkpoint):
         return value * self.factors[name].to(value) if name in self.factors else value
 
 
+def find_smoothing(
+    meta: MetaModel, checkpoint: Checkpoint, linears: Iterable[str], run: Callable[[], object] | None
+) -> list[Fold]:
+    """Return the layers' norms that may be smoothed, as far as a run on the meta device and tensors' names tell.
+
+    Args:
+        meta: The meta model.
+        checkpoint: The source, in a float type.
+        linears: Those that will be treated: their layers are smoothed.
+        run: Runs the model once; None: it cannot be run.
+
+    Raises:
+        InputError: There are none, or the linears are not in layers.
+    """
+    found = [] if run is None else find_folds(meta.model, run)
+    start, otherwise = f"{find_layer_list(meta.model, linears).name}.", meta.why_stored_otherwise()
+
+    def is_stored_plainly(one: Fold) -> bool:
+        parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
+        own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
+        return None not in own and not any(name in otherwise for name in one.linears)
+
+    folds = [one for one in found if one.norm.startswith(start) and is_stored_plainly(one)]
+    if not folds:
+        raise _cannot_smooth(meta.model)
+    return folds
+
+
+def _cannot_smooth(model: nn.Module) -> InputError:
+    return InputError(
+        f"no norm of {type(model).__name__} can be smoothed",
+        needed="norms that only linears read, with a gain that multiplies",
+        remedy="leave out --smooth",
+    )
+
+
 def smooth_checkpoint(
     checkpoint: Checkpoint,
+    folds: Sequence[Fold],
     linears: Iterable[str],
     windows: torch.Tensor,
     folder: Path,
     device: torch.device,
     progress: bool | None = None,
 ) -> SmoothedCheckpoint:
-    """Find the factors of all norms in the layers, by what their channels are on a text.
+    """Find the factors of norms, by what their channels are on a text.
 
     Args:
         checkpoint: The source, in a float type.
-        linears: Those that will be treated: their layers are smoothed.
+        folds: From :func:`find_smoothing`.
+        linears: Those that will be treated.
         windows: Calibration text, int64 [samples, length].
         folder: Keeps the factors; those of an interrupted run are used again, since pruned layers depend on them.
         device: Where layers run, one at a time.
         progress: Show a progress bar; None: on a terminal only.
 
     Raises:
-        InputError: No norm of the model can be smoothed.
+        InputError: No norm stays the same when it is smoothed.
         CheckpointError: The checkpoint is damaged, or the factors that were kept.
     """
-    factors = kept_tensors(folder / KEPT, lambda: _find_factors(checkpoint, linears, windows, device, progress))
-    return SmoothedCheckpoint(checkpoint, factors)
+
+    def find() -> dict[str, torch.Tensor]:
+        return _find_factors(DenseLayers(checkpoint, linears, windows, device), folds, progress)
+
+    return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
 
 
 @torch.no_grad()
-def _find_factors(
-    checkpoint: Checkpoint,
-    linears: Iterable[str],
-    windows: torch.Tensor,
-    device: torch.device,
-    progress: bool | None,
-) -> dict[str, torch.Tensor]:
-    folds = _folds(checkpoint)
-    layers = DenseLayers(checkpoint, linears, windows, device)
+def _find_factors(layers: DenseLayers, folds: Sequence[Fold], progress: bool | None) -> dict[str, torch.Tensor]:
     factors: dict[str, torch.Tensor] = {}
     for name, index in layers.walk("smooth", progress):
         here = [one for one in folds if one.norm.startswith(f"{name}.")]
@@ -83,27 +116,8 @@ def _find_factors(
             of_norm = (str(layers.meta.names.origins[name]) for name in _parameters_of_norm(layers.meta, one))
             factors |= dict.fromkeys(of_norm, scale.reciprocal())
     if not factors:
-        raise InputError(
-            f"no norm of {type(layers.model).__name__} can be smoothed",
-            needed="norms that only linears read, with a gain that multiplies",
-            remedy="leave out --smooth",
-        )
+        raise _cannot_smooth(layers.model)
     return factors
-
-
-def _folds(checkpoint: Checkpoint) -> list[Fold]:
-    """Return the norms that can be folded, as far as a run on the meta device and the names of tensors tell."""
-    meta = build_meta_model(checkpoint)
-    run = run_once(meta.model)
-    found = [] if run is None else find_folds(meta.model, run)
-    otherwise = meta.why_stored_otherwise()
-
-    def is_stored_plainly(one: Fold) -> bool:
-        parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
-        own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
-        return None not in own and not any(name in otherwise for name in one.linears)
-
-    return [one for one in found if is_stored_plainly(one)]
 
 
 def _parameters_of_norm(meta: MetaModel, one: Fold) -> list[str]:
