@@ -15,6 +15,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.hooks import hooked
 from slidesparse.models.reorder import Inner, can_change_places, find_inner, orders, rows_in
 from slidesparse.pattern import DENSE, Pattern
 
@@ -145,12 +146,8 @@ def _squares(layers: DenseLayers, index: int, readers: Mapping[str, nn.Module]) 
 
         return hook
 
-    handles = [reader.register_forward_pre_hook(see(name)) for name, reader in readers.items()]
-    try:
+    with hooked(reader.register_forward_pre_hook(see(name)) for name, reader in readers.items()):
         layers.outputs(index)
-    finally:
-        for handle in handles:
-            handle.remove()
     return sums
 
 

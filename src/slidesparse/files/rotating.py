@@ -17,6 +17,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import Sample, collect_grams, find_layer_list, record_inputs, run_around, run_layer
 from slidesparse.models.learn_rotation import Costed, learn, mean_damage, random_rotation, readers, writer
 from slidesparse.models.rotate import REMEDY, Stream, cannot_rotate, find_stream, fold_gains, is_rotated, rotate
@@ -247,13 +248,13 @@ class _Walk:
         before, gain = run_around(layers.model, layers.layer_list, inputs), norm.weight.clone()
         if before.shape[-1] != len(self.q):
             raise cannot_rotate(layers.model, "layers inside no model of their own", "a stack of layers with a norm")
-        handle = modules[self.stream.embedding].register_forward_hook(lambda _, args, out: out @ self.q)
+        embedding = modules[self.stream.embedding]
         try:
             norm.weight.fill_(1.0)
-            after = run_around(layers.model, layers.layer_list, inputs)
-            rotated = record_inputs(layers.model, layers.layer_list, [inputs])[0]
+            with hooked([embedding.register_forward_hook(lambda _, args, out: out @ self.q)]):
+                after = run_around(layers.model, layers.layer_list, inputs)
+                rotated = record_inputs(layers.model, layers.layer_list, [inputs])[0]
         finally:
-            handle.remove()
             norm.weight.copy_(gain)
         self._require(final.norm, (after @ self.q.T) * gain, before, before)
         self._require(self.stream.embedding, rotated.hidden, layers.samples[0].hidden @ self.q, rotated.hidden)

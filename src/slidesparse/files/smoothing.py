@@ -14,6 +14,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import find_layer_list
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 
@@ -137,12 +138,8 @@ def _smoothed(layers: DenseLayers, index: int, folds: Sequence[Fold]) -> dict[Fo
 
         return hook
 
-    handles = [modules[one.norm].register_forward_hook(see(one.norm)) for one in folds]
-    try:
+    with hooked(modules[one.norm].register_forward_hook(see(one.norm)) for one in folds):
         before = layers.outputs(index)[0]
-    finally:
-        for handle in handles:
-            handle.remove()
     found: dict[Fold, torch.Tensor] = {}
     for one in folds:
         weights: list[Any] = [modules[name].weight for name in one.linears]

@@ -21,6 +21,7 @@ from torch import nn
 from slidesparse.errors import InputError, first_line
 from slidesparse.models.expert_grams import Inputs, add_layer_sums, empty_grams, in_parts, take_inputs, tokens_of
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, only_experts
+from slidesparse.models.hooks import hooked
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.models.parts import is_language_model
 from slidesparse.pattern import DENSE, Pattern
@@ -377,14 +378,10 @@ def collect_grams(
         grams[tokens_of(name)] += len(x)
 
     plain = {name: linear for name, linear in linears.items() if isinstance(linear, nn.Module)}
-    handles = [linear.register_forward_pre_hook(collect(name)) for name, linear in plain.items()]
-    try:
-        with WatchExperts(experts, see) if experts else nullcontext():
-            for sample in samples:
-                run_layer(layer, sample, index)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = (linear.register_forward_pre_hook(collect(name)) for name, linear in plain.items())
+    with hooked(hooks), WatchExperts(experts, see) if experts else nullcontext():
+        for sample in samples:
+            run_layer(layer, sample, index)
     silent = [name for name in plain if name not in grams]
     if silent:
         raise InputError(f"{silent[0]} is never called, so it cannot be calibrated", remedy="put it on the ignore list")

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from slidesparse.models.channel_order import better_order
+from slidesparse.models.hooks import hooked
 from slidesparse.models.targets import input_sets
 
 LARGEST_CHANGE = 0.02
@@ -100,12 +101,8 @@ def rows_in(order: torch.Tensor, rows: int) -> torch.Tensor:
 def _outputs(linears: Sequence[nn.Linear], run: Callable[[], object]) -> list[torch.Tensor]:
     """Run, and return what linears give, float32, in the order of their calls."""
     found: list[torch.Tensor] = []
-    handles = [one.register_forward_hook(lambda _, args, out: found.append(out.to(torch.float32))) for one in linears]
-    try:
+    with hooked(one.register_forward_hook(lambda _, args, out: found.append(out.to(torch.float32))) for one in linears):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

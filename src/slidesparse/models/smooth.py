@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.models.hooks import hooked
+
 MOST = 6
 """Largest exponent of a factor: 64 either way, so that FP16 stays far from its limits."""
 
@@ -67,15 +69,11 @@ def find_folds(model: nn.Module, run: Callable[[], object]) -> list[Fold]:
 
         return hook
 
-    handles = [leaf.register_forward_pre_hook(reads(name), with_kwargs=True) for name, leaf in leaves.items()]
     norms = {name for name, leaf in leaves.items() if is_norm(leaf)}
-    handles += [leaves[name].register_forward_hook(writes(name)) for name in norms]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    before = (leaf.register_forward_pre_hook(reads(name), with_kwargs=True) for name, leaf in leaves.items())
+    after = (leaves[name].register_forward_hook(writes(name)) for name in norms)
+    with hooked(before), hooked(after), torch.no_grad():
+        run()
     folds = {norm: Fold(norm, tuple(dict.fromkeys(readers.get(storage, ())))) for storage, norm in written.items()}
     return [folds[name] for name in leaves if name in folds and _reach_all(leaves, folds[name])]
 

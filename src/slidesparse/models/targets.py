@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError
+from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import Part, outside_part
 
 MIN_FEATURES = 32
@@ -218,13 +219,8 @@ def input_sets(model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[]
 
         return hook
 
-    handles = [module.register_forward_pre_hook(remember(name)) for name, module in linears.items()]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(module.register_forward_pre_hook(remember(name)) for name, module in linears.items()), torch.no_grad():
+        run()
     sets: dict[object, list[str]] = {}
     for name in linears:
         sets.setdefault(seen.get(name, name), []).append(name)
