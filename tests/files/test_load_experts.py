@@ -150,6 +150,9 @@ def test_a_number_past_the_last_expert_stands_for_none(tmp_path: Path) -> None:
     assert not first(x, some, weights)[2].any()
 
 
+TWO_EXPERTS = Experts("mlp.experts", 2, {"gate_up_proj": (2, 8, 4), "down_proj": (2, 4, 4)})
+
+
 def described(**changed: Any) -> Any:
     plain = {name: needed for name, (needed, _) in DESCRIBED.items()}
     gate = SimpleNamespace(__module__="transformers.integrations.moe")
@@ -166,7 +169,6 @@ def described(**changed: Any) -> Any:
         ({"is_transposed": True}, "their weights are transposed"),
         ({"is_concatenated": False}, "gate and up take turns, row by row"),
         ({"has_post_expert_norm": True}, "a norm follows each expert"),
-        ({"has_post_expert_norm": None}, "transformers does not describe SimpleNamespace"),
         (
             {"_apply_gate": SimpleNamespace(__module__="transformers.models.x")},
             "the gate of SimpleNamespace is its own",
@@ -175,7 +177,20 @@ def described(**changed: Any) -> Any:
     ],
 )
 def test_why_a_module_keeps_its_experts(changed: dict[str, Any], why: str | None) -> None:
-    weights = {"gate_up_proj": (2, 8, 4), "down_proj": (2, 4, 4)}
-    assert why_not_packed(described(**changed), Experts("mlp.experts", 2, weights)) == why
+    assert why_not_packed(described(**changed), TWO_EXPERTS) == why
     listed = Experts("mlp.experts", 2, {"up.weight": (4, 4)}, members=("0", "1"))
     assert "in another way than in gate_up_proj and down_proj" in str(why_not_packed(described(), listed))
+
+
+@pytest.mark.parametrize("unsaid", ["has_gate", "is_concatenated", "has_post_expert_norm"])
+def test_an_older_transformers_says_less(unsaid: str) -> None:
+    module = described()
+    delattr(module, unsaid)
+    assert why_not_packed(module, TWO_EXPERTS) is None
+
+
+def test_what_transformers_must_say() -> None:
+    module = described()
+    del module.is_transposed
+    why = why_not_packed(module, TWO_EXPERTS)
+    assert why == "transformers does not describe SimpleNamespace"

@@ -23,6 +23,9 @@ DESCRIBED = {
 }
 """What transformers says of a module of experts -> what it must be, and why experts stay dense where it is not."""
 
+UNSAID = {"has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
+"""What its versions before 5.3, 5.10 and 5.20 do not say, and what then holds of a module that has the usual gate."""
+
 PARAMETERS = ("gate_up_proj", "down_proj")
 """What transformers calls the parameters of fused experts."""
 
@@ -58,7 +61,7 @@ def why_not_packed(module: nn.Module, experts: Experts) -> str | None:
     if experts.members or set(experts.weights) != set(PARAMETERS):
         return f"{type(module).__name__} holds them in another way than in gate_up_proj and down_proj"
     for name, (needed, why) in DESCRIBED.items():
-        found = getattr(module, name, None)
+        found = getattr(module, name, UNSAID.get(name))
         if found is None:
             return f"transformers does not describe {type(module).__name__}"
         if found is not needed:
