@@ -33,7 +33,7 @@ class Counts(Hopper):
     layout = COUNTS
 
 
-class CountsOfExperts(HopperExperts):
-    """With counts wherever they are better."""
+class ExpertsWithoutBundles(HopperExperts):
+    """With metadata step by step."""
 
-    layout = COUNTS
+    layout = METADATA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_weights import packed_experts
-from hopper_forms import Bundles, CountsOfExperts, WithoutBundles
+from hopper_forms import Bundles, ExpertsWithoutBundles, WithoutBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
@@ -97,7 +97,7 @@ def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     assert all(torch.equal(run_product(lifted, packed, tile, seed=seed), first) for seed in range(1, 4))
 
 
-@pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+@pytest.mark.parametrize(("hopper", "bits"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
 def test_experts_are_multiplied_where_tokens_chose_them(
     hopper: HopperExperts, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

