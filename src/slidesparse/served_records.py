@@ -116,7 +116,7 @@ class ServeRecord:
         error: What the first request that failed was told.
         http: Whether it was asked over HTTP, of a ``vllm serve`` by vLLM's client, or in process.
         soak: The verdict on a load that lasts; None of the others.
-        why_not: Why there are no times; None where there are.
+        why_not: Why there are no times; None where there are. See :attr:`died`.
     """
 
     key: EngineKey
@@ -142,6 +142,11 @@ class ServeRecord:
     why_not: str | None = None
     benchmark: str = SERVE
     format: int = FORMAT
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine ended here; else, without times, it served all but nobody can say how fast."""
+        return self.why_not is not None and (self.workload is None or not self.wall_s)
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,23 @@ def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
     assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
 
 
+def test_what_was_served_without_a_figure_ends_no_engine(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Pretender.measure
+
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        found = served(self, workload, rate)
+        return replace(found, seconds=(), why_not="too many") if workload.name == "mixed" else found
+
+    monkeypatch.setattr(Pretender, "measure", measure)
+    path = tmp_path / "r.jsonl"
+    summary = run(PROFILE, path, tmp_path)
+    assert (summary.added, summary.failed, summary.waiting) == (15, {}, ())
+    assert "2:4: mixed: served, but not measured: too many" in capsys.readouterr().err
+    assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
+
+
 def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Path) -> None:
     profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
     run(profile, tmp_path / "r.jsonl", tmp_path)

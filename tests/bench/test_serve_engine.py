@@ -14,7 +14,7 @@ import pytest
 from slidesparse.bench import serve_engine
 from slidesparse.bench.serve_engine import ServedEngine, ServeDriver
 from slidesparse.bench.serve_load import decode
-from slidesparse.bench.serve_measured import Measured, StepLog, decode_step
+from slidesparse.bench.serve_measured import Measured, StepLog, Unmeasured, decode_step
 from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.errors import UnsupportedError
 from slidesparse.served_records import ARRIVALS, AT_ONCE, Workload
@@ -107,6 +107,15 @@ def test_requests_that_get_too_few_tokens_are_lost(pretend: None, tmp_path: Path
     assert driver.measure(SHORT, None).lost == 12
 
 
+def test_a_figure_that_nobody_could_take_ends_no_engine(pretend: None, tmp_path: Path) -> None:
+    driver = ServeDriver(ServeOptions(tmp_path, False))
+    found = driver.measure(decode(5, 80), None)  # this engine has steps of four tokens
+    assert found.why_not == "no step in which 5 sequences decode: [4] tokens"
+    assert (found.seconds, found.prompt_tokens, found.output_tokens) == ((), 5 * 16, 5 * 64)
+    assert found.wall_s > 0
+    assert driver.measure(decode(4, 80), None).why_not is None
+
+
 def test_arrivals_wait_for_their_time(pretend: None, tmp_path: Path) -> None:
     driver = ServeDriver(ServeOptions(tmp_path, False))
     found = driver.measure(Workload("poisson", ARRIVALS, 20, (3, 9), (1, 1)), 100.0)
@@ -130,7 +139,7 @@ def test_a_decode_counts_the_steps_in_which_all_sequences_run(pretend: None, tmp
 def test_no_step_of_a_decode_is_an_error() -> None:
     log = StepLog([64, 4, 63, 64, 64], [9.0, 9.0, 1.0, 2.0, 3.0])
     assert decode_step(log, 64) == 2.5  # not the steps that took prompts in
-    with pytest.raises(ValueError, match="16 sequences"):
+    with pytest.raises(Unmeasured, match="16 sequences"):
         decode_step(log, 16)
 
 

@@ -22,7 +22,7 @@ from slidesparse.bench import serve_engine, serve_http, serve_server
 from slidesparse.bench.serve_engine import ServedEngine, ServeDriver
 from slidesparse.bench.serve_http import served
 from slidesparse.bench.serve_load import Served, decode
-from slidesparse.bench.serve_measured import client_step
+from slidesparse.bench.serve_measured import Unmeasured, client_step
 from slidesparse.bench.serve_options import ServeOptions, server_arguments
 from slidesparse.bench.serve_server import Server, free_port, last_words, why_no_http
 from slidesparse.errors import UnsupportedError
@@ -166,7 +166,7 @@ def test_a_step_is_what_lies_between_tokens_while_all_decode() -> None:
     slow = Served((1.0, 2.0, 3.0, 4.0), 4)
     late = Served((1.5, 3.5, 9.0), 3)
     assert client_step([slow, late]) == 1.0  # 2 to 3 and 3 to 4; 1.5 to 3.5
-    with pytest.raises(ValueError, match="no time in which all 2"):
+    with pytest.raises(Unmeasured, match="no time in which all 2"):
         client_step([Served((1.0,), 1), slow])
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,8 +251,18 @@ def test_auto_goes_by_the_times_of_both_forms(
         processed.append(layer)
 
     monkeypatch.setattr(method, "process_weights_after_loading", process)
-    monkeypatch.setattr(method, "apply", lambda self, layer, x, *_: x)
+    shared: list[torch.Tensor | None] = [None, torch.ones(1)]
+    workspace = ModuleType("vllm.v1.worker.workspace")
+    vars(workspace)["_manager"] = SimpleNamespace(_current_workspaces=shared)
+    monkeypatch.setitem(sys.modules, workspace.__name__, workspace)
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        shared[0] = torch.ones(9)  # as vLLM's experts do
+        return x
+
+    monkeypatch.setattr(method, "apply", apply)
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
+    assert shared == [None, torch.ones(1)]
     (seen,) = tuner.seen.items()
     assert (seen[0].experts, seen[0].everywhere, seen[0].top_k) == (4, 4, 2)
     assert (seen[0].hidden, seen[0].inner, str(seen[0].pattern)) == (128, 64, "6:8")

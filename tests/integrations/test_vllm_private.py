@@ -115,3 +115,18 @@ def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
     monkeypatch.setattr(model_state, "can_match_graphs", lambda: False)
     assert not joins()
     assert "no norm or activation is joined with a linear: this torch has another interface" in caplog.messages[-1]
+
+
+def test_the_memory_that_vllm_shares_between_layers_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is no accelerator
+    monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(torch.device("cpu")))
+    take = workspace.current_workspace_manager().get_simultaneous
+    (small,) = take(((8,), torch.int8))
+    with private.given_back_workspace():
+        assert take(((800,), torch.int8))[0].data_ptr() != small.data_ptr()
+    assert take(((8,), torch.int8))[0].data_ptr() == small.data_ptr()
+    monkeypatch.setattr(workspace, "_manager", None)
+    with private.given_back_workspace():
+        pass

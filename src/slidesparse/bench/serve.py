@@ -104,7 +104,7 @@ class _Run:
     def missing(self, key: EngineKey) -> list[Workload]:
         """What an engine has still to serve: nothing once it died."""
         mine = [record for record in self.found if record.key == key and record.http == self.http]
-        if any(record.why_not is not None for record in mine) or any(step.key == key for step in self.profiled):
+        if any(record.died for record in mine) or any(step.key == key for step in self.profiled):
             return []
         done = [record.workload for record in mine]
         return [workload for workload in self.profile.workloads if workload not in done]
@@ -157,7 +157,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
         added=run_.added,
-        failed={_name(r.key): r.why_not for r in run_.found if r.why_not is not None} | run_.failed,
+        failed={_name(r.key): r.why_not or "" for r in run_.found if r.died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
     )
 
@@ -206,7 +206,7 @@ def _stock_counts(run_: _Run, first: EngineKey) -> bool:
     """Whether stock's saturation is known, or will be, or its death is a record already."""
     if first.engine == STOCK and MIXED in run_.missing(first):
         return True
-    died = any(record.key.engine == STOCK and record.why_not is not None for record in run_.found)
+    died = any(record.key.engine == STOCK and record.died for record in run_.found)
     return died or run_.saturation(first) is not None
 
 
@@ -305,6 +305,8 @@ def _name(key: EngineKey) -> str:
 
 def _told(workload: Workload, measured: Measured) -> str:
     """One line for who waits."""
+    if measured.why_not is not None:
+        return f"{workload.name}: served, but not measured: {measured.why_not}"
     median = statistics.median(measured.seconds)
     return f"{workload.name}: {1e3 * median:.1f} ms, the median of {len(measured.seconds)}"
 

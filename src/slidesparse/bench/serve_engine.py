@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from slidesparse.bench.serve_http import OverHttp
 from slidesparse.bench.serve_inside import Inside
 from slidesparse.bench.serve_load import BURST, MIXED, Request, Served, requests, soak_requests
-from slidesparse.bench.serve_measured import Measured, Round, StepLog, client_step, decode_step, summarise
+from slidesparse.bench.serve_measured import Measured, Round, StepLog, Unmeasured, client_step, decode_step, summarise
 from slidesparse.bench.serve_memory import MemoryLog, resident_bytes
 from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.bench.serve_power import PowerMeter
@@ -139,9 +139,13 @@ class ServeDriver:
         prepared = [requests(workload, turn, rate) for turn in range(workload.repeats)]
         rounds: list[Round] = []
         started = time.perf_counter()
-        with self._meter or nullcontext():
-            while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
-                rounds.append(self._round(workload, prepared[done % workload.repeats]))
+        try:
+            with self._meter or nullcontext():
+                while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
+                    rounds.append(self._round(workload, prepared[done % workload.repeats]))
+        except Unmeasured as why:
+            sizes = sum(len(request.prompt) for request in prepared[0]), sum(request.output for request in prepared[0])
+            return Measured((), *sizes, time.perf_counter() - started, why_not=str(why))
         wall_s = time.perf_counter() - started
         steps = self._front.steps
         if steps is not None and workload.kind != AT_ONCE:

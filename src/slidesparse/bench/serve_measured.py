@@ -12,6 +12,10 @@ from slidesparse.bench.serve_load import Request, Served, between, to_first
 from slidesparse.served_figures import Latency, Power, Soak, Steady
 
 
+class Unmeasured(Exception):
+    """A workload was served, but not so that its figure exists."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """What became of a workload.
@@ -31,21 +35,23 @@ class Measured:
         power: Of the GPU; None where it would not say.
         steady: The GPU while requests waited for a place; None of workloads in which none do.
         soak: The verdict on a load that lasts.
+        why_not: Why there are no times though the workload was served; None where there are.
     """
 
     seconds: tuple[float, ...]
     prompt_tokens: int
     output_tokens: int
     wall_s: float
-    first: Latency | None
-    between: Latency | None
-    lost: int
-    step_tokens: tuple[int, ...] | None
-    step_us: tuple[int, ...] | None
-    power: Power | None
+    first: Latency | None = None
+    between: Latency | None = None
+    lost: int = 0
+    step_tokens: tuple[int, ...] | None = None
+    step_us: tuple[int, ...] | None = None
+    power: Power | None = None
     steady: Steady | None = None
     error: str | None = None
     soak: Soak | None = None
+    why_not: str | None = None
 
 
 @dataclass
@@ -125,7 +131,7 @@ def decode_step(steps: StepLog, sequences: int) -> float:
     """Return the median seconds of a step in which this many sequences run and nothing else does.
 
     Raises:
-        ValueError: There was no such step.
+        Unmeasured: There was no such step.
     """
     found = [
         seconds
@@ -133,7 +139,7 @@ def decode_step(steps: StepLog, sequences: int) -> float:
         if tokens == sequences
     ]
     if not found:
-        raise ValueError(f"no step in which {sequences} sequences decode: {sorted(set(steps.tokens))[:20]} tokens")
+        raise Unmeasured(f"no step in which {sequences} sequences decode: {sorted(set(steps.tokens))[:20]} tokens")
     return statistics.median(found)
 
 
@@ -143,7 +149,8 @@ def client_step(answers: Sequence[Served]) -> float:
     That is from the last request's first token on, until the first request has its last.
 
     Raises:
-        ValueError: Nobody got two tokens in that time.
+        Unmeasured: Nobody got two tokens in that time: requests that come one by one over HTTP are many, and the first
+            has its last token when the last one begins.
     """
     times = [answer.times for answer in answers if answer.times]
     begin = max((of_one[0] for of_one in times), default=0.0)
@@ -152,5 +159,5 @@ def client_step(answers: Sequence[Served]) -> float:
         after - before for of_one in times for before, after in pairwise(of_one) if begin <= before and after <= end
     ]
     if not found:
-        raise ValueError(f"no time in which all {len(answers)} sequences decode")
+        raise Unmeasured(f"no time in which all {len(answers)} sequences decode")
     return statistics.median(found)

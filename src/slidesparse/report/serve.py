@@ -204,10 +204,10 @@ def _medians(found: Sequence[Step], kinds: Sequence[str]) -> list[float]:
 
 
 def missing_tables(records: Sequence[ServeRecord]) -> list[Table]:
-    """Engines that died."""
+    """Engines that died, and what was served without a figure."""
     rows = tuple(
         (f"{r.key.model} {r.key.dtype} {r.key.engine}", r.workload.name if r.workload else "start", r.why_not)
         for r in records
         if r.why_not is not None
     )
-    return [Table("serve_missing", "Engines that died", ("engine", "at", "reason"), rows, {})] if rows else []
+    return [Table("serve_missing", "What was not measured", ("engine", "at", "reason"), rows, {})] if rows else []

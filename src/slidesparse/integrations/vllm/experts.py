@@ -23,6 +23,7 @@ from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
@@ -101,7 +102,8 @@ class _Packing:
         if packed is not None and tuner is not None:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             forms = {DENSE: partial(self._multiply_dense, layer), GROUPED: partial(_multiply, layer, packed)}
-            tuner.measure_experts(experts.kind, forms)
+            with given_back_workspace():
+                tuner.measure_experts(experts.kind, forms)
         choice = ExpertChoice(True, ASKED_FOR) if asked else self._choose(layer, experts.kind)
         text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
         if not choice.sparse:

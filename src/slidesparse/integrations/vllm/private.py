@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pkgutil import resolve_name
@@ -37,6 +38,7 @@ PRIVATE = {
     "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
     "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
     "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones",
+    "vllm.v1.worker.workspace._manager": "memory that vLLM's experts took while they were measured stays taken",
     **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
 }
 """Name in vLLM outside its interface for plugins -> the consequence in a vLLM that lacks it."""
@@ -78,6 +80,22 @@ def vllm_config_class() -> Any:
     """
     name = "vllm.config.vllm.VllmConfig._set_cudagraph_sizes"
     return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
+
+
+@contextmanager
+def given_back_workspace() -> Iterator[None]:
+    """Run some of vLLM's kernels, and give back the memory that they take for all layers to share.
+
+    vLLM would keep it (``v1/worker/workspace.py``): for 16384 tokens of Qwen3-30B-A3B's experts a gigabyte, of no use
+    once they are packed. Layers that need it take it again.
+    """
+    manager = getattr(sys.modules.get("vllm.v1.worker.workspace"), "_manager", None)
+    shared: list[torch.Tensor | None] = getattr(manager, "_current_workspaces", [])
+    before = list(shared)
+    try:
+        yield
+    finally:
+        shared[:] = before
 
 
 def _find(name: str) -> Any:
