@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.weights import COUNTS, METADATA
+from slidesparse.gemm.hopper.weights import METADATA
 from slidesparse.layout import BUNDLE
 from slidesparse.packed import PackedWeight
 
@@ -25,12 +25,6 @@ class WithoutBundles(Hopper):
     """With metadata step by step."""
 
     layout = METADATA
-
-
-class Counts(Hopper):
-    """With counts wherever they are better."""
-
-    layout = COUNTS
 
 
 class ExpertsWithoutBundles(HopperExperts):

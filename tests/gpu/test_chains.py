@@ -42,11 +42,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return listen(monkeypatch, HopperChain, OneByOne, hopper_chain)
 
 
-def weights(pattern: str, dtype: str, dense: tuple[int, ...] = ()) -> list[Weight]:
+def weights(pattern: str, dtype: str, dense: tuple[int, ...] = (), sparse: str = "hopper") -> list[Weight]:
     """The four linears, those of ``dense`` on the dense backend, the last one with a bias."""
     found = []
     for i, (out, columns) in enumerate(SIZES):
-        linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else "hopper"
+        linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else sparse
         layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
         tensors = [tensor for form in layer.forms for tensor in form.tensors]
         found.append((tensors, layer.weight_scale, layer.bias, layer.spec))
@@ -64,9 +64,14 @@ def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> b
 
 @pytest.mark.parametrize("tokens", [1, 60, 700, 5000])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("pattern", ["2:4", "6:8", "4:6@50%"])
-def test_a_chain_has_the_bits_of_its_linears(pattern: str, dtype: str, tokens: int, answers: list[bool]) -> None:
-    given = weights(pattern, dtype)
+@pytest.mark.parametrize(
+    ("pattern", "backend"),
+    [*((pattern, "hopper") for pattern in ("2:4", "6:8", "4:6@50%")), ("6:8", "hopper-counts")],
+)
+def test_a_chain_has_the_bits_of_its_linears(
+    pattern: str, backend: str, dtype: str, tokens: int, answers: list[bool]
+) -> None:
+    given = weights(pattern, dtype, sparse=backend)
     for _ in range(2):  # the second time its weights are known
         x, residual, gains = inputs(tokens)
         before, expected = residual.clone(), one_by_one(x, residual, gains, given)

@@ -6,10 +6,10 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
-from hopper_forms import Bundles, Counts, WithoutBundles
+from hopper_forms import Bundles, WithoutBundles
 from tolerances import FP8_TENSOR_CORE, assert_product
 
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, Tile
 from slidesparse.gemm.hopper.weights import SLABS
@@ -191,7 +191,7 @@ def test_both_forms_give_the_same_product() -> None:
     packed, x = packed_weight(INT8, "6:8", 3584, 3584), tokens_of(INT8, 300, 3584)
     ours, plain = (
         backend().matmul(lifted(x, packed, backend), None, backend().prepare(packed), packed.scale, None, 3584, BF16)
-        for backend in (Counts, WithoutBundles)
+        for backend in (HopperCounts, WithoutBundles)
     )
     assert torch.equal(ours, plain)
-    assert Counts().prepare(packed).sparse.nbytes < 0.91 * WithoutBundles().prepare(packed).sparse.nbytes
+    assert HopperCounts().prepare(packed).sparse.nbytes < 0.91 * WithoutBundles().prepare(packed).sparse.nbytes

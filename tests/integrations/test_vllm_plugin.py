@@ -6,6 +6,7 @@ The reference backend multiplies, exactly for INT8, so a layer of vLLM's must gi
 from __future__ import annotations
 
 import ast
+import gc
 import json
 from importlib import metadata
 from pathlib import Path
@@ -238,6 +239,30 @@ def test_layers_are_measured_before_they_choose(checkpoints: Any, monkeypatch: p
     assert len(measured) == 4
     loaded(model, {"slidesparse": {"backend": "reference", "tune": "off"}})
     assert len(measured) == 4
+
+
+def test_blocks_are_given_back_when_the_dense_weight_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slidesparse.integrations.vllm import scheme
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedLayer
+    from slidesparse.integrations.vllm.options import Options
+
+    layer, shape = torch.nn.Module(), (48, 40)
+    weight = torch.randint(1, 99, shape) * ss.prune_mask(torch.ones(shape), "6:8")
+    layer.weight = torch.nn.Parameter(weight.to(torch.int8), requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(torch.ones(48, 1), requires_grad=False)
+    where, alive = layer.weight.data_ptr(), list[torch.Tensor]()
+
+    def give_back(device: torch.device) -> None:
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.dtype == torch.int8]
+        alive.extend(one for one in tensors if one.shape == shape and one.data_ptr() == where)
+        alive.append(torch.empty(0, device=device))
+
+    monkeypatch.setattr(scheme, "give_blocks_back", give_back)
+    state = ModelState(Options(backend="reference"))
+    assert scheme.pack_layer(layer, NamedLayer("up", Pattern(6, 8)), 40, state)
+    assert [one.numel() for one in alive] == [0]
+    assert layer.slide.unpack().shape == shape
 
 
 def test_packed_weights_are_not_handed_to_other_processes() -> None:

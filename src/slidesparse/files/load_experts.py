@@ -101,7 +101,7 @@ class ExpertLoader:
         """Return what multiplies, as the user chose, or why nothing does."""
         if self.backend == "reference":
             return TorchExperts()
-        if self.backend not in ("auto", "hopper"):
+        if self.backend not in ("auto", "hopper", "hopper-counts"):
             return f"the backend {self.backend} does not multiply by experts"
         if problem.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"

@@ -32,7 +32,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, find_nearest
@@ -49,6 +49,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": Reference,
     "dense": Dense,
     "hopper": Hopper,
+    "hopper-counts": HopperCounts,
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }

@@ -79,9 +79,6 @@ METADATA = Layout(slabs=SLABS)
 COUNTS = Layout(slabs=SLABS, bundle=bundle_of)
 """Counts stand once a bundle, wherever they are better."""
 
-LAYOUT = METADATA
-"""What linears get. With counts few of them decode faster, and at 256 tokens some take 17 % longer."""
-
 
 class SparseForm(NamedTuple):
     """How the 2:4 segment of a weight lies in memory.

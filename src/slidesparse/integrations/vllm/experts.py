@@ -22,6 +22,7 @@ from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
@@ -91,7 +92,10 @@ class _Packing:
             outcome = Outcome(False, False, f"experts: {found}")
             super().process_weights_after_loading(layer)  # type: ignore[misc]
         else:
+            device = found.weights[0].device
             outcome = self._load(layer, found)
+            del found
+            give_blocks_back(device)
         self.slide_model.status.note_outcome(self.slide_name, outcome, log)
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 
 from slidesparse.gemm import Problem, choose
 from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm.options import Options
@@ -139,22 +140,24 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
-    if packed is not None:
-        slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
-        kept_bytes = sum(slide.operand_bytes.values())
-        outcome = replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes)
-        del layer.weight
-        if scale is not None:
-            del layer.weight_scale
-        keep(layer, slide, model.adapters)
-        layer.requires_unquantized_input = True  # from vLLM 0.33 on a model may else hand over quantised activations
-        model.add_layer(named.name, slide)
-        on_gpu = weight.is_cuda
-        del weight, scale  # the dense weight's memory is free again
-        if model.warmup is not None and on_gpu:
-            model.warmup.layer(slide)
-    model.status.note_outcome(named.name, outcome, log)
-    return packed is not None
+    if packed is None:
+        model.status.note_outcome(named.name, outcome, log)
+        return False
+    slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
+    kept_bytes = sum(slide.operand_bytes.values())
+    model.status.note_outcome(named.name, replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes), log)
+    del layer.weight
+    if scale is not None:
+        del layer.weight_scale
+    keep(layer, slide, model.adapters)
+    layer.requires_unquantized_input = True  # from vLLM 0.33 on a model may else hand over quantised activations
+    model.add_layer(named.name, slide)
+    device = weight.device
+    del weight, scale, packed
+    give_blocks_back(device)
+    if model.warmup is not None and device.type == "cuda":
+        model.warmup.layer(slide)
+    return True
 
 
 def pack_shard(
