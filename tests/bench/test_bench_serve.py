@@ -17,7 +17,7 @@ from slidesparse.bench.serve import run
 from slidesparse.bench.serve_load import FULL, MIXED, QUICK
 from slidesparse.bench.serve_measured import Measured
 from slidesparse.bench.serve_options import ServeOptions
-from slidesparse.bench.serve_plan import ServeProfile, adapt, served_plan
+from slidesparse.bench.serve_plan import ServeProfile, adapt, larger_graphs, served_plan
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.cli import main
 from slidesparse.errors import InputError, UnsupportedError
@@ -105,7 +105,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROFILE = adapt(quick=True, dtypes=["int8"], patterns=["6:8", "2:4"])
-ENGINES = ["stock", "control", "6:8", "2:4", "stock again"]
+ENGINES = ["stock", "control", "6:8", "2:4", "stock, graphs to 1024", "stock again"]
 
 
 def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
@@ -115,10 +115,10 @@ def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
 def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, tmp_path: Path) -> None:
     summary = run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
     records = read(ServeRecord, [tmp_path / "r.jsonl"])
-    assert (summary.added, summary.records, summary.failed, summary.waiting) == (15, 15, {}, ())
+    assert (summary.added, summary.records, summary.failed, summary.waiting) == (18, 18, {}, ())
     assert engines(records) == ENGINES
-    assert [record.workload for record in records] == list(QUICK) * 5
-    assert [options.plugin for options in Pretender.started] == [False, True, True, True, False]
+    assert [record.workload for record in records] == list(QUICK) * 6
+    assert [options.plugin for options in Pretender.started] == [False, True, True, True, False, False]
     control, sparse = Pretender.started[1:3]
     assert (control.additional, sparse.additional) == (
         {"slidesparse": {"backend": "dense"}},
@@ -126,7 +126,7 @@ def test_every_engine_serves_every_workload_stock_first_and_last(pretend: None, 
     )
     assert control.folder == sparse.folder  # the densest pattern's
     assert {options.share for options in Pretender.started} == {0.9}
-    assert Pretender.stopped == 5
+    assert Pretender.stopped == 6
 
 
 def plan_file(path: Path, layers: int = 28) -> Path:
@@ -185,7 +185,7 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
     assert run(profile, tmp_path / "r.jsonl", tmp_path / "scratch").failed == {}
     asked = [options.additional.get("slidesparse") for options in Pretender.started]
     ours = {"dense": "dense", "auto": "auto", "hopper": "sparse"}
-    assert asked == [None, *({"backend": name, "experts": experts} for name, experts in ours.items()), None]
+    assert asked == [None, *({"backend": name, "experts": experts} for name, experts in ours.items()), None, None]
     (record, *_) = read(ServeRecord, [tmp_path / "r.jsonl"])
     attention, experts, ends = 5120 * 2048 + 2048 * 4096, 128 * 3 * 768 * 2048, 2 * 151936 * 2048 * 2
     assert serve_checkpoints.checkpoint_bytes(record.key) == 12 * (attention + experts) + ends
@@ -208,17 +208,17 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:5]) + "\n")  # the control still has to decode
     Pretender.asked = []
-    assert run(PROFILE, path, tmp_path).added == 10
+    assert run(PROFILE, path, tmp_path).added == 13
     assert Pretender.asked[0] == ("decode 64 at 80", None)
-    assert len(read(ServeRecord, [path])) == 15
+    assert len(read(ServeRecord, [path])) == 18
     assert run(PROFILE, path, tmp_path).added == 0
 
 
 def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     run(replace(PROFILE, engines=("stock",)), path, tmp_path)
-    assert run(PROFILE, path, tmp_path).added == 12
-    assert len(read(ServeRecord, [path])) == 15
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert len(read(ServeRecord, [path])) == 18
 
 
 def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
@@ -227,8 +227,8 @@ def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
     clock = iter(range(0, 100000, 100))
     monkeypatch.setattr(serve.time, "monotonic", lambda: float(next(clock)))
     summary = run(replace(PROFILE, budget_s=1000.0), tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert 0 < summary.added < 15
-    assert len(summary.waiting) == 5 - summary.added // 3
+    assert 0 < summary.added < 18
+    assert len(summary.waiting) == 6 - summary.added // 3
     assert "run the same command again: Qwen2.5-7B int8 " in summary.describe()
     assert list((tmp_path / "scratch").iterdir())
 
@@ -244,7 +244,7 @@ def test_an_engine_that_dies_is_a_record_and_the_others_go_on(
     assert engines(failed) == ["control", "6:8", "2:4"]
     assert {record.workload and record.workload.name for record in failed} == {workload}
     assert len(summary.failed) == 3
-    assert Pretender.stopped == 5
+    assert Pretender.stopped == 6
     assert engines(read(ServeRecord, [path]))[-1] == "stock again"
     assert run(PROFILE, path, tmp_path).added == 0  # it is not started again
 
@@ -261,7 +261,7 @@ def test_what_was_served_without_a_figure_ends_no_engine(
     monkeypatch.setattr(Pretender, "measure", measure)
     path = tmp_path / "r.jsonl"
     summary = run(PROFILE, path, tmp_path)
-    assert (summary.added, summary.failed, summary.waiting) == (15, {}, ())
+    assert (summary.added, summary.failed, summary.waiting) == (18, {}, ())
     assert "2:4: mixed: served, but not measured: too many" in capsys.readouterr().err
     assert run(PROFILE, path, tmp_path).added == 0  # it is not asked again
 
@@ -270,7 +270,7 @@ def test_arrivals_come_at_shares_of_what_stock_took(pretend: None, tmp_path: Pat
     profile = replace(PROFILE, workloads=FULL, patterns=("6:8",))
     run(profile, tmp_path / "r.jsonl", tmp_path)
     rates = [rate for name, rate in Pretender.asked if name.startswith(ARRIVALS)]
-    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 4  # the median of 4 and 8 s
+    assert rates == [pytest.approx(share * 1000 / 6.0) for share in (0.5, 0.8)] * 5  # the median of 4 and 8 s
 
 
 @pytest.mark.parametrize(
@@ -313,14 +313,14 @@ def test_over_http_and_in_process_are_not_mixed(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "r.jsonl"
-    assert run(PROFILE, path, tmp_path).added == 15
+    assert run(PROFILE, path, tmp_path).added == 18
     assert "in process, not over HTTP: nobody serves in a test" in capsys.readouterr().err
     monkeypatch.setattr(serve, "why_no_http", lambda: None)
-    assert run(PROFILE, path, tmp_path).added == 15
+    assert run(PROFILE, path, tmp_path).added == 18
     assert run(PROFILE, path, tmp_path).added == 0
     records = read(ServeRecord, [path])
-    assert [record.http for record in records] == [False] * 15 + [True] * 15
-    assert [options.http for options in Pretender.started] == [False] * 5 + [True] * 5
+    assert [record.http for record in records] == [False] * 18 + [True] * 18
+    assert [options.http for options in Pretender.started] == [False] * 6 + [True] * 6
     assert run(replace(PROFILE, http="off"), path, tmp_path).added == 0
 
 
@@ -351,14 +351,21 @@ def test_missing_vllm_is_one_line(
     )
 
 
-def test_larger_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
+def test_a_users_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp_path: Path) -> None:
     run(replace(PROFILE, graphs=4096, patterns=("6:8",)), tmp_path / "r.jsonl", tmp_path)
     sizes = [
         options.arguments.get("compilation_config", {}).get("max_cudagraph_capture_size")
         for options in Pretender.started
     ]
-    assert sizes == [None, 4096, 4096, None, 4096]
-    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-1] == "stock, graphs to 4096"
+    assert sizes == [None, 4096, 4096, 4096, None]
+    assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-2] == "stock, graphs to 4096"
+
+
+@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 1024), ("Qwen2.5-7B", 2, 2048)])
+def test_stock_gets_graphs_as_large_as_the_plugin_captures(model: str, gpus: int, graphs: int) -> None:
+    assert larger_graphs(model, gpus) == graphs
+    labels = [key.engine for key in ServeProfile(gpus=gpus).keys(model, "int8")]
+    assert labels == ["stock", "control", "6:8", "4:6", "2:4", f"stock, graphs to {graphs}", "stock again"]
 
 
 def test_a_timeline_is_recorded_in_place_of_times(pretend: None, tmp_path: Path) -> None:
@@ -377,7 +384,7 @@ def test_the_command_line_reaches_the_engines(
 ) -> None:
     command = ["bench", "serve", "--quick", "--dtype", "int8", "--patterns", "6:8", "--out", str(tmp_path / "r.jsonl")]
     assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["added"] == 12
+    assert json.loads(capsys.readouterr().out)["added"] == 15
     monkeypatch.setattr(Pretender, "dies_at", "start")
     assert main([*command[:-1], str(tmp_path / "other.jsonl")]) == 1
 

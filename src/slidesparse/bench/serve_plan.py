@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from slidesparse.bench.linear import AUTO
 from slidesparse.bench.problems import select
 from slidesparse.bench.serve_load import FULL, QUICK, soak
-from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
+from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.commands.plan_file import read_plan
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
+from slidesparse.integrations.vllm.graph_sizes import layer_weights, most_tokens, sizes_beyond
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
@@ -28,6 +30,8 @@ AUTO_HTTP, ON, OFF = "auto", "on", "off"
 HTTP = (AUTO_HTTP, ON, OFF)
 """Ask engines over HTTP where that works, or else in process; over HTTP or not at all; in process."""
 
+OWN_GRAPHS = 512
+"""Tokens of the largest CUDA graph that vLLM captures by itself."""
 
 PLAN = "plan"
 """The engine of a plan."""
@@ -80,7 +84,8 @@ class ServeProfile:
         patterns: Of the pruned checkpoints.
         workloads: What is asked.
         backends: ``auto`` or backends' names, an engine each for every pattern.
-        graphs: Tokens of the largest CUDA graph of our engines, and of a third stock one; None: vLLM's own choice.
+        graphs: Tokens of the largest CUDA graph of our engines; None: what the plugin chooses. One more stock engine
+            captures as large ones.
         layers: Decoder layers; None for all.
         gpus: Tensor parallelism.
         engines: Labels of those that run; None for all.
@@ -121,10 +126,22 @@ class ServeProfile:
                 keys.append(key(label, pattern, backend, self.graphs))
         if self.plan is not None:
             keys.append(key(PLAN, self.plan.name, AUTO, self.graphs))
+        graphs = self.graphs or larger_graphs(model, self.gpus)
+        if graphs is not None:
+            keys.append(key(f"{STOCK}, graphs to {graphs}", DENSE_VARIANT, "", graphs))
         keys.append(key(AGAIN, DENSE_VARIANT, "", None))
-        if self.graphs is not None:
-            keys.append(key(f"{STOCK}, graphs to {self.graphs}", DENSE_VARIANT, "", self.graphs))
         return [found for found in keys if self.engines is None or found.engine in self.engines]
+
+
+def larger_graphs(model: str, gpus: int) -> int | None:
+    """Return the tokens of the largest CUDA graph that the plugin captures of a model; None where vLLM's own suffice.
+
+    >>> larger_graphs("Qwen2.5-7B", 1)
+    1024
+    """
+    weights = layer_weights(SimpleNamespace(**model_config(model)))
+    sizes = sizes_beyond(OWN_GRAPHS, most_tokens(weights or 0, gpus, BATCHED_TOKENS))
+    return sizes[-1] if sizes else None
 
 
 def adapt(

@@ -93,7 +93,9 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument("--grouped", action="store_true", help="gemm only: the experts of mixtures, and whole layers")
     engine = bench.add_argument_group("vllm and serve only: whole models in vLLM, sparse against stock dense")
     engine.add_argument("--layers", type=int, metavar="N", help="decoder layers (default: all)")
-    engine.add_argument("--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512)")
+    engine.add_argument(
+        "--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512; serve: the plugin's)"
+    )
     engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written; serve reuses them")
     isolated = bench.add_argument_group("vllm only: isolated requests and steps")
     isolated.add_argument(

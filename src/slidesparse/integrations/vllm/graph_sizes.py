@@ -50,6 +50,20 @@ def layer_weights(text_config: Any) -> int | None:
     return int(3 * hidden * intermediate + 2 * hidden * head * (heads + kv_heads))
 
 
+def most_tokens(weights: int, gpus: int, batch: int) -> int:
+    """Return the tokens up to which graphs pay.
+
+    Args:
+        weights: Of a decoder layer's linears.
+        gpus: That share a layer.
+        batch: Tokens of vLLM's largest batch.
+
+    >>> most_tokens(233_000_000, 1, 16384)
+    1030
+    """
+    return min(HOST_BOUND // max(1, weights // gpus), MOST, batch)
+
+
 def sizes_beyond(last: int, tokens: int) -> list[int]:
     """Return the sizes of graphs from vLLM's last one on, up to a number of tokens.
 
@@ -73,9 +87,8 @@ def wanted_sizes(vllm_config: Any) -> list[int]:
     weights = layer_weights(vllm_config.model_config.hf_text_config)
     if weights is None:
         return []
-    weights //= vllm_config.parallel_config.tensor_parallel_size
-    most = min(HOST_BOUND // max(1, weights), MOST, vllm_config.scheduler_config.max_num_batched_tokens)
-    return sizes_beyond(own[-1], most)
+    gpus, batch = vllm_config.parallel_config.tensor_parallel_size, vllm_config.scheduler_config.max_num_batched_tokens
+    return sizes_beyond(own[-1], most_tokens(weights, gpus, batch))
 
 
 def capture_more() -> None:
