@@ -434,14 +434,14 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
     # The damage by its definition, of a model whose experts are masked.
     ids = calibration_windows(tmp_path / "m", model.config, replace(text, samples=8))[:4]
     with torch.no_grad():
-        before = model.eval()(ids).logits.float().log_softmax(-1)
+        before = model.eval()(ids).logits.double().log_softmax(-1)
         for leaf in ("gate_up_proj", "down_proj"):
             weight = model.get_parameter(f"{layers[1]}.{leaf}")
             rows = (weight.movedim(-2, -1) if name in TRANSPOSED else weight).reshape(-1, 4)
             kept = torch.where(rows.abs() >= rows.abs().sort(1).values[:, 2:3], rows, 0)
             turned = kept.reshape(weight.movedim(-2, -1).shape if name in TRANSPOSED else weight.shape)
             weight.copy_(turned.movedim(-2, -1) if name in TRANSPOSED else turned)
-        after = model(ids).logits.float().log_softmax(-1)
+        after = model(ids).logits.double().log_softmax(-1)
     assert found["damage"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
     words = ["prune", tmp_path / "m", tmp_path / "s", "--plan", tmp_path / "plan.json", "--dtype", "fp32"]
     assert main([*map(str, words)]) == 0

@@ -187,6 +187,9 @@ def _damage(
 def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch.Tensor]) -> float:
     """Return the mean over tokens of ``sum p (log p - log q)``.
 
+    Its terms have both signs, and nearly cancel where the models hardly differ. Since probabilities sum to 1, it is
+    ``sum p (exp(d) - 1 - d)`` with ``d = log q - log p``: no term is negative, so float32 keeps its digits.
+
     Args:
         dense: Log-probabilities ``log p`` of every batch, float32 [..., vocabulary].
         logits: Number of a batch -> logits of ``q``, like ``dense``.
@@ -197,7 +200,9 @@ def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch
     total, tokens = 0.0, 0
     for i, log_p in enumerate(dense):
         log_q = F.log_softmax(logits(i).to(torch.float32), -1)
-        total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+        p, d = log_p.exp(), log_q - log_p
+        terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
+        total += float(terms.sum(dtype=torch.float64))
         tokens += log_p.shape[:-1].numel()
     if not math.isfinite(total):
         raise InputError("the model's predictions are NaN or Inf", remedy="check the checkpoint with slidesparse eval")
