@@ -104,13 +104,20 @@ def test_the_page_says_in_words_what_the_records_say() -> None:
 
 def test_the_page_says_of_the_mixture_what_its_records_say() -> None:
     report = runpy.run_path(str(SCRIPTS / "report.py"))
-    (records,) = report["read"](RECORDS, "mixture").values()
+    runs = report["read"](RECORDS, "mixture")
+    records, others = runs.pop(0), runs.values()
     told = records["trained"]
     assert [told[name] for name in ("layers", "experts", "vocabulary", "steps")] == [3, 12, 1024, 3600]
     assert f"{told['parameters'] / 1e6:.1f} M parameters, {told['expert_parameters'] / 1e6:.1f} M of them" in WORDS
     assert f"read {told['tokens'] / 1e6:.1f} M tokens" in WORDS
     assert f"judged on {told['judged_tokens'] / 1e3:.0f} thousand tokens" in WORDS
     assert f"perplexity of {records['dense none 0']['packages_perplexity']:.1f}" in WORDS
+    later = " and ".join(f"{one['dense none 0']['packages_perplexity']:.1f}" for one in others)
+    assert f"{len(others) + 1} seeds".replace("3", "Three") in WORDS
+    assert f"and have {later}" in WORDS
+    packages = {one["trained"]["corpus"]["train"]["packages"] for one in others}
+    assert packages == {322}
+    assert f"of 322 packages in place of {told['corpus']['train']['packages']}" in WORDS
 
 
 def test_named_records_and_pictures_exist() -> None:

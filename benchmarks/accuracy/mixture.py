@@ -20,6 +20,7 @@ from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, save, served
 from reap import drop_experts, mean_router_weighted_norms
 from run import PATTERNS, Log, commit, machine
 
+from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import find_experts
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
@@ -61,7 +62,7 @@ def prune_experts(model: Any, pattern: Pattern, method: str, batches: list[dict[
     return {
         "set_loss_mean": sum(losses) / len(losses),
         "experts_kept": kept / sum(one.weight.numel() for one in experts.values()),
-        "experts_bytes": float(pattern.bytes_per_weight("2:4")),
+        "experts_bytes": float(modelled_bytes(pattern, 1, 1, experts=True)),
     }
 
 

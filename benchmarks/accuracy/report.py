@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from speeds import served_speeds
 
+from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.pattern import Pattern
 
 PATTERNS = ("6:8", "4:6", "2:4")
@@ -234,18 +235,25 @@ def layer_table(runs: Runs) -> str:
     return table(["model", "1 - cosine of each layer"], rows)
 
 
+def experts_bytes(record: Record) -> float:
+    """Of a weight in 8 bits, over dense: a record says it by the form that packed experts had when it was made."""
+    if record["method"] == "reap":
+        return float(record["experts_bytes"])
+    return float(modelled_bytes(Pattern.parse(record["pattern"]), 1, 1, experts=True))
+
+
 def mixture_table(runs: Runs) -> str:
     """What is left of the experts' weights, and the loss of that, in float and in INT8; most bytes first."""
     found = [record for key, record in next(iter(runs.values())).items() if key != "trained"]
     rows = []
-    for record in sorted(found, key=lambda record: -record["experts_bytes"]):
+    for record in sorted(found, key=lambda record: -experts_bytes(record)):
         pattern, method, key = record["pattern"], record["method"], record["key"]
         name = f"{pattern}, {METHOD_NAMES[method]}" if method in METHOD_NAMES else pattern
         if method == "reap":
             count, _, _ = pattern.partition("-")
             name = f"{count} of {len(record['kept'][0]) + int(count)} experts left out, REAP"
         losses = [cell(values(runs, key, "packages_perplexity", dtype), 2) for dtype in ("", "int8")]
-        rows.append([name, f"{record['experts_kept']:.3f}", f"{record['experts_bytes']:.3f}", *losses])
+        rows.append([name, f"{record['experts_kept']:.3f}", f"{experts_bytes(record):.3f}", *losses])
     return table(["experts", "weights kept", "bytes of experts", "perplexity, %", "perplexity, %, INT8"], rows)
 
 

@@ -19,7 +19,10 @@ from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import Arguments
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
+from slidesparse.gemm.hopper.weights import MOST_WINDOWS
 from slidesparse.layout import Lifted
+from slidesparse.models.choose_patterns import COUNTED, modelled_bytes
+from slidesparse.pattern import Pattern
 from slidesparse.slide import gather
 
 INT8, FP8, BF16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
@@ -48,6 +51,15 @@ def test_weights_stand_expert_by_expert_as_the_kernel_reads_them(columns: int, s
         lifted = gather(x, HopperExperts.layout.column_map(packed))
         assert torch.equal(lifted.int() @ matrix[:300].int().T, x.int() @ packed.unpack().int().T)
         assert not matrix[300:].any()
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "14:16", "16:18"])
+def test_plans_count_the_bytes_that_experts_take(pattern: str) -> None:
+    out, columns = 256, 32 * 720  # whole bundles of all of these patterns
+    experts = packed_experts(2, out, columns, INT8, pattern)
+    modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True)
+    assert HopperExperts().prepare(experts).nbytes == pytest.approx(float(modelled), rel=2e-3)
+    assert (max(COUNTED), min(COUNTED)) == (MOST_WINDOWS, 2)
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 131072])

@@ -170,7 +170,7 @@ def _times(
     if not options.at:
         return (Multiplies(options.mma_gain),), list(patterns), ()
     times = LayerTimes(options.dtype, device)
-    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if one.reached == 1)]
+    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if not one.of_experts)]
     served = served_times(options.at, layers, times, timed)
     if not timed:
         raise UnsupportedError(

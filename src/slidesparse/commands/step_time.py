@@ -226,7 +226,7 @@ class ServedTime:
         Raises:
             UnsupportedError: Of experts, or no layer like it was measured.
         """
-        if one.reached != 1:
+        if one.of_experts:
             raise UnsupportedError(
                 "experts have no measured times", got=one.names[0], remedy="leave out --at, or --ignore the experts"
             )

@@ -14,10 +14,13 @@ from fractions import Fraction
 from typing import Protocol
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.pattern import DENSE, Pattern, StorageForm
 
 TIME_LIMIT_S = 60.0
 """Seconds after which the solver gives up; it takes milliseconds on the models that we know."""
+
+COUNTED = range(2, 8)
+"""Windows of a group of experts whose metadata are counts on a Hopper GPU (``gemm/hopper/weights.py``)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,16 @@ class PlanSet:
     shapes: tuple[tuple[int, int], ...]
     choices: tuple[PatternChoice, ...]
     reached: Fraction = Fraction(1)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether they are experts, of which a token is routed to some."""
+        return self.reached != 1
+
+    def n_bytes(self, pattern: Pattern) -> Fraction:
+        """Return the bytes of all of them with a pattern (:func:`modelled_bytes`)."""
+        sizes = (modelled_bytes(pattern, *shape, experts=self.of_experts) for shape in self.shapes)
+        return sum(sizes, Fraction(0))
 
 
 def modelled_cost(pattern: Pattern, out: int, columns: int, mma_gain: Fraction) -> Fraction:
@@ -116,9 +129,15 @@ def least_zeros(pattern: Pattern, columns: int) -> int:
     return max(pattern.following(groups) * left_out - min(padding, left_out), 0)
 
 
-def modelled_bytes(pattern: Pattern, out: int, columns: int) -> Fraction:
-    """Return the bytes of a weight in 8 bits, in 2:4 form with its metadata."""
-    return out * columns * pattern.bytes_per_weight("2:4")
+def modelled_bytes(pattern: Pattern, out: int, columns: int, *, experts: bool = False) -> Fraction:
+    """Return the bytes of a weight in 8 bits: in 2:4 form with its metadata, those of experts with counts.
+
+    >>> pattern = Pattern.parse("6:8")
+    >>> float(modelled_bytes(pattern, 1, 64)), float(modelled_bytes(pattern, 1, 64, experts=True))
+    (60.0, 54.0)
+    """
+    form: StorageForm = "counts" if experts and pattern.windows in COUNTED else "2:4"
+    return out * columns * pattern.bytes_per_weight(form)
 
 
 @dataclass(frozen=True)
@@ -233,8 +252,9 @@ def _limits(sets: Sequence[PlanSet], target: Target, times: Times) -> list[_Limi
         return [_time_limit(sets, target.speedup, time) for time in times]
 
     def cost(one: PlanSet, pattern: Pattern) -> float:
-        measure = modelled_bytes if target.sparsity is None else _numbers_left
-        return float(sum(measure(pattern, *shape) for shape in one.shapes))
+        if target.sparsity is None:
+            return float(one.n_bytes(pattern))
+        return float(sum(_numbers_left(pattern, *shape) for shape in one.shapes))
 
     costs = [[cost(one, choice.pattern) for choice in one.choices] for one in sets]
     if target.sparsity is None:
@@ -315,6 +335,6 @@ def _make_plan(sets: Sequence[PlanSet], chosen: Sequence[int], times: Times) -> 
         damage=sum(choice.damage for _, choice in taken),
         speedups={time.name: speedup(time) for time in times},
         sparsity=sum(out * least_zeros(pattern, columns) for pattern, (out, columns) in weights) / total,
-        gigabytes=float(sum(modelled_bytes(pattern, *shape) for pattern, shape in weights)) / 1e9,
-        has_experts=any(one.reached != 1 for one in sets),
+        gigabytes=float(sum(one.n_bytes(choice.pattern) for one, choice in taken)) / 1e9,
+        has_experts=any(one.of_experts for one in sets),
     )
