@@ -273,7 +273,7 @@ def install(folder: Path, name: str, licence: str, text: str) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / f"{name}.py").write_text(text)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nLicense: {licence}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nLicense: {licence}\n")
     (info / "RECORD").write_text(f"{name}.py,,\n{name}-1.0.dist-info/METADATA,,\n")
 
 
@@ -296,7 +296,8 @@ def test_the_experiment_from_text_to_records(tmp_path: Path, monkeypatch: pytest
     assert not used[0] & used[1]
     assert not {"bought", "unnamed"} & (used[0] | used[1])
     assert len({"package7", "copied"} & (used[0] | used[1])) == 1
-    assert told["packages"]["train"]["package7" if "package7" in used[0] else "copied"]["licences"] == ["MIT"]
+    one = told["packages"]["train"]["package7" if "package7" in used[0] else "copied"]
+    assert (one["licences"], one["versions"]) == (["MIT"], ["1.0"])
     command = ("run.py", "--corpus", corpus, "--epochs", 1, "--windows", 16, "--match-steps", 2, "--tiny")
     command += ("--limit", 1000, "--weights", tmp_path / "weights", "--out", out)
     run(*command)

@@ -51,11 +51,12 @@ UNFREE = re.compile(r"NVIDIA|proprietary|EULA|commercial", re.IGNORECASE)
 
 @dataclass
 class Package:
-    """An installed package: what it is called, its licences, and its files."""
+    """An installed package: what it is called, its licences, its files, and the versions that are installed."""
 
     name: str
     licences: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)
+    versions: set[str] = field(default_factory=set)
 
 
 def plain_name(name: str) -> str:
@@ -75,7 +76,8 @@ def python_packages(folder: Path) -> Iterator[Package]:
         lines = [str(line).split("\n")[0][:80] for line in told if line]
         licences = {line.rsplit(" :: ", 1)[-1] for line in lines if "::" not in line or line.startswith("License")}
         names = [line.split(",")[0].strip('"') for line in record.read_text(errors="ignore").splitlines()]
-        yield Package(plain_name(str(about["Name"])), licences, [folder / name for name in names])
+        files = [folder / name for name in names]
+        yield Package(plain_name(str(about["Name"])), licences, files, {str(about["Version"])})
 
 
 def debian_packages(root: Path = Path("/var/lib/dpkg")) -> Iterator[Package]:
@@ -90,12 +92,13 @@ def debian_packages(root: Path = Path("/var/lib/dpkg")) -> Iterator[Package]:
         named = {line[8:].strip()[:80] for line in text.splitlines() if line.startswith("License:")} - {""}
         licences = named or {found.group() for found in FREE.finditer(text)}
         files = [Path(line) for path in listed for line in path.read_text().splitlines()]
-        yield Package(plain_name(str(about["Source"] or name).split(" ")[0]), licences, files)
+        source = plain_name(str(about["Source"] or name).split(" ")[0])
+        yield Package(source, licences, files, {str(about["Version"])})
 
 
 def stdlib(folder: Path) -> Package:
     files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
-    return Package("cpython", {"PSF-2.0"}, files)
+    return Package("cpython", {"PSF-2.0"}, files, {folder.name})
 
 
 def joined(found: Iterable[Package]) -> list[Package]:
@@ -107,6 +110,7 @@ def joined(found: Iterable[Package]) -> list[Package]:
         kept = packages.setdefault(package.name, Package(package.name))
         kept.licences |= package.licences
         kept.files += package.files
+        kept.versions |= package.versions
     return sorted(packages.values(), key=lambda package: hash_of(package.name))
 
 
@@ -175,7 +179,8 @@ def gather(packages: list[Package]) -> tuple[dict[str, list[str]], dict[str, Any
                     texts[part].append(text)
                     count, size = count + 1, size + len(text.encode())
             if count:
-                facts[part][package.name] = {"files": count, "bytes": size, "licences": sorted(package.licences)}
+                about = {"licences": sorted(package.licences), "versions": sorted(package.versions)}
+                facts[part][package.name] = {"files": count, "bytes": size, **about}
     return texts, facts
 
 
