@@ -184,6 +184,7 @@ HTTP_LOADS = {
     "decode 16 at 80": "decoding, between tokens of 16 sequences",
     "decode 64 at 80": "decoding, between tokens of 64 sequences",
 }
+ARRIVALS = ("arrivals at 50%", "arrivals at 80%")
 WAITS = {"first": "to the first token", "between": "between tokens"}
 
 SPARSE_GEMM = "sparse_gemm"
@@ -229,8 +230,8 @@ def served() -> str:
     for load, words in LOADS.items():
         for dtype in SERVED:
             group = served_group(dtype)
-            ms = {engine: 1e3 * (group.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN, GRAPHS, *OURS)}
-            text = {engine: f"{value:.2f}" if value < 10 else f"{value:.0f}" for engine, value in ms.items()}
+            engines = (STOCK, AGAIN, GRAPHS, *OURS)
+            text = {engine: _ms(1e3 * (group.seconds(engine, load) or 0.0)) for engine in engines}
             ours = [f"{text[engine]} ({served_speedup(dtype, engine, load):.2f})" for engine in OURS]
             rows.append([f"{words}, ms", dtype.upper(), text[STOCK], text[AGAIN], text[GRAPHS], *ours])
     return markdown(("Qwen2.5-7B", "type", STOCK, AGAIN, GRAPHS, *OURS), rows, 2)
@@ -259,30 +260,31 @@ def _joules(group: Group, engine: str) -> float:
 
 def served_mixture() -> str:
     """A mixture under load: milliseconds, and over the fastest stock engine of each load."""
-    found = groups(read(ServeRecord, [MIXTURE]))
-    stock = {
-        f"stock, {record.key.dtype.upper()}{engine.removeprefix(STOCK)}": (group, engine)
-        for group in found
-        for engine, (record, *_) in ((name, [*loads.values()]) for name, loads in group.records.items())
-        if engine.startswith(STOCK)
-    }
-    (int8,) = (group for group in found if CONTROL in group.records)
-    ours = {f"{engine}, INT8": (int8, engine) for engine in OURS}
+    stock: dict[str, tuple[Group, str]] = {}
+    ours: dict[str, tuple[Group, str]] = {}
+    for group in groups(read(ServeRecord, [MIXTURE])):
+        for engine, served in group.records.items():
+            dtype = served["mixed"].key.dtype.upper()
+            if engine.startswith(STOCK):
+                stock[f"{STOCK}, {dtype}{engine.removeprefix(STOCK)}"] = group, engine
+            else:
+                ours[f"{engine}, {dtype}"] = group, engine
+    engines = [*stock.values(), *ours.values()]
     rows = []
     for load, words in MIXTURE_LOADS.items():
-        seconds = [group.seconds(engine, load) or 0.0 for group, engine in (*stock.values(), *ours.values())]
-        rows.append([f"{words}, ms", *_over_fastest(seconds, len(stock))])
+        ms = [1e3 * (group.seconds(engine, load) or 0.0) for group, engine in engines]
+        rows.append([f"{words}, ms", *_over_fastest(ms, len(stock))])
         if load == "mixed":
-            seconds = [_computing(group, engine) for group, engine in (*stock.values(), *ours.values())]
-            rows.append(["of it the GPU computes, ms", *_over_fastest(seconds, len(stock))])
+            computing = [1e3 * _computing(group, engine) for group, engine in engines]
+            rows.append(["of it the GPU computes, ms", *_over_fastest(computing, len(stock))])
     return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *stock, *ours), rows)
 
 
-def _over_fastest(seconds: Sequence[float], stock: int) -> list[str]:
-    """Milliseconds, and how many times faster than the fastest of the first few."""
-    fastest = min(seconds[:stock])
-    ours = [f"{_ms(one)} ({fastest / one:.2f})" for one in seconds[stock:]]
-    return [*map(_ms, seconds[:stock]), *ours]
+def _over_fastest(values: Sequence[float], stock: int, digits: int | None = None) -> list[str]:
+    """Milliseconds, and how many times faster than the fastest of the first few; with so many digits, else by size."""
+    text = [_ms(value) if digits is None else f"{value:.{digits}f}" for value in values]
+    ratios = [f"{shown} ({min(values[:stock]) / value:.2f})" for shown, value in zip(text, values, strict=True)]
+    return [*text[:stock], *ratios[stock:]]
 
 
 def _computing(group: Group, engine: str) -> float:
@@ -298,20 +300,15 @@ def served_http() -> str:
     engines = group.engines
     rows = []
     for load, words in HTTP_LOADS.items():
-        base, *others = [group.seconds(engine, load) or 0.0 for engine in engines]
-        rows.append([f"{words}, ms", _ms(base), *(f"{_ms(one)} ({base / one:.2f})" for one in others)])
-    for load, measure, percentile in product(
-        ("arrivals at 50%", "arrivals at 80%"), ("first", "between"), ("p50_ms", "p99_ms")
-    ):
-        waits = [getattr(group.records[engine][load], measure) for engine in engines]
-        base, *others = [getattr(wait, percentile) for wait in waits]
-        words = f"{load} of what stock takes: {WAITS[measure]}, {percentile.removesuffix('_ms')}, ms"
-        rows.append([words, f"{base:.1f}", *(f"{one:.1f} ({base / one:.2f})" for one in others)])
+        rows.append([f"{words}, ms", *_over_fastest([1e3 * (group.seconds(one, load) or 0.0) for one in engines], 1)])
+    for load, measure, percentile in product(ARRIVALS, WAITS, ("p50", "p99")):
+        waits = [getattr(getattr(group.records[one][load], measure), f"{percentile}_ms") for one in engines]
+        words = f"{load} of what stock takes: {WAITS[measure]}, {percentile}, ms"
+        rows.append([words, *_over_fastest(waits, 1, 1)])
     return markdown(("Qwen2.5-7B, INT8, over HTTP", *engines), rows)
 
 
-def _ms(seconds: float | None) -> str:
-    ms = 1e3 * (seconds or 0.0)
+def _ms(ms: float) -> str:
     return f"{ms:.2f}" if ms < 10 else f"{ms:.0f}"
 
 

@@ -21,12 +21,6 @@ class Bundles(Hopper):
     layout = replace(Hopper.layout, bundle=_always)
 
 
-class WithoutBundles(Hopper):
-    """With metadata step by step."""
-
-    layout = METADATA
-
-
 class ExpertsWithoutBundles(HopperExperts):
     """With metadata step by step."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
+from torch import nn
+
+from slidesparse.models.packed_mixture import PackedMixture
 
 FUSED = r"experts that are stored as .* cannot be quantised; .* use --dtype bf16"
 """Why these are refused in 8 bits: vLLM, or some release, reads only one tensor of all experts, without scales."""
@@ -113,3 +116,8 @@ MIXTURES: dict[str, A] = {
         alone=INT8,
     ),
 }
+
+
+def packed_mixtures(model: nn.Module) -> list[PackedMixture]:
+    """The packed experts of a loaded model, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, PackedMixture)]

@@ -20,7 +20,6 @@ from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, save, served
 from reap import drop_experts, mean_router_weighted_norms
 from run import PATTERNS, Log, commit, machine
 
-from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import find_experts
 from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
@@ -62,7 +61,6 @@ def prune_experts(model: Any, pattern: Pattern, method: str, batches: list[dict[
     return {
         "set_loss_mean": sum(losses) / len(losses),
         "experts_kept": kept / sum(one.weight.numel() for one in experts.values()),
-        "experts_bytes": float(modelled_bytes(pattern, 1, 1, experts=True)),
     }
 
 
@@ -83,7 +81,7 @@ class Mixture:
         """Train, prune every way, and judge each."""
         self.train(steps)
         self.model.config.output_router_logits = False
-        self.one("dense none", lambda model: {"experts_kept": 1.0, "experts_bytes": 1.0})
+        self.one("dense none", lambda model: {"experts_kept": 1.0})
         for method in METHODS:
             for pattern in PATTERNS:
                 self.one(f"{pattern} {method}", partial(self.pruned, pattern, method))
@@ -121,7 +119,7 @@ class Mixture:
         kept = [sorted(layer.argsort(descending=True)[: self.size.experts - count].tolist()) for layer in norms]
         drop_experts(model, kept)
         share = 1 - count / self.size.experts
-        found = {"experts_kept": share, "experts_bytes": share, "kept": kept}
+        found = {"experts_kept": share, "kept": kept}
         return {**found, "router_weighted_norms": [layer.tolist() for layer in norms]}
 
     @torch.no_grad()

@@ -236,9 +236,9 @@ def layer_table(runs: Runs) -> str:
 
 
 def experts_bytes(record: Record) -> float:
-    """Of a weight in 8 bits, over dense: a record says it by the form that packed experts had when it was made."""
+    """Of a weight in 8 bits, over dense, in the form that packed experts have now."""
     if record["method"] == "reap":
-        return float(record["experts_bytes"])
+        return float(record["experts_kept"])
     return float(modelled_bytes(Pattern.parse(record["pattern"]), 1, 1, experts=True))
 
 

@@ -32,6 +32,9 @@ MAX_GROUP = 32
 
 StorageForm = Literal["dense", "2:4", "code-byte", "code-bits", "counts"]
 
+COUNTED = range(2, 8)
+"""Windows of a group whose metadata can be counts: a nibble is smaller for one window, and 4 bits hold seven."""
+
 _SYNTAX = re.compile(r"([0-9]+):([0-9]+)(?:@([0-9]+(?:\.[0-9]{1,2})?)%)?")
 _NEEDED = f"keep:group with group even, 4 <= group <= {MAX_GROUP} and keep = group - 2 (2:4, 4:6, 6:8, ...)"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_mixtures import MIXTURES
+from small_mixtures import MIXTURES, packed_mixtures
 from small_models import make
 from torch import nn
 
@@ -22,7 +22,7 @@ from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm.grouped import TorchExperts
 from slidesparse.models.experts import Experts, find_experts
-from slidesparse.models.packed_mixture import DESCRIBED, PackedMixture, why_not_packed
+from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
 
 IDS = torch.arange(12)[None]
 
@@ -40,10 +40,6 @@ def pruned(path: Path, name: str, dtype: str = "int8", pattern: str = "6:8", **o
     return path / "s"
 
 
-def mixtures(model: nn.Module) -> list[PackedMixture]:
-    return [module for module in model.modules() if isinstance(module, PackedMixture)]
-
-
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(IDS).logits.float()
@@ -54,8 +50,8 @@ def logits(model: Any) -> torch.Tensor:
 def test_packed_experts_compute_what_dense_ones_do(tmp_path: Path, name: str) -> None:
     path = pruned(tmp_path, name)
     dense, ours = slidesparse.load(path), slidesparse.load(path, backend="reference")
-    assert not mixtures(dense)
-    assert len(mixtures(ours)) == len(find_experts(dense)) > 0
+    assert not packed_mixtures(dense)
+    assert len(packed_mixtures(ours)) == len(find_experts(dense)) > 0
     assert not find_experts(ours)
     assert not any(value.is_meta for value in ours.state_dict().values())
     a, b = logits(dense), logits(ours)
@@ -66,7 +62,7 @@ def test_packed_experts_compute_what_dense_ones_do(tmp_path: Path, name: str) ->
 def test_fp8_experts_and_those_of_another_pattern(tmp_path: Path) -> None:
     path = pruned(tmp_path, "qwen3-moe", "fp8", "4:6")
     ours = slidesparse.load(path, fallback="none")
-    (first, *_) = mixtures(ours)
+    (first, *_) = packed_mixtures(ours)
     assert isinstance(first.slide.product, TorchExperts)
     assert first.slide.gate_up.dtype == torch.float8_e4m3fn
     a, b = logits(slidesparse.load(path)), logits(ours)
@@ -92,7 +88,7 @@ def test_why_experts_run_dense_is_one_line(
 ) -> None:
     caplog.set_level(logging.INFO)
     model = slidesparse.load(pruned(tmp_path, name, dtype), **loading)
-    assert not mixtures(model)
+    assert not packed_mixtures(model)
     (line,) = [line for line in caplog.messages if "run dense" in line]
     assert line.startswith("slidesparse: the experts of ")
     assert why in line
@@ -105,14 +101,14 @@ def test_gate_and_up_of_two_patterns_run_dense(tmp_path: Path, caplog: pytest.Lo
     marked = config["slidesparse_config"]["experts"]
     marked["model.layers.0.mlp.experts.*.up_proj"] = "6:8"  # which weights of 2:4 satisfy too
     (path / "config.json").write_text(json.dumps(config))
-    assert len(mixtures(slidesparse.load(path, backend="reference"))) == 1
+    assert len(packed_mixtures(slidesparse.load(path, backend="reference"))) == 1
     assert "the experts of model.layers.0.mlp.experts run dense: not all of them were pruned to one" in caplog.text
 
 
 def test_experts_that_were_left_alone_need_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     model = slidesparse.load(pruned(tmp_path, "mixtral", ignore=("re:.*experts",)), backend="reference")
-    assert not mixtures(model)
+    assert not packed_mixtures(model)
     assert "run dense" not in caplog.text
 
 
@@ -125,7 +121,7 @@ def test_a_gpu_is_asked_for_its_kernel(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(load_experts, "grouped_product", product)
     path = pruned(tmp_path, "qwen3-moe")
-    assert mixtures(slidesparse.load(path, fallback="none"))
+    assert packed_mixtures(slidesparse.load(path, fallback="none"))
     assert {(str(p.pattern), p.dtype, p.out_features, p.in_features) for p in asked} == {("6:8", torch.int8, 96, 64)}
 
 
@@ -143,7 +139,7 @@ def test_weights_that_break_the_pattern_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_number_past_the_last_expert_stands_for_none(tmp_path: Path) -> None:
-    (first, *_) = mixtures(slidesparse.load(pruned(tmp_path, "qwen3-moe"), backend="reference"))
+    (first, *_) = packed_mixtures(slidesparse.load(pruned(tmp_path, "qwen3-moe"), backend="reference"))
     x, weights = torch.randn(3, 64).bfloat16(), torch.rand(3, 2)
     some, none = torch.tensor([[0, 4], [4, 1], [4, 4]]), torch.tensor([[0, -1], [-1, 1], [-1, -1]])
     assert torch.equal(first(x, some, weights), first.slide(x, weights, none))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expert_weights import packed_experts
-from hopper_forms import Bundles, ExpertsWithoutBundles, WithoutBundles
+from hopper_forms import Bundles, ExpertsWithoutBundles
 from hopper_ptx import EmulatedKernel, run_product
 from ptx_emulator.state import Fault, GlobalMemory
 from tolerances import assert_product
@@ -157,7 +157,7 @@ WRONG_OF_BUNDLES = {
 
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES])
 def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
-    backend = Bundles if wrong in WRONG_OF_BUNDLES else WithoutBundles
+    backend = Bundles if wrong in WRONG_OF_BUNDLES else Hopper
     right, broken, message = (WRONG | WRONG_OF_BUNDLES)[wrong]
     source = SOURCE.read_text()
     assert right in source

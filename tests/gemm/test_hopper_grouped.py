@@ -19,9 +19,8 @@ from slidesparse.gemm.hopper.compile import SOURCE, compile_source, options
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import Arguments
 from slidesparse.gemm.hopper.tiles import WHOLE, Tile, choose_grouped
-from slidesparse.gemm.hopper.weights import MOST_WINDOWS
 from slidesparse.layout import Lifted
-from slidesparse.models.choose_patterns import COUNTED, modelled_bytes
+from slidesparse.models.choose_patterns import modelled_bytes
 from slidesparse.pattern import Pattern
 from slidesparse.slide import gather
 
@@ -59,7 +58,6 @@ def test_plans_count_the_bytes_that_experts_take(pattern: str) -> None:
     experts = packed_experts(2, out, columns, INT8, pattern)
     modelled = modelled_bytes(Pattern.parse(pattern), 2 * out, columns, experts=True)
     assert HopperExperts().prepare(experts).nbytes == pytest.approx(float(modelled), rel=2e-3)
-    assert (max(COUNTED), min(COUNTED)) == (MOST_WINDOWS, 2)
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 64, 512, 4096, 131072])

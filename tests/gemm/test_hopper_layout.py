@@ -8,9 +8,9 @@ import hopper_emulator as emulator
 import numpy as np
 import pytest
 import torch
-from hopper_forms import Bundles, WithoutBundles
+from hopper_forms import Bundles
 
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
 from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
 from slidesparse.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
@@ -106,7 +106,7 @@ def test_a_shard_that_starts_inside_a_group(pattern: str, k_offset: int) -> None
     groups = None if pattern == "6:8" else following_groups(shard, Pattern.parse(pattern), (240 + k_offset) % size)
     packed = pack_segments(shard, pattern, scale=torch.ones(40), k_offset=(240 + k_offset) % size, groups=groups)
     x = torch.randint(-128, 128, (3, shard.shape[1]))
-    for backend in (WithoutBundles, Bundles):
+    for backend in (Hopper, Bundles):
         decoded, column_map = _decoded(packed, backend).view(np.int8), backend.layout.column_map(packed)
         lifted = torch.where(column_map < 0, 0, x[:, column_map.clamp(min=0)]).numpy()
         assert np.array_equal(lifted @ decoded[:40].astype(np.int64).T, (x @ shard.long().T).numpy())
@@ -201,7 +201,7 @@ def test_bundles_are_used_where_they_hardly_pad(pattern: str, columns: int, bund
     packed = _packed(pattern, torch.int8, 2, columns)
     assert bundle_of(packed) == bundle
     if bundle > 1:
-        tight, plain = (len(backend.layout.column_map(packed)) for backend in (Hopper, WithoutBundles))
+        tight, plain = (len(backend.layout.column_map(packed)) for backend in (HopperCounts, Hopper))
         assert plain <= tight <= 1.02 * plain
     assert bundle_of(_packed(pattern, torch.bfloat16, 2, columns)) == 1
 

@@ -144,8 +144,8 @@ class ServeDriver:
                 while (done := len(rounds)) < workload.repeats or time.perf_counter() - started < workload.seconds:
                     rounds.append(self._round(workload, prepared[done % workload.repeats]))
         except Unmeasured as why:
-            sizes = sum(len(request.prompt) for request in prepared[0]), sum(request.output for request in prepared[0])
-            return Measured((), *sizes, time.perf_counter() - started, why_not=str(why))
+            nothing = summarise([], prepared[0], time.perf_counter() - started, None, None)
+            return dataclasses.replace(nothing, why_not=str(why))
         wall_s = time.perf_counter() - started
         steps = self._front.steps
         if steps is not None and workload.kind != AT_ONCE:

@@ -42,12 +42,12 @@ class Measured:
     prompt_tokens: int
     output_tokens: int
     wall_s: float
-    first: Latency | None = None
-    between: Latency | None = None
-    lost: int = 0
-    step_tokens: tuple[int, ...] | None = None
-    step_us: tuple[int, ...] | None = None
-    power: Power | None = None
+    first: Latency | None
+    between: Latency | None
+    lost: int
+    step_tokens: tuple[int, ...] | None
+    step_us: tuple[int, ...] | None
+    power: Power | None
     steady: Steady | None = None
     error: str | None = None
     soak: Soak | None = None

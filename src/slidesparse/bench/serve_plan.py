@@ -19,7 +19,7 @@ from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.commands.plan_file import read_plan
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
-from slidesparse.integrations.vllm.graph_sizes import layer_weights, most_tokens, sizes_beyond
+from slidesparse.integrations.vllm.graph_sizes import sizes_for
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import DENSE_VARIANT
 from slidesparse.served_records import AGAIN, CONTROL, STOCK, EngineKey, Workload
@@ -139,8 +139,7 @@ def larger_graphs(model: str, gpus: int) -> int | None:
     >>> larger_graphs("Qwen2.5-7B", 1)
     1024
     """
-    weights = layer_weights(SimpleNamespace(**model_config(model)))
-    sizes = sizes_beyond(OWN_GRAPHS, most_tokens(weights or 0, gpus, BATCHED_TOKENS))
+    sizes = sizes_for(SimpleNamespace(**model_config(model)), gpus, BATCHED_TOKENS, OWN_GRAPHS)
     return sizes[-1] if sizes else None
 
 

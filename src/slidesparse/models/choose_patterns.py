@@ -14,13 +14,10 @@ from fractions import Fraction
 from typing import Protocol
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.pattern import DENSE, Pattern, StorageForm
+from slidesparse.pattern import COUNTED, DENSE, Pattern, StorageForm
 
 TIME_LIMIT_S = 60.0
 """Seconds after which the solver gives up; it takes milliseconds on the models that we know."""
-
-COUNTED = range(2, 8)
-"""Windows of a group of experts whose metadata are counts on a Hopper GPU (``gemm/hopper/weights.py``)."""
 
 
 @dataclass(frozen=True)

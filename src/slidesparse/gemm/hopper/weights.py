@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from slidesparse.layout import BUNDLE, CHUNK_BYTES, SLAB_BYTES, ColumnOrder, Layout, Slabs, in_bundles, swizzled
 from slidesparse.packed import PackedWeight, Segment
-from slidesparse.pattern import WINDOW_KEEP, Pattern
+from slidesparse.pattern import COUNTED, WINDOW_KEEP, Pattern
 from slidesparse.slide import decode_group, metadata
 from slidesparse.support import as_bits
 
@@ -47,9 +47,6 @@ ZERO_NIBBLE = 0x4
 PLANE_BYTES = 512
 """One bit of all counts of a row block in a bundle, with a word for each thread."""
 
-MOST_WINDOWS = 7
-"""Windows of a group whose counts fit into 4 bits."""
-
 PADDING = Fraction(51, 50)
 """Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
 
@@ -66,7 +63,7 @@ def bundle_of(packed: PackedWeight) -> int:
     4 bits, and for few groups, which would not fill their bundles.
     """
     windows, segment = packed.pattern.windows, _segment(packed, "2:4")
-    if packed.dtype.itemsize != 1 or segment is None or not 1 < windows <= MOST_WINDOWS:
+    if packed.dtype.itemsize != 1 or segment is None or windows not in COUNTED:
         return 1
     groups = len(segment.groups)
     plain = -(-groups * packed.pattern.slid_group // SLAB_BYTES)

@@ -50,20 +50,6 @@ def layer_weights(text_config: Any) -> int | None:
     return int(3 * hidden * intermediate + 2 * hidden * head * (heads + kv_heads))
 
 
-def most_tokens(weights: int, gpus: int, batch: int) -> int:
-    """Return the tokens up to which graphs pay.
-
-    Args:
-        weights: Of a decoder layer's linears.
-        gpus: That share a layer.
-        batch: Tokens of vLLM's largest batch.
-
-    >>> most_tokens(233_000_000, 1, 16384)
-    1030
-    """
-    return min(HOST_BOUND // max(1, weights // gpus), MOST, batch)
-
-
 def sizes_beyond(last: int, tokens: int) -> list[int]:
     """Return the sizes of graphs from vLLM's last one on, up to a number of tokens.
 
@@ -79,16 +65,28 @@ def sizes_beyond(last: int, tokens: int) -> list[int]:
         sizes.append(size)
 
 
+def sizes_for(text_config: Any, gpus: int, batch: int, last: int) -> list[int]:
+    """Return the sizes of graphs that pay beyond vLLM's last one; none where a configuration does not tell.
+
+    Args:
+        text_config: See :func:`layer_weights`.
+        gpus: That share a layer.
+        batch: Tokens of vLLM's largest batch.
+        last: Tokens of vLLM's own largest graph.
+    """
+    weights = layer_weights(text_config)
+    if weights is None:
+        return []
+    return sizes_beyond(last, min(HOST_BOUND // max(1, weights // gpus), MOST, batch))
+
+
 def wanted_sizes(vllm_config: Any) -> list[int]:
     """Return the sizes that a configuration whose own are set lacks; none where it is to stay as it is."""
     own = vllm_config.compilation_config.cudagraph_capture_sizes
     if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
         return []
-    weights = layer_weights(vllm_config.model_config.hf_text_config)
-    if weights is None:
-        return []
     gpus, batch = vllm_config.parallel_config.tensor_parallel_size, vllm_config.scheduler_config.max_num_batched_tokens
-    return sizes_beyond(own[-1], most_tokens(weights, gpus, batch))
+    return sizes_for(vllm_config.model_config.hf_text_config, gpus, batch, own[-1])
 
 
 def capture_more() -> None:
