@@ -15,16 +15,19 @@ from small_models import make
 
 from slidesparse.commands.prune import prune_checkpoint
 from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.rounded_inputs import describe_rounding
 from slidesparse.errors import InputError
 from slidesparse.files import smoothing
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
 from slidesparse.models.sparsify import run_once
 from slidesparse.models.targets import find_targets
-from slidesparse.quant import quantize_rows
+from slidesparse.prune import rounding_error
+from slidesparse.quant import dequantize, quantize_rows
 
 CPU = torch.device("cpu")
 
@@ -124,6 +127,54 @@ def test_pruned_norms_and_weights_belong_together(tmp_path: Path, monkeypatch: p
         return float((logits(model, ids) - wanted).norm())
 
     assert distance(whole) < 1.3 * distance(rough)  # in float activations: nothing is scaled twice or not at all
+
+
+def test_outliers_are_told_with_what_helps(tmp_path: Path) -> None:
+    """Calibration sees what rounding costs; folding makes that less, and what cannot be folded may be left dense."""
+    source = with_outliers(tmp_path)
+    rough = prune_checkpoint(source, tmp_path / "rough", options(source, smooth=False))
+    smooth = prune_checkpoint(source, tmp_path / "smooth", options(source))
+    read_norms = [names for names in rough.rounding if "q_proj" in names or "gate_proj" in names]
+    assert len(read_norms) == len(rough.rounding) / 2
+    for names in read_norms:
+        assert smooth.rounding[names] < rough.rounding[names] / 4
+    assert all(0 < loss < 1 for loss in rough.rounding.values())
+    told = rough.describe()
+    assert "rounding inputs to INT8 costs: mean" in told
+    assert f"such as that of {read_norms[0].split()[0]}: --smooth folds outliers into weights" in told
+    assert "--smooth" not in smooth.describe()
+    assert prune_checkpoint(source, tmp_path / "fp8", options(source, smooth=False, dtype="fp8")).rounding == {}
+
+
+def test_the_cost_of_rounding_is_that_of_the_product() -> None:
+    """It is counted from sums; here is the definition, with outliers and without."""
+    generator = torch.Generator().manual_seed(0)
+    for outlier in (1.0, 60.0):
+        x, weight = torch.randn(512, 64, generator=generator), torch.randn(96, 64, generator=generator)
+        x[:, 5] *= outlier
+        rounded = dequantize(*quantize_rows(x, torch.int8))
+        found = rounding_error({"a": weight[:32], "b": weight[32:]}, x.T @ x, float((x - rounded).square().sum()))
+        wanted = ((x - rounded) @ weight.T).square().sum() / (x @ weight.T).square().sum()
+        assert found == pytest.approx(float(wanted), rel=0.1)
+
+
+def test_only_costs_that_matter_are_told() -> None:
+    """Beside what pruning costs, and beside what rounding costs inputs without outliers."""
+
+    def never() -> set[str]:
+        pytest.fail("nothing is to be folded")
+
+    little = [SetLoss(("a", "b"), "6:8", 1e-2, rounding=1e-3), SetLoss(("c",), "6:8", 1e-5, rounding=1e-4)]
+    assert describe_rounding(little, never) == ["rounding inputs to INT8 costs: mean 5.50e-04, worst 1.00e-03 at a b"]
+    assert describe_rounding([], never) == []
+    much = [*little, *(SetLoss((name, f"{name}2"), "6:8", 1e-2, rounding=2e-2) for name in "def")]
+    assert describe_rounding(much, lambda: None) == describe_rounding(much, lambda: {"d", "d2"})[:1]
+    assert describe_rounding(much, lambda: {"d", "d2"})[1:] == [
+        "of one input it costs more than half of what pruning does, such as that of d: "
+        "--smooth folds outliers into weights",
+        "of 2 inputs it costs more than half of what pruning does, such as that of e: "
+        "--ignore would leave such linears dense, in the type that they have",
+    ]
 
 
 def test_what_cannot_be_smoothed(tmp_path: Path) -> None:

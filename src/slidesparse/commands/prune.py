@@ -26,6 +26,7 @@ from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.generation_settings import generation_settings
@@ -68,6 +69,9 @@ class PruneSummary:
             None where the source has none.
         losses: Linears that read one input -> squared error of their outputs over their energy on the calibration text,
             before their layer is matched; empty without calibration.
+        rounding: The same linears -> what rounding inputs to INT8 costs, in the same measure; empty without calibration
+            and for other types.
+        rounded_inputs: Lines that say so, and what may be done where it is much.
         borrowed: Weights of experts to which the router sent too few tokens -> how many of how many.
         source_bytes: Tensors of the source.
         destination_bytes: Tensors of the new checkpoint.
@@ -87,6 +91,8 @@ class PruneSummary:
     resumed: list[str]
     source_card: str | None
     losses: dict[str, float]
+    rounding: dict[str, float]
+    rounded_inputs: list[str]
     borrowed: dict[str, str]
     source_bytes: int
     destination_bytes: int
@@ -106,6 +112,7 @@ class PruneSummary:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
             lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+        lines += self.rounded_inputs
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
             count = f"{len(self.borrowed)} of the experts' weights"
@@ -210,6 +217,8 @@ def prune_checkpoint(
         resumed = _write_shards(prepared, work, ranks, progress)
         if ranks.is_first:
             _write_the_rest(prepared, work, options, files, kept_card)
+    # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
+    rounded = job.calibrated.losses if job.calibrated and job.dtype == torch.int8 else []
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
@@ -225,6 +234,8 @@ def prune_checkpoint(
         resumed=resumed,
         source_card=kept_card,
         losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        rounding=rounding_costs(rounded),
+        rounded_inputs=describe_rounding(rounded, job.foldable),
         borrowed=_borrowed(job.calibrated.losses) if job.calibrated else {},
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,

@@ -21,6 +21,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
+from slidesparse.files.smoothing import find_smoothing
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -121,6 +122,18 @@ class PruneJob:
             experts=self.expert_rows,
             matching=self.steps.matching,
         )
+
+    def foldable(self) -> set[str] | None:
+        """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
+        if self.source_dtype is not None:
+            return None
+        if self.steps.smooth is not None:
+            return set()
+        try:
+            folds = find_smoothing(self.meta, self.checkpoint, self.patterns, run_once(self.meta.model))
+        except InputError:
+            return set()
+        return {linear for fold in folds for linear in fold.linears}
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""

@@ -19,13 +19,22 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, first_line
-from slidesparse.models.expert_grams import Inputs, add_layer_sums, empty_grams, in_parts, take_inputs, tokens_of
+from slidesparse.models.expert_grams import (
+    Inputs,
+    add_layer_sums,
+    empty_grams,
+    in_parts,
+    rounding_of,
+    take_inputs,
+    tokens_of,
+)
 from slidesparse.models.expert_weights import ExpertWeight, WatchExperts, only_experts
 from slidesparse.models.hooks import hooked
 from slidesparse.models.match_layer import Example, Matching, match_layer
 from slidesparse.models.parts import is_language_model
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.prune import Linears, Pruner, output_error
+from slidesparse.prune import Linears, Pruner, output_error, rounding_error
+from slidesparse.quant import dequantize, quantize_rows
 
 Batch = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward."""
@@ -41,6 +50,8 @@ class SetLoss:
         loss: Squared error of their outputs over their energy, on the calibration inputs, before matching.
         tokens: What the router sent to an expert; None for linears, which see all tokens.
         borrowed: The tokens that an expert borrowed from its layer.
+        rounding: Squared error of the pruned linears' outputs over their energy when inputs are rounded to INT8, a
+            token at a time; None for experts.
     """
 
     names: tuple[str, ...]
@@ -48,6 +59,7 @@ class SetLoss:
     loss: float
     tokens: int | None = None
     borrowed: int = 0
+    rounding: float | None = None
 
 
 @dataclass
@@ -347,7 +359,8 @@ def prune_set(
     originals = {name: store.weight(name, linears[name]) for name in names}
     new = pruner.prune(Linears(originals, pattern, inputs.gram))
     loss = output_error(originals, new, inputs.gram)
-    return new, SetLoss(tuple(names), str(pattern), loss, inputs.tokens, inputs.borrowed)
+    rounding = None if inputs.rounding is None else rounding_error(new, inputs.gram, inputs.rounding)
+    return new, SetLoss(tuple(names), str(pattern), loss, inputs.tokens, inputs.borrowed, rounding)
 
 
 def collect_grams(
@@ -355,7 +368,8 @@ def collect_grams(
 ) -> dict[str, torch.Tensor]:
     """Return ``sum x x^T`` over all tokens that each linear reads, float32 [in, in] by name.
 
-    For experts there are counts and sums too: see :mod:`slidesparse.models.expert_grams`.
+    With each comes what rounding costs: see :func:`slidesparse.models.expert_grams.rounding_of`.
+    For experts there are counts and sums in place of it: see :mod:`slidesparse.models.expert_grams`.
 
     Raises:
         InputError: A linear is never called.
@@ -368,7 +382,9 @@ def collect_grams(
             x = args[0].detach().flatten(0, -2).to(torch.float32)
             if name not in grams:
                 grams[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+                grams[rounding_of(name)] = torch.zeros(1, 1, device=x.device)
             grams[name].addmm_(x.T, x)
+            grams[rounding_of(name)] += (x - dequantize(*quantize_rows(x, torch.int8))).square().sum()
 
         return hook
 

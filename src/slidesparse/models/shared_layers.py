@@ -16,7 +16,7 @@ from torch import nn
 
 from slidesparse.base.dealing import deal
 from slidesparse.base.rank_tensors import RankTensors
-from slidesparse.models.expert_grams import Inputs, expert_inputs, in_parts, sum_columns, tokens_of
+from slidesparse.models.expert_grams import Inputs, expert_inputs, in_parts, rounding_of, sum_columns, tokens_of
 from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.gram_tree import GramTree, Shares
 from slidesparse.models.layerwise import LayerStore, Sample, SetLoss, collect_grams, prune_set
@@ -78,11 +78,13 @@ class SharedLayers:
         inputs = {}
         for head in (names[0] for names in sets):
             gram = tree.total(head, linears[head].weight.shape[1], solver[head], self.tensors)
-            tokens = tree.total(tokens_of(head), 1, solver[head], self.tensors) if head in experts else None
-            if gram is not None and tokens is not None:
-                inputs[head] = expert_inputs(head, gram, int(tokens), *sums[experts[head].layer])
-            elif gram is not None:
-                inputs[head] = Inputs(gram)
+            number = tree.total((tokens_of if head in experts else rounding_of)(head), 1, solver[head], self.tensors)
+            if gram is None or number is None:
+                continue
+            if head in experts:
+                inputs[head] = expert_inputs(head, gram, int(number), *sums[experts[head].layer])
+            else:
+                inputs[head] = Inputs(gram, rounding=float(number))
         return inputs
 
     def _everywhere(self, tree: GramTree, name: str, columns: int) -> torch.Tensor:

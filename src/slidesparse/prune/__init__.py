@@ -1,7 +1,7 @@
 """Pruning to a pattern: the cost of every removal, and the mask that costs least."""
 
 from slidesparse.prune.base import METHODS, Linears, Pruner, RowPruner, get_pruner, register_pruner
-from slidesparse.prune.gram import output_error
+from slidesparse.prune.gram import output_error, rounding_error
 from slidesparse.prune.magnitude import Magnitude
 from slidesparse.prune.mask import prune_mask, prune_masks
 from slidesparse.prune.sparsegpt import SparseGPT
@@ -20,4 +20,5 @@ __all__ = [
     "prune_mask",
     "prune_masks",
     "register_pruner",
+    "rounding_error",
 ]

@@ -52,10 +52,31 @@ def output_error(original: Mapping[str, torch.Tensor], pruned: Mapping[str, torc
         pruned: The same names and shapes.
         gram: float32 [in, in].
     """
-    error = energy = 0.0
+    error = 0.0
     for name, weight in original.items():
-        wide = weight.to(torch.float32)
-        difference = wide - pruned[name].to(torch.float32)
+        difference = weight.to(torch.float32) - pruned[name].to(torch.float32)
         error += float(((difference @ gram) * difference).sum(dtype=torch.float64))
-        energy += float(((wide @ gram) * wide).sum(dtype=torch.float64))
+    energy = _energy(original, gram)
     return max(error, 0.0) / energy if energy > 0 else 0.0
+
+
+def rounding_error(weights: Mapping[str, torch.Tensor], gram: torch.Tensor, squared_error: float) -> float:
+    """Return the squared error that rounded inputs cause in the outputs, over the outputs' energy, of a set together.
+
+    The errors of columns have nothing to do with each other, so those of the outputs are ``e ||W||^2 / in``, where
+    ``e`` is the sum of the inputs' squared errors and ``||W||^2`` that of the weights' squares.
+
+    Args:
+        weights: Name -> weight [out_i, in].
+        gram: float32 [in, in], of the inputs before they are rounded.
+        squared_error: ``e``, over the same inputs.
+    """
+    squares = sum(float(weight.to(torch.float32).square().sum(dtype=torch.float64)) for weight in weights.values())
+    energy = _energy(weights, gram)
+    return squared_error * squares / len(gram) / energy if energy > 0 else 0.0
+
+
+def _energy(weights: Mapping[str, torch.Tensor], gram: torch.Tensor) -> float:
+    """Return ``tr(W G W^T)``, summed over the weights."""
+    wide = (weight.to(torch.float32) for weight in weights.values())
+    return sum(float(((weight @ gram) * weight).sum(dtype=torch.float64)) for weight in wide)
