@@ -2,9 +2,13 @@
 
     python benchmarks/decoding_linears.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtypes int8 fp8]
 
-Needs an H100 or H200, and vLLM for its dense layers. Every linear quantises activations of its own, lifts them and
-multiplies; the blocks together exceed three L2 caches. What the graph gives is compared, again and again, with the
-result of single calls: a kernel that started before its input was there would show.
+Needs an H100 or H200, and vLLM for its dense layers. Other dense layers are anchors: they tell what fewer bytes give
+from what another kernel gives. They are our kernel on dense weights, torch's row-wise FP8 product, and Humming's own
+quantisation and product, where the package humming-kernels is installed.
+
+Every linear quantises activations of its own, lifts them and multiplies; the blocks together exceed three L2 caches.
+What the graph gives is compared, again and again, with the result of single calls: a kernel that started before its
+input was there would show.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +36,14 @@ from slidesparse.records import DENSE_VARIANT
 MODEL = "Qwen2.5-7B"
 BLOCKS = 6
 CHECKS, SAMPLES, REPLAYS = 10, 25, 4
+ALIKE = 0.02
+"""Of the norm of a product: Humming has weight scales in BF16."""
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
+
+OURS, TORCH, HUMMING = "dense, this kernel", "dense, torch", "dense, Humming"
+COUNTS = " counts"
+"""After a pattern: two counts a group in place of metadata."""
 
 
 def vllm_layer(packed: PackedWeight) -> Layer:
@@ -50,13 +61,73 @@ def vllm_layer(packed: PackedWeight) -> Layer:
     return run
 
 
+def torch_layer(packed: PackedWeight) -> Layer:
+    """Dense, by vLLM's quantisation and torch's row-wise FP8 product."""
+    weight, dtype = packed.unpack().t(), packed.dtype
+    assert packed.scale is not None
+    scale = packed.scale.view(1, -1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        values, token_scale = vllm_quantize(x, dtype)
+        return torch._scaled_mm(values, weight, token_scale, scale, out_dtype=x.dtype, use_fast_accum=True)
+
+    return run
+
+
+def humming_layer(packed: PackedWeight) -> Layer:
+    """Dense, by Humming's own two kernels with the tiles that its heuristics choose."""
+    from humming.layer import HummingLayer
+
+    number = "int" if packed.dtype == torch.int8 else "float"
+    kind = {"quant_method": "compressed-tensors", "num_bits": 8, "type": number, "format": f"{number}-quantized"}
+    weight = packed.unpack()
+    layer = HummingLayer(
+        *weight.shape, {**kind, "strategy": "channel"}, {**kind, "dynamic": True}, torch_dtype=torch.bfloat16
+    ).cuda()
+    assert packed.scale is not None
+    layer.load_from_tensors({"weight": weight, "weight_scale": packed.scale.view(-1, 1)})
+    layer.transform()
+    return layer
+
+
+ANCHORS: dict[str, Callable[[PackedWeight], Layer]] = {
+    OURS: partial(SlideLinear, backend="hopper"),
+    TORCH: torch_layer,
+    HUMMING: humming_layer,
+}
+
+
+def anchors(dtype: str) -> list[str]:
+    """The other dense layers that can run here."""
+    found = [OURS, TORCH] if dtype == "fp8" else [OURS]
+    return [*found, HUMMING] if find_spec("humming") is not None else found
+
+
+def layer_of(variant: str, dtype: str, out: int, columns: int) -> Layer:
+    """A layer; those of all dense variants have the same weight."""
+    dense = variant in ANCHORS or variant == DENSE_VARIANT
+    pattern = DENSE_VARIANT if dense else variant.removesuffix(COUNTS)
+    packed = packed_weight(pattern, dtype, out, columns, torch.device("cuda"))
+    if dense:
+        return ANCHORS.get(variant, vllm_layer)(packed)
+    return SlideLinear(packed, backend="hopper-counts" if variant.endswith(COUNTS) else "hopper")
+
+
+def require_alike(variant: str, dtype: str) -> None:
+    """End the program if a dense layer does not compute what vLLM's does."""
+    out, columns = MODELS[MODEL][0]
+    x = torch.randn(64, columns, dtype=torch.bfloat16, device="cuda")
+    wanted, found = (layer_of(one, dtype, out, columns)(x).float() for one in (DENSE_VARIANT, variant))
+    if not float((found - wanted).norm() / wanted.norm()) < ALIKE:
+        raise SystemExit(f"{variant} {dtype}: its product is another one")
+
+
 def calls(variant: str, dtype: str, tokens: int) -> list[Callable[[], torch.Tensor]]:
     """Each linear of each block, on activations of its own."""
     made = []
     for _ in range(BLOCKS):
         for out, columns in MODELS[MODEL]:
-            packed = packed_weight(variant, dtype, out, columns, torch.device("cuda"))
-            layer = vllm_layer(packed) if variant == DENSE_VARIANT else SlideLinear(packed, backend="hopper")
+            layer = layer_of(variant, dtype, out, columns)
             made.append(partial(layer, torch.randn(tokens, columns, dtype=torch.bfloat16, device="cuda")))
     return made
 
@@ -101,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64, 128, 256])
-    parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8", "8:10"])
+    parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8", "6:8 counts", "8:10"])
+    parser.add_argument("--no-anchors", action="store_true")
     parser.add_argument("--dtypes", nargs="+", default=["int8", "fp8"], choices=["int8", "fp8"])
     options = parser.parse_args(arguments)
     machine = environment.machine()
@@ -109,12 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with options.file.open("w") as file, torch.inference_mode():
         file.write(json.dumps(head) + "\n")
         for dtype in options.dtypes:
+            others = [] if options.no_anchors else anchors(dtype)
+            for variant in others:
+                require_alike(variant, dtype)
             for tokens in options.tokens:
-                rows = [measure(variant, dtype, tokens) for variant in (DENSE_VARIANT, *options.patterns)]
+                rows = [measure(variant, dtype, tokens) for variant in (DENSE_VARIANT, *others, *options.patterns)]
                 file.writelines(json.dumps(row) + "\n" for row in rows)
                 dense = rows[0]["us"]
-                cells = " ".join(f"{row['variant']} {row['us']:.1f} ({dense / row['us']:.2f})" for row in rows)
-                print(f"{dtype} M={tokens:3} {cells}", flush=True)
+                cells = ", ".join(f"{row['variant']} {row['us']:.1f} ({dense / row['us']:.2f})" for row in rows)
+                print(f"{dtype} M={tokens:3}: {cells}", flush=True)
 
 
 if __name__ == "__main__":
