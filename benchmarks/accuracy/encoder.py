@@ -31,7 +31,8 @@ import torch
 from run import Log, commit, machine
 
 from slidesparse.demo.run import IGNORE, compare, embed, load_encoder, pair_similarities, read_sentences, spearman
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from run import Log, commit, machine
 
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern

@@ -22,7 +22,8 @@ from run import PATTERNS, Log, commit, machine
 
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import find_experts
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner

@@ -29,7 +29,8 @@ from run import PATTERNS, Log, commit, machine
 
 from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, read_sentences, spearman
 from slidesparse.models.channel_order import taken
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.reorder import Inner, orders

@@ -26,7 +26,8 @@ from mixture import EVERY, PIECE, VOCABULARY, WINDOWS
 from run import CALIBRATION_WINDOWS, PATTERNS, Log, commit, machine
 from torch import nn
 
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.learn_rotation import learn, mean_damage, random_rotation
 from slidesparse.models.perplexity import measure_perplexity
 from slidesparse.models.sparsify import run_once, sets_to_prune

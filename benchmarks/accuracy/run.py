@@ -25,7 +25,8 @@ from lm import CONTEXT, SIZES, Data, Trainer, build, calibration, influence, jud
 from speeds import ServedTime, served_speeds
 
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Matching
 from slidesparse.models.sensitivity import measure_sensitivities
 from slidesparse.models.sparsify import run_once, sets_to_prune

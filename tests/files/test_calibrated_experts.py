@@ -23,10 +23,11 @@ from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_rows import ExpertRows, find_expert_rows
 from slidesparse.files.expert_tensors import ExpertTensor
-from slidesparse.files.layer_stream import CheckpointLayerStore
+from slidesparse.files.layer_store import CheckpointLayerStore
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import Experts
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets
 from slidesparse.pattern import Pattern

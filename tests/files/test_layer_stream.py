@@ -25,7 +25,8 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.texts import read_text
-from slidesparse.models.layerwise import find_layer_list, prune_layers, record_inputs
+from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
 from slidesparse.pattern import DENSE, Pattern
@@ -197,7 +198,7 @@ def interrupted(source: Path, method: str, match: int = 0) -> None:
     """A run that is killed when its first layer is on disk."""
     folder = source.parent
     code = f"""
-import slidesparse.files.layer_stream as c, os, signal
+import slidesparse.files.layer_store as c, os, signal
 keep = c.CheckpointLayerStore.keep
 def once(self, *args):
     keep(self, *args)

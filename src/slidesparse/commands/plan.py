@@ -56,7 +56,7 @@ from slidesparse.models.experts import (
     find_routers,
     linears_inside,
 )
-from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list
 from slidesparse.models.parts import text_config
 from slidesparse.models.sensitivity import damage_together, may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune

@@ -26,7 +26,7 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
-from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling

@@ -15,7 +15,7 @@ import torch
 
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.files.data_digest import data_digest
-from slidesparse.files.layer_stream import windows_of_a_batch
+from slidesparse.files.layer_store import windows_of_a_batch
 from slidesparse.files.rotating import Rotation
 from slidesparse.models.experts import experts_of_a_token
 from slidesparse.models.learn_rotation import MOST_ROWS, SETS_OF_A_STEP

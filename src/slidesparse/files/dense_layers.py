@@ -10,9 +10,8 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.layer_stream import CheckpointLayerStore, compute_dtype, prepare_stack, windows_of_a_batch
-from slidesparse.files.meta_model import build_meta_model
-from slidesparse.models.layerwise import find_layer_list, record_inputs, run_layer
+from slidesparse.files.layer_store import open_layers, windows_of_a_batch
+from slidesparse.models.layer_stack import record_inputs, run_layer
 
 
 class DenseLayers:
@@ -43,14 +42,9 @@ class DenseLayers:
         device: torch.device,
         compute: torch.dtype | None = None,
     ) -> None:
-        on_cpu = torch.float32 if device.type == "cpu" else None
-        self.meta = build_meta_model(checkpoint, real_buffers=True, dtype=compute or on_cpu)
+        self.layer_list, self.store = open_layers(checkpoint, linears, checkpoint.path, device, compute=compute)
+        self.meta = self.store.meta
         self.model = self.meta.model
-        self.layer_list = find_layer_list(self.model, linears)
-        config: Any = self.model.config
-        compute = compute or compute_dtype(config.dtype, device)
-        self.store = CheckpointLayerStore(checkpoint, self.meta, checkpoint.path, device, compute)
-        prepare_stack(self.model, self.layer_list, self.store, device)
         batches = windows.split(windows_of_a_batch(windows))
         self.inputs: list[Any] = [{"input_ids": ids.to(device), "use_cache": False} for ids in batches]
         self.samples = record_inputs(self.model, self.layer_list, self.inputs)

@@ -17,8 +17,9 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.grams import collect_grams
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layerwise import Sample, collect_grams, find_layer_list, record_inputs, run_around, run_layer
+from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs, run_around, run_layer
 from slidesparse.models.learn_rotation import Costed, learn, mean_damage, random_rotation, readers, writer
 from slidesparse.models.rotate import REMEDY, Stream, cannot_rotate, find_stream, fold_gains, is_rotated, rotate
 from slidesparse.pattern import DENSE, Pattern

@@ -15,7 +15,7 @@ from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.hooks import hooked
-from slidesparse.models.layerwise import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 
 KEPT = "smoothing.safetensors"

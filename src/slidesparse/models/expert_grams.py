@@ -34,11 +34,6 @@ def tokens_of(name: str) -> str:
     return f"{name} tokens"
 
 
-def rounding_of(name: str) -> str:
-    """Return the name of the squared error of a linear's inputs in INT8 next to a gram matrix, as a matrix [1, 1]."""
-    return f"{name} rounding"
-
-
 def empty_grams(experts: Mapping[str, ExpertWeight]) -> dict[str, torch.Tensor]:
     """Return a gram matrix and a count of tokens for each weight, all zero."""
     grams: dict[str, torch.Tensor] = {}
@@ -80,15 +75,6 @@ class Inputs:
     tokens: int | None = None
     borrowed: int = 0
     rounding: float | None = None
-
-
-def take_inputs(name: str, linear: object, grams: dict[str, torch.Tensor]) -> Inputs:
-    """Take the inputs of a set of linears out of the sums of a layer."""
-    gram = grams.pop(name)
-    if not isinstance(linear, ExpertWeight):
-        return Inputs(gram, rounding=float(grams.pop(rounding_of(name))))
-    tokens, layer_tokens = (int(grams[tokens_of(key)]) for key in (name, linear.layer))
-    return expert_inputs(name, gram, tokens, grams[linear.layer], layer_tokens)
 
 
 def expert_inputs(name: str, gram: torch.Tensor, tokens: int, layer: torch.Tensor, layer_tokens: int) -> Inputs:

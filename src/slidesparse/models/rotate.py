@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.layerwise import LayerList
+from slidesparse.models.layer_stack import LayerList
 from slidesparse.models.parts import language_model
 from slidesparse.models.smooth import Fold, find_folds, is_norm
 

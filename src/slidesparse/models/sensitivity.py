@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_grams import Inputs, take_inputs
+from slidesparse.models.expert_grams import Inputs
 from slidesparse.models.expert_weights import ExpertWeight
-from slidesparse.models.layerwise import Batch, collect_grams, find_layer_list, prune_layers, record_inputs, run_layer
+from slidesparse.models.grams import collect_grams, take_inputs
+from slidesparse.models.layer_stack import Batch, find_layer_list, record_inputs, run_layer
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
 

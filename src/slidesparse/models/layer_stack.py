@@ -1,0 +1,172 @@
+"""The repeated layers of a model, and running them one at a time.
+
+What runs before the layers runs once, and records the hidden state and the other arguments that each layer gets. From
+then on any one layer can run on its own, so that only its weights need be in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slidesparse.errors import InputError, first_line
+from slidesparse.models.parts import is_language_model
+
+Batch = Mapping[str, torch.Tensor]
+"""Keyword arguments of the model's forward."""
+
+
+@dataclass
+class Sample:
+    """A batch on its way through the layers: the hidden state, and the other arguments of each layer."""
+
+    hidden: torch.Tensor
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """The repeated layers of a model.
+
+    Attributes:
+        name: The name of the ``nn.ModuleList`` that holds them, such as ``model.layers``.
+        layers: The layers, in the order in which they run.
+    """
+
+    name: str
+    layers: list[nn.Module]
+
+    def items(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the name and module of every layer."""
+        yield from ((f"{self.name}.{i}", layer) for i, layer in enumerate(self.layers))
+
+
+def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
+    """Return the list of layers that holds all linears to be pruned.
+
+    Raises:
+        InputError: There is none; the error names linears outside the list that holds most of them.
+    """
+    names = list(linears)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
+    best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
+    if best is None or not inside[best]:
+        raise InputError(
+            f"cannot calibrate {type(model).__name__} layer by layer",
+            got="no list of layers with linears to prune",
+            needed="a model whose layers are in one nn.ModuleList",
+            remedy="use --method magnitude",
+        )
+    outside = [name for name in names if name not in inside[best]]
+    if outside:
+        raise InputError(
+            f"calibration goes through {best} only, and {len(outside)} linears are outside",
+            got=", ".join(outside[:3]),
+            remedy="put them on the ignore list, or use --method magnitude",
+        )
+    return LayerList(best, list(lists[best]))
+
+
+def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
+    """Return the innermost model around the layers that takes token numbers, with its name; it may be ``model`` itself.
+
+    Of a model of text and images it is the language model, so that nothing but text is needed to run it.
+    """
+    name = layer_list.name
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        if is_language_model(module):
+            return name, module
+    return "", model
+
+
+class _Recorded(Exception):
+    """Ends a forward pass once the arguments of the last layer are recorded; no error."""
+
+
+@torch.no_grad()
+def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Batch]) -> list[Sample]:
+    """Run the modules of the stack before the layers, and record the hidden state and each layer's other arguments.
+
+    The layers themselves do not run: they may have no weights yet.
+
+    Args:
+        model: A model in which the parameters that are used before the layers are filled.
+        layer_list: From :func:`find_layer_list`.
+        batches: Inputs.
+    """
+    samples: list[Sample] = []
+    _, stack = stack_around(model, layer_list)
+
+    def stand_in(index: int) -> Callable[..., torch.Tensor]:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if index == 0:
+                samples.append(Sample(hidden))
+            samples[-1].arguments.append((args, kwargs))
+            if index + 1 == len(layer_list.layers):
+                raise _Recorded
+            return hidden
+
+        return forward
+
+    with _forwards(layer_list.layers, [stand_in(index) for index in range(len(layer_list.layers))]):
+        for batch in batches:
+            before = len(samples)
+            try:
+                stack(**batch)
+            except _Recorded:
+                pass
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
+                raise InputError(
+                    f"cannot calibrate {type(model).__name__} layer by layer",
+                    got=first_line(error),
+                    needed="layers that take a hidden state and return the next",
+                    remedy="use --method magnitude",
+                ) from error
+            if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
+                raise InputError(
+                    f"{type(model).__name__} does not run {layer_list.name} one after the other",
+                    remedy="use --method magnitude",
+                )
+    return samples
+
+
+@torch.no_grad()
+def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.Tensor:
+    """Return what the stack gives for a batch when its layers give what they read; they may have no weights yet."""
+    _, stack = stack_around(model, layer_list)
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+    with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
+        found: torch.Tensor = stack(**batch)[0]
+    return found
+
+
+@contextmanager
+def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torch.Tensor]]) -> Iterator[None]:
+    for layer, forward in zip(layers, forwards, strict=True):
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's own shows again
+
+
+def run_layer(layer: nn.Module, sample: Sample, index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the hidden state that a layer computes from a sample's, or from another one in its place."""
+    args, kwargs = sample.arguments[index]
+    out = layer(sample.hidden if hidden is None else hidden, *args, **kwargs)
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
