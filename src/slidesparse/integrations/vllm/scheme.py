@@ -143,6 +143,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     if packed is None:
         model.status.note_outcome(named.name, outcome, log)
         return False
+    give_blocks_back(weight.device)  # those of the checks are as large as the dense weight
     slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
     kept_bytes = sum(slide.operand_bytes.values())
     model.status.note_outcome(named.name, replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes), log)
