@@ -70,23 +70,43 @@ def test_a_changed_figure_is_noticed() -> None:
     assert MEASURED["drawn"](changed) == text
 
 
-STARTS = ROOT / "results/h200/vllm/served-starts.txt"
+STARTS = ROOT / "results/h200/vllm/http-starts.txt"
 
 
 def test_figures_in_sentences_are_those_of_the_records() -> None:
-    said = (ROOT / "results/h200/vllm/one-form.txt").read_text()
-    alone, copied = (float(size) for size in re.findall(r"Model loading took ([\d.]+) GiB", said))
-    assert f"{alone:.1f} GiB at 6:8 in vLLM, {copied:.1f} with copies" in (ROOT / "README.md").read_text()
-    assert f"take {alone} GiB at 6:8, not [{copied}]" in (ROOT / "docs/measured.md").read_text()
-    sizes = re.findall(r"their weights take ([\d.]+) GB, dense ([\d.]+)", STARTS.read_text())
-    assert ("5.51", "6.53") in sizes
-    assert "take 5.51 GB at 4:6 where dense takes 6.53" in (ROOT / "docs/measured.md").read_text()
+    said = {}
+    for part in STARTS.read_text().split("\n== ")[1:]:  # 6:8 and 4:6 a second time, as they are now
+        name, rest = part.split("\n", 1)
+        said[name] = re.findall(r"Model loading took ([\d.]+) GiB", rest), re.findall(r"take ([\d.]+) GB", rest)
+    stock, *pruned = (said[name][0][0] for name in ("stock", "6:8", "4:6", "2:4"))
+    short = [f"{float(size):.1f}" for size in (*pruned, stock)]
+    measured, readme = (ROOT / "docs/measured.md").read_text(), (ROOT / "README.md").read_text()
+    assert (
+        f"takes {stock} GiB in stock vLLM, and {pruned[0]}, {pruned[1]} and {pruned[2]} at 6:8, 4:6 and 2:4" in measured
+    )
+    assert f"takes {short[0]}, {short[1]} and {short[2]} GiB at 6:8, 4:6 and 2:4, stock {short[3]}" in readme
+    assert [said[name][1] for name in ("6:8", "4:6", "2:4")] == [["6.12"], ["5.51"], ["4.08"]]
+    assert "6.53 GB, and 6.12, 5.51 and 4.08" in measured
+    _, copied = re.findall(r"Model loading took ([\d.]+) GiB", (ROOT / "results/h200/vllm/one-form.txt").read_text())
+    assert f"With dense copies it took [{copied} GiB]" in measured
     small = MEASURED["engines"]("llama-3.2-1b-int8-auto.jsonl")
     nothing = [one for (kind, m), one in small.items() if kind == "decode" or (kind == "prefill" and m <= 2048)]
     gains = [
         (MEASURED["speedup"](one, pattern), MEASURED["spread"](one)) for one in nothing for pattern in ("2:4", "6:8")
     ]
     assert all(gain - 1 < spread for gain, spread in gains), "a model of 1 B gains nothing there, say three pages"
+
+
+def test_what_the_readme_says_of_requests_over_http() -> None:
+    rows = [line.strip("| ").split(" | ") for line in MEASURED["served_http"]().splitlines()]
+    assert [cell.split()[0] for cell in rows[0][-3:]] == ["6:8", "4:6", "2:4"]
+    mixed, first = (next(row for row in rows if row[0].startswith(name)) for name in ("mixed", "arrivals"))
+    gains = [cell.split("(")[1].strip(")") for cell in mixed[-3:]]
+    waits = [f"{float(cell.split()[0]):.0f}" for cell in first[-3:]]
+    best = f"{min(map(float, first[1:4])):.0f}"
+    readme = (ROOT / "README.md").read_text()
+    assert f"serve the mixed load {gains[0]}, {gains[1]} and {gains[2]} times as fast" in readme
+    assert f"after {waits[0]}, {waits[1]} and {waits[2]} ms, there after {best}" in readme
 
 
 def test_what_the_pages_say_of_the_served_loads() -> None:
