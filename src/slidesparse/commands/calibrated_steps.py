@@ -87,25 +87,42 @@ class CalibratedSteps:
         return checkpoint
 
 
-def steps_of(
-    options: PruneOptions,
-    checkpoint: Checkpoint,
-    meta: MetaModel,
-    experts: ExpertJob,
-    types: tuple[torch.dtype | None, torch.dtype],
-    patterns: Mapping[str, Pattern],
-    run: Callable[[], object] | None,
-) -> CalibratedSteps:
-    """Return the steps that the options ask for.
+@dataclass(frozen=True)
+class Source:
+    """What is known of a model before any of its weights is read.
 
-    Args:
-        options: The options.
+    Attributes:
         checkpoint: The source.
         meta: Its meta model.
         experts: Its experts.
-        types: The quantised type of the source (None: float), and the type of the output.
+        quantised: Its type of 8 bits; None: float.
         patterns: Linear -> pattern, of all that will be treated.
-        run: Runs the meta model once.
+        run: Runs the meta model once; None: it cannot be run.
+    """
+
+    checkpoint: Checkpoint
+    meta: MetaModel
+    experts: ExpertJob
+    quantised: torch.dtype | None
+    patterns: Mapping[str, Pattern]
+    run: Callable[[], object] | None
+
+    def require_floats(self, doing: str) -> None:
+        """Refuse a step that weights in 8 bits do not allow."""
+        if self.quantised is not None:
+            raise InputError(doing, got="a source in 8 bits", needed="a float source")
+
+    def foldable(self) -> set[str]:
+        """Return the linears into which outliers of their inputs can be folded."""
+        try:
+            folds = find_smoothing(self.meta, self.checkpoint, self.patterns, self.run)
+        except InputError:
+            return set()
+        return {linear for fold in folds for linear in fold.linears}
+
+
+def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> CalibratedSteps:
+    """Return the steps that the options ask for; ``dtype`` is that of the output.
 
     Raises:
         InputError: A step has no calibration text, cannot be so long, or does not fit the source, its experts, the type
@@ -114,11 +131,11 @@ def steps_of(
     _require_counts(options)
     _require_text(options)
     return CalibratedSteps(
-        rotation=_rotation(options, checkpoint, meta, experts, types[0], patterns, run),
+        rotation=_rotation(options, source),
         rotate=options.rotate,
-        smooth=_smooth(options, checkpoint, meta, types, patterns, run),
-        reorder=_reorder(options, checkpoint, meta, types[0], patterns, run),
-        matching=_matching(options, experts),
+        smooth=_smooth(options, source, dtype),
+        reorder=_reorder(options, source),
+        matching=_matching(options, source.experts),
         seed=0 if options.calibration is None else options.calibration.seed,
     )
 
@@ -182,58 +199,33 @@ def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
     return Matching(options.match, options.calibration.seed)
 
 
-def _smooth(
-    options: PruneOptions,
-    checkpoint: Checkpoint,
-    meta: MetaModel,
-    types: tuple[torch.dtype | None, torch.dtype],
-    patterns: Mapping[str, Pattern],
-    run: Callable[[], object] | None,
-) -> Sequence[Fold] | None:
+def _smooth(options: PruneOptions, source: Source, dtype: torch.dtype) -> Sequence[Fold] | None:
     if not options.smooth:
         return None
-    source, dtype = types
-    if source is not None or dtype not in QUANTISED:
-        got = "a source in 8 bits" if source else f"--dtype {dtype_name(dtype)}"
+    if source.quantised is not None or dtype not in QUANTISED:
+        got = "a source in 8 bits" if source.quantised else f"--dtype {dtype_name(dtype)}"
         raise InputError("smoothing helps rounding to 8 bits", got=got, needed="a float source and int8 or fp8")
-    return find_smoothing(meta, checkpoint, patterns, run)
+    return find_smoothing(source.meta, source.checkpoint, source.patterns, source.run)
 
 
-def _reorder(
-    options: PruneOptions,
-    checkpoint: Checkpoint,
-    meta: MetaModel,
-    source: torch.dtype | None,
-    patterns: Mapping[str, Pattern],
-    run: Callable[[], object] | None,
-) -> Sequence[Inner] | None:
+def _reorder(options: PruneOptions, source: Source) -> Sequence[Inner] | None:
     if not options.reorder:
         return None
-    if source is not None:
-        raise InputError("reordering", got="a source in 8 bits", needed="a float source")
-    return find_reordering(meta, checkpoint, patterns, run)
+    source.require_floats("reordering")
+    return find_reordering(source.meta, source.checkpoint, source.patterns, source.run)
 
 
-def _rotation(
-    options: PruneOptions,
-    checkpoint: Checkpoint,
-    meta: MetaModel,
-    experts: ExpertJob,
-    source: torch.dtype | None,
-    patterns: Mapping[str, Pattern],
-    run: Callable[[], object] | None,
-) -> Rotation | None:
+def _rotation(options: PruneOptions, source: Source) -> Rotation | None:
     if options.rotate == 0:
         return None
-    if source is not None:
-        raise InputError("rotating", got="a source in 8 bits", needed="a float source")
+    source.require_floats("rotating")
     if options.smooth:
         raise InputError(
             "--rotate and --smooth",
             needed="one of them: a rotated stream has no gains into which outliers could be folded",
         )
-    if experts.found:
+    if source.experts.found:
         raise InputError(
             "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"
         )
-    return find_rotation(meta, checkpoint, patterns, run)
+    return find_rotation(source.meta, source.checkpoint, source.patterns, source.run)

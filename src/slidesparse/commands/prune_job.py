@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.calibrated_steps import steps_of
+from slidesparse.commands.calibrated_steps import Source, steps_of
 from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
@@ -21,7 +21,6 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.layer_stream import PrunedLayers, prune_layers_from_disk
 from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
-from slidesparse.files.smoothing import find_smoothing
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
@@ -75,8 +74,8 @@ class PruneJob:
         self.pruner = get_pruner(options.method)
         self.windows = self._calibration_windows(options)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
-        types = self.source_dtype, self.dtype
-        self.steps = steps_of(options, checkpoint, self.meta, self.experts, types, self.patterns, run)
+        self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.patterns, run)
+        self.steps = steps_of(options, self.source, self.dtype)
         self.calibrated: PrunedLayers | None = None
         require_alike(self.meta.model, self.targets.linears, self.patterns, run)
         self.sets = sets_to_prune(self.meta.model, self.targets.linears, self.patterns, self.pruner, run)
@@ -127,13 +126,7 @@ class PruneJob:
         """Return the linears that smoothing would help; None where the source has 8 bits, which stay as they are."""
         if self.source_dtype is not None:
             return None
-        if self.steps.smooth is not None:
-            return set()
-        try:
-            folds = find_smoothing(self.meta, self.checkpoint, self.patterns, run_once(self.meta.model))
-        except InputError:
-            return set()
-        return {linear for fold in folds for linear in fold.linears}
+        return set() if self.steps.smooth is not None else self.source.foldable()
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
