@@ -30,11 +30,11 @@ from slidesparse.expert_order import arrange
 from slidesparse.expert_sizes import MIXTURES
 from slidesparse.experts import SlideExperts
 from slidesparse.gemm.backend import Operand
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.launch import load_kernels
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE
-from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SLABS
+from slidesparse.gemm.hopper.weights import METADATA, SLABS
 from slidesparse.kernels.lift import quantize_lift
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
@@ -46,7 +46,7 @@ from slidesparse.tuning.timing import CudaStopwatch, copies_needed, copies_of, t
 MODEL, MIXTURE = "Qwen2.5-7B", "Qwen3-30B-A3B"
 TOKENS = (16, 64, 128, 256, 1024, 4096, 16384)
 EXPERT_TOKENS = (64, 16384)
-FORMS = {"metadata": METADATA, "counts": COUNTS}
+FORMS = {"metadata": Hopper(), "counts": HopperCounts()}
 PROLOGUES: dict[str, Prologue] = {"qkv": "add_rms_norm", "o": "none", "gate_up": "add_rms_norm", "down": "silu_mul"}
 BLOCKS, MOST_BLOCK_TOKENS = 4, 256
 SECONDS = 0.06
@@ -55,18 +55,13 @@ BF16 = torch.bfloat16
 Call = Callable[[], Any]
 
 
-class Form(Hopper):
-    """The backend with one form of weights."""
+class MetadataExperts(HopperExperts):
+    """The backend of experts as it was, with metadata."""
 
-    def __init__(self, form: str) -> None:
-        self.layout = FORMS[form]
+    layout = METADATA
 
 
-class ExpertForm(HopperExperts):
-    """The same for experts."""
-
-    def __init__(self, form: str) -> None:
-        self.layout = FORMS[form]
+EXPERT_FORMS = {"metadata": MetadataExperts(), "counts": HopperExperts()}
 
 
 @lru_cache(maxsize=2 * len(LAYERS))
@@ -74,12 +69,12 @@ def weight_of(dtype: str, pattern: str, layer: str, form: str) -> tuple[PackedWe
     """A layer's weight, and a form of it."""
     out, columns = MODELS[MODEL][LAYERS.index(layer)]
     packed = packed_weight(pattern, dtype, out, columns, torch.device("cuda"))
-    return packed, Form(form).prepare(packed)
+    return packed, FORMS[form].prepare(packed)
 
 
 def lift_call(packed: PackedWeight, form: str, layer: str, tokens: int) -> Call:
     """Quantise and lift activations of their own."""
-    order, prologue = Form(form).layout.order(packed), PROLOGUES[layer]
+    order, prologue = FORMS[form].layout.order(packed), PROLOGUES[layer]
     columns = packed.shape[1] * (2 if prologue == "silu_mul" else 1)
     x = gaussian(tokens, columns, dtype=BF16, device=packed.device)
     norm = prologue == "add_rms_norm"
@@ -91,7 +86,7 @@ def lift_call(packed: PackedWeight, form: str, layer: str, tokens: int) -> Call:
 def gemm_call(packed: PackedWeight, form: str, lifted: Any, operand: Any) -> Call:
     """Multiply lifted activations."""
     out = packed.shape[0]
-    return partial(Form(form).matmul, lifted.values, lifted.scale, operand, packed.scale, None, out, BF16)
+    return partial(FORMS[form].matmul, lifted.values, lifted.scale, operand, packed.scale, None, out, BF16)
 
 
 def medians(calls: dict[Any, list[Call]], stopwatch: CudaStopwatch) -> dict[Any, float]:
@@ -154,7 +149,7 @@ def expert_rows(dtype: str, pattern: str, stopwatch: CudaStopwatch) -> list[dict
     sizes, device, rows = MIXTURES[MIXTURE], torch.device("cuda", torch.cuda.current_device()), []
     made = packed_experts(sizes, pattern, dtype, device)
     assert isinstance(made, PackedExperts), made
-    layers = {form: SlideExperts(*made.packed.values(), ExpertForm(form)) for form in FORMS}
+    layers = {form: SlideExperts(*made.packed.values(), backend) for form, backend in EXPERT_FORMS.items()}
     for tokens in EXPERT_TOKENS:
         x = gaussian(tokens, sizes.hidden, dtype=BF16, device=device)
         weights = torch.rand(tokens, sizes.top_k, generator=torch.Generator(device).manual_seed(3), device=device)
