@@ -52,6 +52,25 @@ def test_power_is_energy_over_time_of_all_gpus() -> None:
         assert meter.power.memory_gb == 700
 
 
+@pytest.mark.parametrize("failing", ["ClockInfo", "TotalEnergyConsumption", "MemoryInfo"])
+def test_what_nvml_does_not_tell_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
+) -> None:
+    nvml = Nvml()
+    meter = PowerMeter(["GPU-a"], nvml)
+
+    def fail(*_: int) -> None:
+        raise RuntimeError("the GPU is lost")
+
+    monkeypatch.setattr(nvml, f"nvmlDeviceGet{failing}", fail)
+    with meter:
+        time.sleep(0.05)
+    assert meter.power is None
+    assert "no power, clocks or energy: the GPU is lost" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="of the workload"), meter:
+        raise ValueError("of the workload")
+
+
 class Bursts(Nvml):
     """A GPU that is busy for a while, and then is not."""
 

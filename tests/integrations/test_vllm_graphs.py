@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -126,6 +127,30 @@ def test_norms_and_activations_are_joined_with_the_linear_after_them(reads_twice
         assert all(counts == (joined, {"rms_norm whose result has other readers": 1}) for counts in found)
     else:
         assert all(counts == (joined | {"rms_norm": 1}, {}) for counts in found)
+
+
+def test_a_second_reading_of_a_norm_is_no_residual() -> None:
+    """Graphs as they are now read each result of an operator once; one that does not is left alone."""
+    from slidesparse.integrations.vllm.fuse_norms import join_norms
+
+    linear = sparse_linear(32, 64).eval()
+    gain, joined = torch.rand(64).bfloat16(), []
+
+    def add_norm(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed, residual = torch.ops.vllm_ir.fused_add_rms_norm(x, x.flip(0), gain, 1e-6)
+        return linear(normed), residual, normed
+
+    def rewrite(graph: fx.Graph) -> None:
+        (source,) = (node for node in graph.nodes if node.target is operator.getitem and node.args[1] == 0)
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        with graph.inserting_after(source):
+            again = graph.call_function(operator.getitem, source.args)
+        again.meta.update(source.meta)
+        output.replace_input_with(source, again)
+        joined.append(dict(join_norms(graph).joined))
+
+    run_compiled(add_norm, rewrite, torch.randn(4, 64).bfloat16())
+    assert joined == [{}]
 
 
 def test_what_was_joined_is_told_once_for_graphs_that_are_alike(caplog: pytest.LogCaptureFixture) -> None:

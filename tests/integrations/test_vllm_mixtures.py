@@ -286,11 +286,65 @@ def test_what_was_never_measured_stays_dense(
 ) -> None:
     from slidesparse.integrations.vllm import experts
 
+    if not alone:  # times of such experts without data parallelism say nothing
+        choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+        monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
     monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), REFERENCE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     why = "experts like them have not been measured on this GPU" if alone else "with data parallelism they cannot be"
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_with_adapters_stay_vllms_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter's layer looks for vLLM's weights."""
+    from slidesparse.integrations.vllm import engine
+
+    create = engine.ModelState.create
+    monkeypatch.setattr(engine.ModelState, "create", lambda config: replace(create(config), adapters=True))
+    model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), SPARSE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "mlp.experts: dense, experts: LoRA adapters read vLLM's own weights (2 layers)" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_memory_that_does_not_suffice_ends_nothing_that_nobody_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    choice = experts.ExpertChoice(True, "hopper takes 0.50 of dense's time; measured here")
+    monkeypatch.setattr(experts, "choose_experts", lambda *_: choice)
+    monkeypatch.setattr(experts, "pack_experts", full)
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "mlp.experts: dense, 4 experts, 6:8: memory does not suffice to pack them (2 layers)" in caplog.text
+    assert "4 experts 128x128 6:8 stay dense: out of memory while they were packed" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        loaded(configured(path, quantization="slidesparse"), SPARSE)
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs and kernels know the form of the first weights."""
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
+    told = len(caplog.messages)
+    for layer in experts_of(model).values():
+        layer.quant_method.slide_model.options = replace(layer.quant_method.slide_model.options, experts="sparse")
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.quant_method.slide is None
+        assert hasattr(layer, "w13_weight")
+    assert caplog.messages[told:] == []
 
 
 @pytest.mark.usefixtures("without_expert_kernels")

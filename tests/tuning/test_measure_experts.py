@@ -82,6 +82,20 @@ def test_a_wrong_form_has_no_time() -> None:
     assert found.faults["hopper"].startswith("WRONG RESULT")
 
 
+def test_wrong_once_is_wrong() -> None:
+    """Whatever was right before: times of it would let it be chosen."""
+
+    def wrong(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return layer(x, *more) * (1.1 if len(x) == 4096 else 1)
+
+    found = ExpertMeasurement(KIND, forms(layer, wrong), torch.bfloat16, stopwatch()).measure(
+        [16, 64, 4096], [], lambda: False
+    )
+    assert found.layer is not None
+    assert found.layer.us == {"dense": (1e3,), "hopper": (None,)}  # 64 tokens came first
+    assert found.faults["hopper"].startswith("WRONG RESULT")
+
+
 def test_what_vllm_refuses_is_a_fault_and_no_crash() -> None:
     def refuses(*_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("no workspace\nmore")
@@ -142,6 +156,19 @@ def test_the_tuner_measures_a_kind_once_and_the_next_start_reads(
     assert ended.endswith(
         f"hopper over dense {share:.2f} at 1, {share:.2f} at 16, {share:.2f} at 64, {share:.2f} at 256 tokens"
     )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_form_that_was_wrong_is_not_chosen_by_this_start_or_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return layer(x, *more) * (1.1 if len(x) == 256 else 1)
+
+    for _ in range(2):
+        by = tuner(stopwatch())
+        if by.wants_experts(KIND):
+            by.measure_experts(KIND, forms(layer, wrong))
+        assert not choose_experts(KIND, by.expert_sizes).sparse
+    assert "WRONG RESULT" in caplog.text
 
 
 @pytest.mark.usefixtures("gpu")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from slidesparse.served_figures import Power
+
+T = TypeVar("T")
 
 INTERVAL_S = 0.1
 
@@ -33,7 +36,7 @@ class GpuSample:
 
 
 class PowerMeter:
-    """Measures between entering and leaving.
+    """Measures between entering and leaving; where NVML fails meanwhile there is no ``power``, and a line says so.
 
     Args:
         uuids: Of the GPUs.
@@ -50,25 +53,42 @@ class PowerMeter:
         self._samples, self.power = [], None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._started, self._from_j = time.perf_counter(), self._energy()
+        self._started, self._from_j = time.perf_counter(), self._guarded(self._energy)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        energy, seconds = self._energy() - self._from_j, time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started
         self._stop.set()
         self._thread.join()
-        self.power = Power(
+        self.power = self._guarded(lambda: self._power(seconds)) if self._samples else None
+
+    def _guarded(self, read: Callable[[], T]) -> T | None:
+        """Read something of NVML, whose errors are its own: nothing else depends on them."""
+        try:
+            return read()
+        except Exception as error:
+            print(f"slidesparse: no power, clocks or energy: {error}", file=sys.stderr)
+            return None
+
+    def _power(self, seconds: float) -> Power | None:
+        if self._from_j is None:
+            return None
+        energy = self._energy() - self._from_j
+        return Power(
             energy,
             energy / seconds,
             statistics.fmean(sample.clock for sample in self._samples),
             max(sample.warm for sample in self._samples),
             statistics.fmean(sample.busy for sample in self._samples) / 100,
-            self.memory_bytes() / 1e9,
+            self._memory_bytes() / 1e9,
         )
 
-    def memory_bytes(self) -> int:
-        """In use now, on all GPUs together."""
+    def memory_bytes(self) -> int | None:
+        """In use now, on all GPUs together; None where NVML does not tell."""
+        return self._guarded(self._memory_bytes)
+
+    def _memory_bytes(self) -> int:
         return sum(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
 
     def busy_during(self, spans: Sequence[tuple[float, float]]) -> float | None:
@@ -88,6 +108,9 @@ class PowerMeter:
         return sum(float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) for handle in self._handles) / 1e3
 
     def _sample(self) -> None:
+        self._guarded(self._sample_until_stopped)
+
+    def _sample_until_stopped(self) -> None:
         nvml = self._nvml
         while True:
             for handle in self._handles:

@@ -54,6 +54,7 @@ class ExpertMeasurement:
     stopwatch: Stopwatch
     _faults: dict[str, str] = field(default_factory=dict)
     _noises: list[float] = field(default_factory=list)
+    _wrong: bool = False
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time both forms at some numbers of tokens.
@@ -130,7 +131,8 @@ class ExpertMeasurement:
             except SlideSparseError as error:
                 self._faults[name] = str(error)
                 if isinstance(error, WrongResult):
-                    return {}  # wrong once is wrong
+                    self._wrong = True
+                    return {}
             except Exception as error:  # vLLM is called before it serves, and may refuse in any way
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[name] = first_line(error)
@@ -142,7 +144,10 @@ class ExpertMeasurement:
         if not columns:
             return None
         tokens = sorted(columns)
-        us = {name: tuple(columns[m].get(name) for m in tokens) for name in self.forms}
+        us = {
+            name: tuple(None if self._wrong and name == GROUPED else columns[m].get(name) for m in tokens)
+            for name in self.forms
+        }  # wrong once is wrong
         return LayerSpeed(dtype_name(self.kind.dtype), 2 * self.kind.inner, self.kind.hidden, tuple(tokens), us)
 
 

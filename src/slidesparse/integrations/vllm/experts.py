@@ -7,7 +7,7 @@ of the same name because vLLM asks for it, which packs the experts when they are
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from slidesparse.errors import UnsupportedError
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.expert_times import GROUPED, NOT_MEASURED, ExpertChoice, ExpertKind, choose_experts
+from slidesparse.gemm.expert_times import GROUPED, ExpertChoice, ExpertKind, choose_experts
 from slidesparse.gemm.grouped import GroupedProduct
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.gemm.speed import DENSE
@@ -42,6 +42,8 @@ GATHERED = "allgather_reducescatter"
 
 ASKED_FOR = "grouped products for any number of tokens; asked for"
 
+NO_MEMORY = "memory does not suffice to pack them"
+
 NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
@@ -62,7 +64,7 @@ def pack_experts_by(method: Any, name: str, model: ModelState) -> QuantizeMethod
     """
     kind: Any = type(type(method).__name__, (_Packing, type(method)), {})
     made: Any = kind.__new__(kind)  # what its own constructor did has been done
-    made.__dict__.update(method.__dict__, slide_name=name, slide_model=model, slide=None)
+    made.__dict__.update(method.__dict__, slide_name=name, slide_model=model, slide=None, slide_stays_dense=False)
     packing: QuantizeMethodBase = made
     return packing
 
@@ -73,12 +75,13 @@ class _Packing:
     slide_name: str
     slide_model: ModelState
     slide: SlideExperts | None
+    slide_stays_dense: bool
 
     supports_eplb = False
     """vLLM would move an expert's scales to another place, and not its packed weights."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts, or let vLLM go on with them.
+        """Pack the experts, or let vLLM go on with them; experts that were left to vLLM are so when loaded again.
 
         Raises:
             UnsupportedError: They are packed already: CUDA graphs know where.
@@ -87,7 +90,10 @@ class _Packing:
             raise UnsupportedError(
                 f"weights that are loaded again into packed experts ({self.slide_name})", remedy="start vLLM again"
             )
-        found = why_not(layer) or find_experts(layer)
+        if self.slide_stays_dense:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+            return
+        found = self._find(layer)
         if isinstance(found, str):
             outcome = Outcome(False, False, f"experts: {found}")
             super().process_weights_after_loading(layer)  # type: ignore[misc]
@@ -96,25 +102,42 @@ class _Packing:
             outcome = self._load(layer, found)
             del found
             give_blocks_back(device)
+        self.slide_stays_dense = self.slide is None
         self.slide_model.status.note_outcome(self.slide_name, outcome, log)
+
+    @property
+    def _asked(self) -> bool:
+        """Whether the user wants experts sparse wherever possible."""
+        return self.slide_model.options.experts == "sparse"
+
+    def _find(self, layer: Any) -> LoadedExperts | str:
+        """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
+        if self.slide_model.adapters:
+            return "LoRA adapters read vLLM's own weights"
+        found = why_not(layer) or find_experts(layer)
+        return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
         """Pack experts that can be packed, where the user or their times say so; the other form is freed."""
-        asked, tuner = self.slide_model.options.experts == "sparse", self.slide_model.tuner
-        timed = not asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
-        packed = self._packed_to_measure(layer, experts) if timed else None
-        if packed is not None and tuner is not None:
+        tuner = self.slide_model.tuner
+        timed = not self._asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
+        choice = None if timed else self._choose(layer, experts.kind)
+        packed = self._pack(layer, experts) if choice is None or choice.sparse else None
+        measured = timed and packed is not None
+        if tuner is not None and timed and packed is not None:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             forms = {DENSE: partial(self._multiply_dense, layer), GROUPED: partial(_multiply, layer, packed)}
             with given_back_workspace():
                 tuner.measure_experts(experts.kind, forms)
-        choice = ExpertChoice(True, ASKED_FOR) if asked else self._choose(layer, experts.kind)
+        choice = choice or self._choose(layer, experts.kind)
+        if packed is None and choice.sparse:
+            choice = ExpertChoice(False, NO_MEMORY)
         text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
-        if not choice.sparse:
-            if packed is None:
+        if packed is None or not choice.sparse:
+            if not measured:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]
             return Outcome(False, True, text, True)
-        self.slide = packed or pack_experts(layer, experts, self.slide_model.warmup)
+        self.slide = packed
         self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
         dense_bytes = sum(weight.nbytes for weight in experts.weights)
         for name in NAMES:
@@ -123,16 +146,21 @@ class _Packing:
         return Outcome(True, True, text, True, kept, dense_bytes)
 
     def _choose(self, layer: Any, kind: ExpertKind) -> ExpertChoice:
+        if self._asked:
+            return ExpertChoice(True, ASKED_FOR)
+        if not is_alone(layer):
+            return ExpertChoice(False, NOT_ALONE)
         tuner = self.slide_model.tuner
-        choice = choose_experts(kind, () if tuner is None else tuner.expert_sizes)
-        return replace(choice, reason=NOT_ALONE) if choice.reason == NOT_MEASURED and not is_alone(layer) else choice
+        return choose_experts(kind, () if tuner is None else tuner.expert_sizes)
 
-    def _packed_to_measure(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
-        """Return experts packed next to the dense ones; None, and a line, where memory does not suffice for both."""
+    def _pack(self, layer: Any, experts: LoadedExperts) -> SlideExperts | None:
+        """Return packed experts next to the dense ones; None, and a line, where nobody asked and memory ends."""
         try:
             return pack_experts(layer, experts, self.slide_model.warmup)
         except torch.OutOfMemoryError:
-            log.warning("slidesparse: %s is not measured: out of memory", experts.kind)
+            if self._asked:
+                raise
+            log.warning("slidesparse: %s stay dense: out of memory while they were packed", experts.kind)
             return None
 
     def _multiply_dense(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -243,6 +271,21 @@ def find_experts(layer: Any) -> LoadedExperts | str:
     numbers = count, config.num_experts, config.experts_per_token
     kind = ExpertKind(gate_up.dtype, patterns[0], columns, down.shape[2], *numbers, gate_up.device)
     return LoadedExperts(kind, (gate_up, down), (patterns[0], patterns[1]), (starts[0], starts[1]), product)
+
+
+def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
+    """Return what this process found, or why another one leaves its experts to vLLM: all of them call this together.
+
+    GPUs that exchange tokens need one form, since each gathers something else: vLLM's kernels quantised rows, packed
+    experts plain ones.
+    """
+    from vllm.distributed import get_ep_group
+
+    group = get_ep_group()
+    own, told = found if isinstance(found, str) else None, [None] * group.world_size
+    torch.distributed.all_gather_object(told, own, group.cpu_group)
+    elsewhere = next((reason for reason in told if reason is not None), None)
+    return found if own is not None or elsewhere is None else f"those of another GPU cannot be packed: {elsewhere}"
 
 
 def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> SlideExperts:

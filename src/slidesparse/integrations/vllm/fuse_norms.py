@@ -172,6 +172,9 @@ def _join_add_norm(
         or _explain_norm(norm, NORMS["fused_add_rms_norm"]) is not None
     ):
         return None
+    residuals = [user for user in norm.users if user is not source]
+    if any(user.target is not operator.getitem or user.args[1] != 1 for user in residuals):
+        return None
     # The new residual may be read before the linear, so everything moves up to the norm, if it can.
     needed = [node for node in linear.all_input_nodes if node is not linear.args[0]]
     if any(order[node] > order[norm] for node in needed):
@@ -182,7 +185,7 @@ def _join_add_norm(
     both.meta["val"] = (linear.meta["val"], norm.meta["val"][1])
     total.meta["val"] = norm.meta["val"][1]
     _replace(linear, product)
-    for user in [user for user in norm.users if user is not source]:
+    for user in residuals:
         user.replace_all_uses_with(total)
     return "fused_add_rms_norm"
 

@@ -1,0 +1,132 @@
+"""Experts of one GPU of several: which are here, where a shard's groups begin, and that all GPUs sum to the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from expert_weights import routed
+
+from slidesparse.packing import pack
+from slidesparse.pattern import Pattern
+from slidesparse.prune import prune_mask
+from slidesparse.quant import quantize_weight
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+EXPERTS, HIDDEN, INNER, TOKENS = 4, 64, 72, 11  # half of INNER begins in the middle of a group of 8
+
+
+def quantised(count: int, out: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of a pattern in INT8 [count, out, columns], and their scales [count, out, 1]."""
+    whole = torch.randn(count * out, columns)
+    values, scale = quantize_weight(whole * prune_mask(whole, "6:8"), torch.int8)
+    return values.view(count, out, columns), scale.view(count, out, 1)
+
+
+def parallel(**changed: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+    return replace(FusedMoEParallelConfig.make_no_parallel(), **changed)
+
+
+def gpu(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
+    """What the plugin finds on a GPU, and what its experts give for the same tokens on every one."""
+    from slidesparse.integrations.vllm.experts import LoadedExperts, _multiply, find_experts, pack_experts
+
+    config = SimpleNamespace(moe_parallel_config=how, num_experts=EXPERTS, experts_per_token=2)
+    parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
+    layer = SimpleNamespace(moe_config=config, expert_map=expert_map, **parameters)
+    found = find_experts(layer)
+    assert isinstance(found, LoadedExperts)
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16(), torch.rand(TOKENS, 2, generator=generator)
+    torch.manual_seed(3)
+    chosen = routed(TOKENS, EXPERTS, 2)
+    return found, _multiply(layer, pack_experts(layer, found, None), x, weight, chosen).float()
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    (gate_up, gate_up_scale), (down, down_scale) = (
+        quantised(EXPERTS, 2 * INNER, HIDDEN),
+        quantised(EXPERTS, HIDDEN, INNER),
+    )
+    scales = {"w13_weight_scale": gate_up_scale, "w2_weight_scale": down_scale}
+    return {"w13_weight": gate_up, "w2_weight": down, **scales}
+
+
+def test_experts_of_two_gpus_sum_to_those_of_one(weights: dict[str, torch.Tensor]) -> None:
+    """vLLM's map has the number of an expert on this GPU, -1 for those of the other."""
+    _, whole = gpu(weights, parallel())
+    total = torch.zeros_like(whole)
+    for here in (slice(0, 2), slice(2, 4)):
+        expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        expert_map[here] = torch.arange(2, dtype=torch.int32)
+        found, part = gpu({name: value[here] for name, value in weights.items()}, parallel(ep_size=2), expert_map)
+        assert (found.kind.experts, found.kind.everywhere) == (2, EXPERTS)
+        assert part.any()
+        total += part
+    torch.testing.assert_close(total, whole, rtol=2e-2, atol=2e-2 * float(whole.abs().max()))
+
+
+def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor]) -> None:
+    """A rank has half of the rows of gate and of up, and half of the columns of down."""
+    _, whole = gpu(weights, parallel())
+    half, total = INNER // 2, torch.zeros_like(whole)
+    for rank in range(2):
+        rows = torch.cat([torch.arange(half) + rank * half, torch.arange(half) + INNER + rank * half])
+        shard = {
+            "w13_weight": weights["w13_weight"][:, rows],
+            "w13_weight_scale": weights["w13_weight_scale"][:, rows],
+            "w2_weight": weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous(),
+            "w2_weight_scale": weights["w2_weight_scale"],
+        }
+        found, part = gpu(shard, parallel(tp_size=2, tp_rank=rank))
+        assert found.of_weights == (Pattern(6, 8), Pattern(6, 8))
+        assert found.starts == (0, 4 * rank)
+        total += part
+    # Each rank rounds the inner activations of its own half to INT8.
+    assert float((total - whole).norm()) < 0.03 * float(whole.norm())
+
+
+def test_a_shard_does_not_satisfy_the_pattern_from_elsewhere(weights: dict[str, torch.Tensor]) -> None:
+    """So that the test above could fail: the second half follows 6:8 from position 4 of a group, and not from 0."""
+    from slidesparse.errors import PatternViolation
+
+    second = weights["w2_weight"][:, :, INNER // 2 :].flatten(0, 1).contiguous()
+    assert pack(second, "6:8", k_offset=4).shape == second.shape
+    with pytest.raises(PatternViolation):
+        pack(second, "6:8", k_offset=0)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "wanted"),
+    [
+        (None, None, "found"),
+        (None, "they have a bias", "those of another GPU cannot be packed: they have a bias"),
+        ("their weights satisfy no pattern", None, "their weights satisfy no pattern"),
+    ],
+)
+def test_gpus_that_exchange_tokens_agree(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, other: str | None, wanted: str
+) -> None:
+    import vllm.distributed
+
+    from slidesparse.integrations.vllm import experts
+
+    group = SimpleNamespace(world_size=2, cpu_group=object())
+
+    def gather(told: list[Any], mine: Any, by: object) -> None:
+        assert (by, mine) == (group.cpu_group, own)
+        told[:] = [mine, other]
+
+    monkeypatch.setattr(vllm.distributed, "get_ep_group", lambda: group)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    found: Any = own if own is not None else SimpleNamespace(name="found")
+    agreed: Any = experts.agreed(found)
+    assert getattr(agreed, "name", agreed) == wanted
