@@ -105,7 +105,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROFILE = adapt(quick=True, dtypes=["int8"], patterns=["6:8", "2:4"])
-ENGINES = ["stock", "control", "6:8", "2:4", "stock, graphs to 1024", "stock again"]
+ENGINES = ["stock", "control", "6:8", "2:4", "stock, graphs to 2048", "stock again"]
 
 
 def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
@@ -361,7 +361,7 @@ def test_a_users_graphs_are_for_ours_and_a_third_stock_engine(pretend: None, tmp
     assert engines(read(ServeRecord, [tmp_path / "r.jsonl"]))[-2] == "stock, graphs to 4096"
 
 
-@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 1024), ("Qwen2.5-7B", 2, 2048)])
+@pytest.mark.parametrize(("model", "gpus", "graphs"), [("Qwen2.5-7B", 1, 2048), ("Qwen2.5-7B", 2, 4096)])
 def test_stock_gets_graphs_as_large_as_the_plugin_captures(model: str, gpus: int, graphs: int) -> None:
     assert larger_graphs(model, gpus) == graphs
     labels = [key.engine for key in ServeProfile(gpus=gpus).keys(model, "int8")]

@@ -32,13 +32,14 @@ def config_of(own: list[int], gpus: int = 1, most: int = 16384, draft: Any = Non
 
 def test_graphs_reach_as_far_as_the_host_is_the_slower_one() -> None:
     own = [1, 256, 512]
-    assert wanted_sizes(config_of(own))[-1] == 1024
-    assert wanted_sizes(config_of(own, gpus=2))[-1] == 2048  # each GPU has half of the work, the host all of its own
+    assert wanted_sizes(config_of(own))[-1] == 2048
+    assert wanted_sizes(config_of(own, gpus=2))[-1] == MOST  # each GPU has half of the work, the host all of its own
     assert wanted_sizes(config_of(own, most=800))[-1] == 800
     llama_1b = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    assert wanted_sizes(config_of(own, **llama_1b))[-1] == 3840
-    assert wanted_sizes(config_of(own, hidden_size=512, intermediate_size=1024))[-1] == MOST
-    assert wanted_sizes(config_of(own, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)) == []
+    assert wanted_sizes(config_of(own, **llama_1b))[-1] == MOST
+    qwen_14b = {"hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_key_value_heads": 8}
+    assert wanted_sizes(config_of(own, **qwen_14b))[-1] == 1728
+    assert wanted_sizes(config_of(own, hidden_size=12288, intermediate_size=28672, num_attention_heads=96)) == []
     assert wanted_sizes(config_of([])) == []  # no graphs at all
     assert wanted_sizes(config_of(own, draft=object())) == []
     assert wanted_sizes(config_of(own, intermediate_size=None)) == []  # a mixture, say

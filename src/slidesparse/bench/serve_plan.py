@@ -137,7 +137,7 @@ def larger_graphs(model: str, gpus: int) -> int | None:
     """Return the tokens of the largest CUDA graph that the plugin captures of a model; None where vLLM's own suffice.
 
     >>> larger_graphs("Qwen2.5-7B", 1)
-    1024
+    2048
     """
     sizes = sizes_for(SimpleNamespace(**model_config(model)), gpus, BATCHED_TOKENS, OWN_GRAPHS)
     return sizes[-1] if sizes else None
