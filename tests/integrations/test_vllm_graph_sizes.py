@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm_models import configured
 
-from slidesparse.integrations.vllm.graph_sizes import MOST, layer_weights, sizes_beyond, wanted_sizes
+from slidesparse.integrations.vllm.graph_sizes import MOST, graphed_tokens, layer_weights, sizes_beyond, wanted_sizes
 from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
@@ -20,13 +20,17 @@ SIZES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads":
 Sizes = Callable[..., list[int]]
 
 
-def config_of(own: list[int], gpus: int = 1, most: int = 16384, draft: Any = None, **text: Any) -> Any:
+def config_of(
+    own: list[int], gpus: int = 1, most: int = 16384, draft: Any = None, mode: str = "FULL_AND_PIECEWISE", **text: Any
+) -> Any:
+    from vllm.config import CUDAGraphMode
+
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=own),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=own, cudagraph_mode=CUDAGraphMode[mode]),
         speculative_config=draft,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**SIZES | text)),
         parallel_config=SimpleNamespace(tensor_parallel_size=gpus),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=most),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most, max_num_seqs=128),
     )
 
 
@@ -51,6 +55,28 @@ def test_a_batch_is_padded_by_little() -> None:
     assert sizes[-1] == 4096
     assert max(later / former for former, later in pairwise(sizes)) <= 1 + 1 / 16
     assert len(sizes) < 3 * 16 + 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "graphed"),
+    [
+        ("FULL_AND_PIECEWISE", True, 512),
+        ("PIECEWISE", True, 512),
+        ("FULL", False, 512),  # a user's choice, which holds attention: its buffers grow with the largest graph
+        ("FULL_DECODE_ONLY", False, 128),  # prompts run in none
+        ("NONE", False, 128),
+    ],
+)
+def test_only_graphs_of_prompts_between_attentions_grow(mode: str, more: bool, graphed: int) -> None:
+    config = config_of([1, 256, 512], mode=mode)
+    assert bool(wanted_sizes(config)) == more
+    assert graphed_tokens(config) == graphed
+
+
+def test_a_decoding_step_has_the_tokens_of_drafts_too() -> None:
+    draft = SimpleNamespace(num_speculative_tokens=2)
+    assert graphed_tokens(config_of([1, 512], mode="FULL_DECODE_ONLY", draft=draft)) == 384
+    assert graphed_tokens(config_of([], mode="NONE")) == 0
 
 
 @pytest.fixture

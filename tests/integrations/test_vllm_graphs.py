@@ -362,7 +362,7 @@ def test_the_key_enters_vllms_own(vllm_config: Any) -> None:
 
     keys = [vllm_config.compute_hash()]
     for options in ({}, {"fuse": False}):
-        install_pass(vllm_config.compilation_config, state_of(**options))
+        install_pass(vllm_config.compilation_config, state_of(**options), 512)
         keys.append(vllm_config.compute_hash())
     assert keys[-1] == vllm_config.compute_hash()
     assert len(set(keys)) == 3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from slidesparse.integrations.vllm.attention import cut_less_between_graphs
 from slidesparse.integrations.vllm.graph_pass import install_pass
+from slidesparse.integrations.vllm.graph_sizes import graphed_tokens
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.refused import require_supported
 from slidesparse.integrations.vllm.stack_room import add_stack_room
@@ -13,8 +15,8 @@ from slidesparse.integrations.vllm.stack_room import add_stack_room
 def prepare_engine(vllm_config: Any) -> ModelState:
     """Create a model's state, and change what its process does with the model.
 
-    The changes: vLLM's compilation gets our graph pass, and its busy loops get room on Python's stack, once a process
-    however many models it holds.
+    The changes: vLLM's compilation gets our graph pass, attention between larger graphs is not cut for their sake, and
+    busy loops get room on Python's stack, once a process however many models it holds.
 
     Raises:
         InputError: An unknown option.
@@ -22,6 +24,7 @@ def prepare_engine(vllm_config: Any) -> ModelState:
     """
     require_supported(vllm_config)
     state = ModelState.create(vllm_config)
-    install_pass(vllm_config.compilation_config, state)
+    install_pass(vllm_config.compilation_config, state, graphed_tokens(vllm_config))
+    cut_less_between_graphs()
     add_stack_room()
     return state

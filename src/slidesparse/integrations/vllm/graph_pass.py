@@ -86,13 +86,19 @@ class GraphPass(InductorPass):
             log.info(line)
 
 
-def install_pass(compilation_config: Any, model: ModelState) -> None:
-    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays."""
+def install_pass(compilation_config: Any, model: ModelState, graphed: int) -> None:
+    """Give vLLM's configuration the pass, or give the pass that is there one more model; a user's own pass stays.
+
+    Args:
+        compilation_config: vLLM's.
+        model: The state of the model.
+        graphed: See :class:`GraphPass`.
+    """
     passes = compilation_config.inductor_compile_config
     found = passes.setdefault(private.POST_PASS, GraphPass())
     if isinstance(found, GraphPass):
         found.models.append(model)
-        found.graphed = max(compilation_config.cudagraph_capture_sizes or [0])
+        found.graphed = graphed
     else:
         log.warning(
             "slidesparse: norms and activations are not joined with linears, since %s is taken", private.POST_PASS

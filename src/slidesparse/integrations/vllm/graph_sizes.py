@@ -3,7 +3,7 @@
 vLLM captures batches of up to 512 tokens and launches larger ones kernel by kernel. A loaded server mostly runs 300 to
 2000 tokens a step. On an H200 the host takes some 0.7 ms a decoder layer for that. The GPU takes less for a layer of
 Qwen2.5-7B up to about 1024 tokens at 6:8, and up to 2048 at 2:4: there graphs of 1024 to 2048 tokens win 4 % of a mixed
-load, and a third of the longest waits between tokens. At 6:8 they win nothing beside a fast host
+load, and a third of the longest waits between tokens. At 6:8 they win nothing with a fast host
 (docs/log/served-models.md). The slower the host, the more they win.
 
 A user's own setting (``--compilation-config`` with ``max_cudagraph_capture_size`` or ``cudagraph_capture_sizes``)
@@ -86,8 +86,29 @@ def wanted_sizes(vllm_config: Any) -> list[int]:
     own = vllm_config.compilation_config.cudagraph_capture_sizes
     if not own or vllm_config.speculative_config is not None:  # its sizes are multiples of the draft's
         return []
+    if mixed_graphs(vllm_config.compilation_config) != "PIECEWISE":  # no graphs of prompts, or a user's, with attention
+        return []
     gpus, batch = vllm_config.parallel_config.tensor_parallel_size, vllm_config.scheduler_config.max_num_batched_tokens
     return sizes_for(vllm_config.model_config.hf_text_config, gpus, batch, own[-1])
+
+
+def mixed_graphs(compilation_config: Any) -> str:
+    """Return how vLLM captures batches with prompts: ``PIECEWISE``, between attentions; ``FULL``; or ``NONE``, not."""
+    return str(compilation_config.cudagraph_mode.mixed_mode())
+
+
+def graphed_tokens(vllm_config: Any) -> int:
+    """Return the tokens of the largest batch that runs in a graph, prompts or not; 0 without graphs."""
+    compilation = vllm_config.compilation_config
+    largest: int = max(compilation.cudagraph_capture_sizes or [0])
+    return largest if mixed_graphs(compilation) != "NONE" else min(largest, decoding_tokens(vllm_config))
+
+
+def decoding_tokens(vllm_config: Any) -> int:
+    """Return the tokens of the largest decoding step: of each sequence one, and those of its draft."""
+    draft = vllm_config.speculative_config
+    of_each: int = 1 + (draft.num_speculative_tokens if draft is not None else 0)
+    return of_each * int(vllm_config.scheduler_config.max_num_seqs)
 
 
 def capture_more() -> None:
@@ -103,7 +124,7 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
         compilation = self.compilation_config
         asked = compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes
         set_sizes(self)
-        if asked != (None, None) or not _is_ours(self):
+        if asked != (None, None) or not takes_larger_graphs(self):
             return
         more = wanted_sizes(self)
         if more:
@@ -117,7 +138,8 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_more
 
 
-def _is_ours(vllm_config: Any) -> bool:
+def takes_larger_graphs(vllm_config: Any) -> bool:
+    """Return whether an engine is one of ours whose graphs are not left to vLLM."""
     quantisation = vllm_config.quant_config
     if quantisation is None or quantisation.get_name() != NAME:
         return False

@@ -38,6 +38,7 @@ PRIVATE = {
     "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
     "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
     "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones",
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": "attention takes more memory",
     "vllm.v1.worker.workspace._manager": "memory that vLLM's experts took while they were measured stays taken",
     **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},
 }
@@ -80,6 +81,18 @@ def vllm_config_class() -> Any:
     """
     name = "vllm.config.vllm.VllmConfig._set_cudagraph_sizes"
     return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
+
+
+def attention_builder() -> Any:
+    """Return the class that prepares batches for FlashAttention 3, and knows up to which it cuts for a graph's sake.
+
+    None where no Hopper GPU runs it, and, with a line in the log, in a vLLM that has no such class.
+    """
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() and current_platform.is_device_capability(90)):
+        return None
+    return _find("vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder")
 
 
 @contextmanager
