@@ -16,7 +16,7 @@ from slidesparse.bench import share
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds, table_text
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_the_times_measured_here_are_written_and_can_be_read(
     assert main(["tune", "--share", str(path)]) == 1
     assert "nothing was measured on this NVIDIA H100 PCIe" in capsys.readouterr().err
     experts = replace(LAYER, us={f"8 experts, 2 a token: {name}": times for name, times in US.items()})
-    add_layers(HERE, [LAYER, experts])
+    add_layers(HERE, [LAYER, experts], [WrongForm("int8", 64, 64, "hopper 6:8")])  # which concerns nobody else
     assert main(["tune", "--share", str(path)]) == 0
     out = capsys.readouterr().out
     assert "int8 4096x4096: hopper 6:8 takes 0.83 to 0.90 of dense's time" in out

@@ -10,9 +10,16 @@ import torch
 
 from slidesparse.gemm import expert_times, select, speed_files
 from slidesparse.gemm.backend import Problem
-from slidesparse.gemm.expert_times import ExpertKind, choose_experts, keep_expert_times, measured_here, pays
+from slidesparse.gemm.expert_times import (
+    NOT_MEASURED,
+    ExpertKind,
+    choose_experts,
+    keep_expert_times,
+    measured_here,
+    pays,
+)
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.select import find_measured
+from slidesparse.gemm.select import WRONG_HERE, choose, find_measured
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.gemm.speed_files import add_layers
 from slidesparse.pattern import Pattern
@@ -102,6 +109,24 @@ def test_decoding_and_prompts_must_both_be_measured() -> None:
     other = replace(KIND, pattern=Pattern(4, 6))
     keep_expert_times(other, times(0.8, tokens=(1024,)))
     assert choose_experts(other, TOKENS).reason.endswith("no decoding step was measured")
+
+
+def test_experts_that_were_wrong_stay_dense_until_the_kernel_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = times(0.8, 0.8, 0.8, 0.9, 0.9)
+    keep_expert_times(KIND, good)
+    keep_expert_times(KIND, None, ["hopper"])
+    for _ in range(2):
+        choice = choose_experts(KIND, TOKENS)
+        assert (choice.sparse, choice.reason) == (False, f"hopper: {WRONG_HERE}")
+        keep_expert_times(KIND, good)
+    for other in ({"top_k": 1}, {"pattern": Pattern(4, 6)}):
+        assert choose_experts(replace(KIND, **other), TOKENS).reason == NOT_MEASURED  # type: ignore[arg-type]
+    problem = Problem(KIND.pattern, KIND.dtype, 64, 64, CPU)
+    assert choose(problem).reason != f"hopper: {WRONG_HERE}"  # a linear of this size is another kernel's
+    monkeypatch.setattr(Hopper, "library", lambda _: "slidesparse hopper-99")
+    assert choose_experts(KIND, TOKENS).reason == NOT_MEASURED
+    keep_expert_times(KIND, times(0.8, 0.9, tokens=(16, 1024)))
+    assert choose_experts(KIND, TOKENS).sparse
 
 
 def test_times_of_another_kernel_are_a_prior(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import EXACT_BLOCK, Reference, apply_scales, product
-from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, Choice, Fallback, backends_to_compare
+from slidesparse.gemm.select import NO_COPY, NOT_MEASURED, WRONG_HERE, Choice, Fallback, backends_to_compare, wrong_form
 from slidesparse.gemm.spec import Route
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
 from slidesparse.slide import gather
@@ -234,6 +234,7 @@ def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernel
 
 def test_times_are_asked_for_where_only_they_can_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _use_gpu(monkeypatch, "Test GPU")
     assert backends_to_compare(ABLE) == backends_to_compare(ABLE, fallback="none") == ["dense", "fast", "slow"]
     for problem in (PROBLEM, replace(ABLE, slid=False), replace(ABLE, in_features=16)):
         assert backends_to_compare(problem) == []
@@ -247,10 +248,31 @@ def test_a_backend_that_yields_is_left_out_where_the_faster_one_runs(monkeypatch
     _know_only(monkeypatch, reference=Reference, dense=Dense, hopper=_Fast, cusparselt=CuSparseLt)
     monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
     monkeypatch.setattr(_Fast, "name", "hopper")
+    _use_gpu(monkeypatch, "Test GPU")
     assert backends_to_compare(ABLE) == ["dense", "hopper"]
     assert backends_to_compare(replace(ABLE, dtype=torch.bfloat16)) == ["dense", "hopper", "cusparselt"]
     assert backends_to_compare(replace(ABLE, in_features=16)) == ["dense", "cusparselt"]
     assert choose(ABLE, "cusparselt").backends == ("cusparselt",)  # as asked for
+
+
+def test_a_backend_that_was_wrong_is_not_able(monkeypatch: pytest.MonkeyPatch) -> None:
+    _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
+    _measured(monkeypatch, dense=(1.0,) * 3, fast_6at8=(0.1,) * 3, slow_6at8=(0.5,) * 3)
+    (table,) = select.tables_for(select.installation())
+    wrong = replace(table, wrong=(wrong_form(ABLE, "fast"),))
+    monkeypatch.setattr(select, "tables_for", lambda here: [wrong])
+    assert choose(ABLE).backends == ("slow",)
+    assert choose(ABLE, fallback="none").backends == ("slow",)
+    assert backends_to_compare(ABLE) == ["dense", "slow"]
+    assert backends_to_compare(ABLE, fallback="none") == []
+    assert backends_to_compare(replace(ABLE, out_features=16)) == ["dense", "fast", "slow"]
+    monkeypatch.setattr(_Slow, "yields_to", lambda *_: ("fast", "it is faster"))
+    assert choose(ABLE).backends == ("slow",)  # nothing faster can run
+    both = replace(table, wrong=(wrong_form(ABLE, "fast"), wrong_form(ABLE, "slow")))
+    monkeypatch.setattr(select, "tables_for", lambda here: [both])
+    reason = f"fast: {WRONG_HERE}; slow: {WRONG_HERE}"
+    assert choose(ABLE) == Choice((Route(0, "dense"),), reason)
+    assert choose(ABLE, fallback="none") == Choice((Route(0, "reference"),), reason)
 
 
 def test_without_the_fallback_one_packed_form_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

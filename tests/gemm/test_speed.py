@@ -13,7 +13,9 @@ from slidesparse.gemm.speed import (
     LayerSpeed,
     MeasuredLayer,
     SpeedTable,
+    WrongForm,
     find_nearest,
+    is_wrong,
 )
 
 TOKENS = (64, 1024, 16384)
@@ -202,6 +204,36 @@ def test_a_form_that_could_not_run_here_is_not_brought_back_by_a_prior() -> None
     assert found is not None
     assert found.layer.tokens == (16, 1024, 16384)
     assert found.layer.us["quick"] == (None, None, None)
+
+
+def test_a_form_that_was_wrong_elsewhere_says_nothing_here() -> None:
+    blank = _layer(dense=(2.0,) * 3, **{"quick 6:8": (None,) * 3, "slow 6:8": (1.0,) * 3})
+    there = replace(_table(blank, driver="570.1"), wrong=(WrongForm("int8", 4096, 4096, "quick 6:8"),))
+    prior = _table(_layer(dense=(1.0,) * 3, **QUICK), packaged=True)
+    assert _find([there], LIBRARIES) is None
+    found = _find([there, prior], LIBRARIES)
+    assert found is not None
+    assert found.layer.us == {"dense": (1.0,) * 3, "quick": (0.5,) * 3}
+
+
+@pytest.mark.parametrize(
+    ("there", "wrong"),
+    [
+        ({}, True),
+        ({"libraries": {**LIBRARIES, "other": "Other 1.0"}}, True),  # has no part in it
+        ({"driver": "590.1"}, False),
+        ({"gpu": "Other GPU"}, False),
+        ({"libraries": {**LIBRARIES, "quick": "Quick 0.9"}}, False),
+        ({"libraries": {**LIBRARIES, "dense": "torch 2.10"}}, False),  # it may have been the wrong one
+        ({"libraries": {}}, False),
+        ({"packaged": True}, False),
+    ],
+)
+def test_a_form_is_wrong_where_nothing_changed_since(there: dict[str, Any], wrong: bool) -> None:
+    form = WrongForm("int8", 4096, 4096, "quick 6:8")
+    table = replace(_table(**there), wrong=(form,))
+    assert is_wrong([_table(), table], HERE, "quick", form) == wrong
+    assert not is_wrong([table], HERE, "quick", replace(form, name="quick 4:6"))
 
 
 # -- the spec of a weight ------------------------------------------------------------------------------------------

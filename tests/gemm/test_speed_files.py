@@ -15,12 +15,13 @@ from slidesparse.base import log
 from slidesparse.base.whole_file import replace_file
 from slidesparse.gemm import speed_files
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable, WrongForm
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, digest, file_name, load_speeds, tables_for, tuned_path
 
 TOKENS = (64, 1024, 16384)
 LIBRARIES = {"dense": "torch 2.11", "quick": "Quick 1.0"}
 HERE = Installation("Test GPU", "9.9", "580.1", LIBRARIES)
+QUICK = {"quick 6:8": (0.5,) * 3}
 
 
 def _layer(out: int = 4096, tokens: tuple[int, ...] = TOKENS, **us: tuple[float | None, ...]) -> LayerSpeed:
@@ -55,6 +56,23 @@ def test_times_of_a_comparison_are_joined_with_older_ones_and_the_newest_come_la
     assert table is not None
     joined = _layer(tokens=(64, 1024, 4096, 16384), dense=(1.0, 7.0, 8.0, 1.0), quick=(2.0, 5.0, 6.0, 2.0))
     assert table.layers == (other, joined, more)
+
+
+def test_a_wrong_form_has_no_time_in_any_comparison_of_its_kind() -> None:
+    wrong = WrongForm("int8", 4096, 4096, "quick 6:8")
+    add_layers(HERE, [_layer(dense=(1.0,) * 3, **QUICK), _layer(8, dense=(1.0,) * 3, **QUICK)])
+    path = add_layers(HERE, [], [wrong])
+    more = _layer(dense=(2.0,) * 3, **QUICK, **{"slow 6:8": (3.0,) * 3})
+    for _ in range(2):
+        assert add_layers(HERE, [more], [wrong]) == path
+    assert path is not None
+    nothing = {"quick 6:8": (None,) * 3}
+    layers = (
+        _layer(dense=(1.0,) * 3, **nothing),
+        _layer(8, dense=(1.0,) * 3, **QUICK),
+        replace(more, us={**more.us, **nothing}),
+    )
+    assert load_speeds(path) == SpeedTable(HERE, layers, wrong=(wrong,))
 
 
 def test_each_installation_has_a_file_of_its_own_and_the_others_remain(cache: Path) -> None:
@@ -176,6 +194,7 @@ def test_a_table_of_the_first_version_is_read(tmp_path: Path) -> None:
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "us": {"dense": [1.0, 0.0]}}]}, "times of dense"),
         ({"layers": [{**GOOD["layers"][0], "ms": 1}]}, "'ms'"),
+        ({"wrong": [{"dtype": "int8", "out": 8, "columns": 8}]}, "table.wrong[0] lacks name"),
     ],
 )
 def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: str, tmp_path: Path) -> None:

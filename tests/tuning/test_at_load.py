@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tuning_fakes import FakeClock, FakeStopwatch, Quick
+from tuning_fakes import FakeClock, FakeStopwatch, Quick, Wrong
 
 from slidesparse.base import log
 from slidesparse.base.file_lock import file_lock
@@ -187,6 +187,105 @@ def test_a_busy_gpu_gives_no_times(lines: Callable[[], list[str]]) -> None:
     assert "so the GPU is busy" in lines()[1]
     assert choose(PROBLEM).backends == ("dense",)
     assert not tuned_path(installation(CPU)).exists()
+
+
+# -- wrong results ---------------------------------------------------------------------------------------------------
+
+WRONG = "quick: its result was wrong when it was measured here"
+
+
+def make_wrong(monkeypatch: pytest.MonkeyPatch, above: int = 0) -> None:
+    """Let the packed form be wrong for more tokens than ``above``."""
+    right = Reference.matmul
+
+    def matmul(self: Quick, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return right(self, x, *rest) * (2 if len(x) > above else 1)
+
+    monkeypatch.setattr(Quick, "matmul", matmul)
+
+
+def test_on_a_busy_gpu_a_wrong_form_is_wrong_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    assert loaded(tuner())
+    monkeypatch.setattr(select, "driver_version", lambda: "590.1")
+    assert choose(PROBLEM).backends == ("quick",)  # by a prior
+    with monkeypatch.context() as patch:
+        make_wrong(patch)
+        lines()
+        assert loaded(tuner(disturbance=1.1))
+    told = lines()
+    assert "quick is not measured everywhere: WRONG RESULT" in told[1]
+    assert "so the GPU is busy" in told[2]
+    assert (choose(PROBLEM).backends, choose(PROBLEM).reason) == (("dense",), WRONG)
+    assert choose(PROBLEM, fallback="none").backends == ("reference",)
+    assert choose(PROBLEM, "quick").backends == ("quick",)  # who names it gets it
+    table = load_speeds(tuned_path(installation(CPU)))
+    assert table is not None
+    assert table.layers == ()
+    assert not loaded(tuner())
+    assert choose(PROBLEM).backends == ("dense",)
+    assert choose(replace(PROBLEM, out_features=32)).backends == ("quick",)  # another kind
+
+
+def test_who_is_wrong_in_a_later_start_loses_the_times_of_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    assert loaded(tuner(most=256))
+    assert choose(PROBLEM).backends == ("quick",)
+    make_wrong(monkeypatch, above=256)
+    assert loaded(tuner(most=2048))
+    assert any("WRONG RESULT" in line for line in lines())
+    assert (choose(PROBLEM).backends, choose(PROBLEM).reason) == (("dense",), WRONG)
+    table = load_speeds(tuned_path(installation(CPU)))
+    assert table is not None
+    (layer,) = table.layers
+    assert layer.tokens == (16, 64, 256, 1024, 2048)
+    assert layer.us == {"dense": (2e3,) * 5, "quick 6:8": (None,) * 5}
+
+
+def test_who_was_wrong_once_is_not_measured_again_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        make_wrong(patch, above=64)
+        assert loaded(tuner(most=256))
+    assert not loaded(tuner(most=16384))
+    times = LayerSpeed("int8", OUT, K, (16, 4096), {"dense": (1.0,) * 2, "quick 6:8": (0.5,) * 2})
+    add_layers(installation(CPU), [times])  # as slidesparse tune does
+    assert choose(PROBLEM).backends == ("dense",)
+    monkeypatch.setattr(Quick, "library", lambda _: "Quick 2.0")
+    assert loaded(tuner())
+    assert choose(PROBLEM).backends == ("quick",)
+
+
+def test_the_other_packed_forms_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "wrong", Wrong)
+    assert loaded(tuner())
+    choice = choose(PROBLEM)
+    assert (choice.backends, choice.reason) == (("quick",), "quick takes 0.50 of dense's time; measured here")
+    assert not loaded(tuner())
+
+
+def test_without_a_disk_the_process_knows_who_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: str | bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert loaded(tuner())
+    monkeypatch.setattr(select, "driver_version", lambda: "590.1")
+    monkeypatch.setattr(speed_files, "replace_file", full)
+    make_wrong(monkeypatch)
+    assert loaded(tuner(disturbance=1.1))
+    assert choose(PROBLEM).backends == ("dense",)
+
+
+def test_who_waits_for_another_process_learns_who_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(tuner(most=256))
+    by = tuner(most=2048)
+    assert by.wants(PROBLEM)
+    make_wrong(monkeypatch)
+    assert loaded(tuner(most=2048))  # the other process
+    monkeypatch.setattr(at_load.LayerMeasurement, "measure", None)
+    by.measure(PROBLEM, packed())
+    assert choose(PROBLEM).backends == ("dense",)
 
 
 def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]) -> None:

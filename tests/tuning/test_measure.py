@@ -97,6 +97,7 @@ def test_a_wrong_product_has_no_time_and_its_reason_is_told() -> None:
     assert found.layer.us == {"dense": (1e3,), "wrong 6:8": (None,), "quick 6:8": (1e3,)}
     assert found.faults.keys() == {"wrong"}
     assert found.faults["wrong"].startswith("WRONG RESULT; got relative error 1")
+    assert found.wrong == {"wrong"}
 
 
 def test_who_is_wrong_once_has_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,32 @@ def test_who_is_wrong_once_has_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -
     assert found.layer is not None
     assert found.layer.us["wrong 6:8"] == (None, None, None)
     assert found.layer.us["quick 6:8"] == (1e3, 1e3, 1e3)
+
+
+def test_who_is_wrong_is_not_run_again_and_no_later_fault_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_then_broken(self: Quick, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(x) > 16:
+            raise RuntimeError("no kernel image")
+        return Quick.matmul(self, x, *rest) * 2
+
+    monkeypatch.setattr(Wrong, "matmul", wrong_then_broken)
+    found = taken(FakeStopwatch(by(dense=1e3, quick=1e3)), [16, 64], ("dense", "wrong", "quick"))
+    assert found.faults["wrong"].startswith("WRONG RESULT")
+    assert found.wrong == {"wrong"}
+
+
+def test_memory_that_ends_between_numbers_of_tokens_hides_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = measure.gaussian
+
+    def full(*shape: int, **kind: Any) -> torch.Tensor:
+        if shape[0] > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return drawn(*shape, **kind)
+
+    monkeypatch.setattr(measure, "gaussian", full)
+    found = taken(FakeStopwatch(by(dense=1e3, quick=1e3)), [16, 64], ("dense", "wrong", "quick"))
+    assert found.wrong == {"wrong"}
+    assert found.faults["dense"] == "out of memory at 64 tokens"
 
 
 def test_without_a_dense_time_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,15 @@ import torch
 from tuning_fakes import FakeStopwatch
 
 from slidesparse.gemm import expert_times, select, speed_files
-from slidesparse.gemm.expert_times import ExpertKind, choose_experts, measured_here
+from slidesparse.gemm.expert_times import (
+    NOT_MEASURED,
+    ExpertKind,
+    choose_experts,
+    keep_expert_times,
+    measured_here,
+)
+from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed_files import load_speeds, tuned_path
 from slidesparse.pattern import Pattern
 from slidesparse.tuning import at_load
 from slidesparse.tuning.at_load import LoadTuner
@@ -78,8 +86,10 @@ def test_a_wrong_form_has_no_time() -> None:
     found = ExpertMeasurement(KIND, forms(layer, wrong), torch.bfloat16, stopwatch()).measure(
         [16, 64], [], lambda: False
     )
-    assert found.layer is None
+    assert found.layer is not None
+    assert (found.layer.tokens, found.layer.us) == ((64,), {"dense": (1e3,), "hopper": (None,)})
     assert found.faults["hopper"].startswith("WRONG RESULT")
+    assert found.wrong == {"hopper"}
 
 
 def test_wrong_once_is_wrong() -> None:
@@ -92,8 +102,25 @@ def test_wrong_once_is_wrong() -> None:
         [16, 64, 4096], [], lambda: False
     )
     assert found.layer is not None
-    assert found.layer.us == {"dense": (1e3,), "hopper": (None,)}  # 64 tokens came first
+    assert found.layer.tokens == (64, 4096)  # 64 tokens came first, and nothing after the wrong one
+    assert found.layer.us == {"dense": (1e3, 1e3), "hopper": (None, None)}
     assert found.faults["hopper"].startswith("WRONG RESULT")
+    assert found.wrong == {"hopper"}
+
+
+def test_experts_of_vllm_that_differ_from_themselves_are_no_fault_of_the_packed_ones() -> None:
+    calls = []
+
+    def unsteady(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return layer(x, *more) * (2 if len(x) == 4096 and len(calls) % 2 else 1)
+
+    packed = forms(unsteady, layer)
+    found = ExpertMeasurement(KIND, packed, torch.bfloat16, stopwatch()).measure([64, 4096], [], lambda: False)
+    assert found.faults["dense"].startswith("WRONG RESULT")
+    assert found.layer is not None
+    assert found.layer.us == {"dense": (1e3,), "hopper": (None,)}  # compared with what is not to be trusted
+    assert found.wrong == frozenset()
 
 
 def test_what_vllm_refuses_is_a_fault_and_no_crash() -> None:
@@ -130,11 +157,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(select, "driver_version", lambda: "580.1")
 
 
-def tuner(watch: FakeStopwatch, budget_s: float = 12.0) -> LoadTuner:
+def tuner(watch: FakeStopwatch, budget_s: float = 12.0, most: int = 256) -> LoadTuner:
     clock = watch.clock
     return LoadTuner(
-        256, torch.bfloat16, LOGGER, budget_s=budget_s, stopwatch=lambda: watch, clock=clock, sleep=clock.sleep
+        most, torch.bfloat16, LOGGER, budget_s=budget_s, stopwatch=lambda: watch, clock=clock, sleep=clock.sleep
     )
+
+
+def always_wrong(*given: torch.Tensor) -> torch.Tensor:
+    return layer(*given) * 1.1
+
+
+def loaded(by: LoadTuner, packed: Callable[..., torch.Tensor] = layer) -> bool:
+    """Load experts; returns whether they were measured."""
+    if not by.wants_experts(KIND):
+        return False
+    by.measure_experts(KIND, forms(layer, packed))
+    return True
 
 
 @pytest.mark.usefixtures("gpu")
@@ -169,6 +208,44 @@ def test_a_form_that_was_wrong_is_not_chosen_by_this_start_or_the_next(caplog: p
             by.measure_experts(KIND, forms(layer, wrong))
         assert not choose_experts(KIND, by.expert_sizes).sparse
     assert "WRONG RESULT" in caplog.text
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_wrong_form_is_not_chosen_by_a_prior(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert loaded(tuner(stopwatch(), most=4096))
+    monkeypatch.setattr(select, "driver_version", lambda: "590.1")  # with which the kernel is wrong
+    by = tuner(stopwatch(), most=4096)
+    assert choose_experts(KIND, by.expert_sizes).sparse
+    assert loaded(by, always_wrong)
+    assert "hopper is not measured everywhere: WRONG RESULT" in caplog.text
+    for start in (by, tuner(stopwatch(), most=16384)):
+        assert not loaded(start)
+        choice = choose_experts(KIND, start.expert_sizes)
+        assert (choice.sparse, choice.reason) == (False, "hopper: its result was wrong when it was measured here")
+    monkeypatch.setattr(select, "driver_version", lambda: "600.1")
+    assert loaded(tuner(stopwatch(), most=4096))
+    assert choose_experts(KIND, by.expert_sizes).sparse
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("disturbance", [1.0, 1.5])
+def test_a_wrong_form_is_not_chosen_by_what_an_earlier_start_measured(disturbance: float) -> None:
+    earlier = LayerSpeed("int8", 32, 32, (64, 4096), {"dense": (1e3, 1e3), "hopper": (5e2, 5e2)})
+    keep_expert_times(KIND, earlier)
+    by = tuner(stopwatch(disturbance=disturbance), most=4096)
+    assert choose_experts(KIND, by.expert_sizes).sparse
+    assert loaded(by, always_wrong)
+    assert not choose_experts(KIND, by.expert_sizes).sparse
+    table = load_speeds(tuned_path(select.installation(CPU)))
+    assert table is not None
+    (kept,) = table.layers
+    assert set(kept.tokens) >= {64, 4096}
+    assert set(kept.us["4 experts, 2 a token: hopper 6:8"]) == {None}
+    assert kept.at("4 experts, 2 a token: dense", 4096) == 1e3
+    assert not choose_experts(KIND, tuner(stopwatch()).expert_sizes).sparse
+    assert choose_experts(replace(KIND, top_k=1), by.expert_sizes).reason == NOT_MEASURED  # others are not concerned
 
 
 @pytest.mark.usefixtures("gpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -48,7 +49,7 @@ FALL = 0.7
 
 
 def write(path: Path) -> SpeedTable:
-    """Write the times measured here into a file, and return them.
+    """Write the times measured here into a file, and return them; forms that were wrong have none.
 
     Raises:
         InputError: There are none, or the file is there already.
@@ -64,8 +65,9 @@ def write(path: Path) -> SpeedTable:
         )
     if path.exists():
         raise InputError(f"{path} is there already", remedy="name another file, or delete it")
-    replace_file(path, table_text(table))
-    return table
+    shared = replace(table, wrong=())  # a wrong result concerns this machine alone
+    replace_file(path, table_text(shared))
+    return shared
 
 
 def read(path: Path) -> SpeedTable:

@@ -13,6 +13,8 @@ other gains. Experts are packed where
 * no M takes more than :data:`SLOWER` of stock's time. Short measurements of one M differ by some percent from start
   to start, so a rule of "nowhere slower" would differ from start to start too.
 
+Experts whose packed form was wrong when it was measured here stay dense, whatever any times say.
+
 A start that had no time for every M goes by those that it measured, as long as both ways are among them. Where one of
 the two was not measured, experts stay dense: a guess could be wrong, and is paid in every step.
 """
@@ -21,14 +23,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from slidesparse.gemm.select import can_be_timed, installation
-from slidesparse.gemm.speed import DENSE, LayerSpeed, MeasuredLayer, SpeedTable, find_nearest, times_key
+from slidesparse.gemm.select import WRONG_HERE, can_be_timed, installation
+from slidesparse.gemm.speed import (
+    DENSE,
+    LayerSpeed,
+    MeasuredLayer,
+    SpeedTable,
+    WrongForm,
+    find_nearest,
+    is_wrong,
+    times_key,
+)
 from slidesparse.gemm.speed_files import add_layers, tables_for
 from slidesparse.gemm.time_model import MARGIN, explain
 from slidesparse.pattern import Pattern
@@ -81,6 +92,14 @@ class ExpertKind:
         """The beginning of the names of its times."""
         return name_prefix(self.experts, self.everywhere, self.top_k)
 
+    def times_key(self, form: str) -> str:
+        """Return the name of a form's times in the file."""
+        return f"{self.prefix}{times_key(form, str(self.pattern))}"
+
+    def wrong_form(self, form: str) -> WrongForm:
+        """Return by what a file names a form that was wrong."""
+        return WrongForm(dtype_name(self.dtype), 2 * self.inner, self.hidden, self.times_key(form))
+
 
 @dataclass(frozen=True)
 class ExpertChoice:
@@ -97,6 +116,8 @@ def choose_experts(kind: ExpertKind, tokens: Sequence[int]) -> ExpertChoice:
         kind: The experts.
         tokens: M's that stand for all that the engine may run.
     """
+    if was_wrong(kind):
+        return ExpertChoice(False, f"{GROUPED}: {WRONG_HERE}")
     measured = find_expert_times(kind)
     if measured is None:
         return ExpertChoice(False, NOT_MEASURED)
@@ -139,15 +160,26 @@ def measured_here(kind: ExpertKind) -> tuple[int, ...]:
     return () if measured is None else measured.here
 
 
-def keep_expert_times(kind: ExpertKind, layer: LayerSpeed) -> Path | None:
+def was_wrong(kind: ExpertKind) -> bool:
+    """Return whether packed experts of a kind gave a wrong result when they were measured on this very installation."""
+    if not can_be_timed(kind.device):
+        return False
+    here = installation(kind.device)
+    return is_wrong(tables_for(here), here, GROUPED, kind.wrong_form(GROUPED))
+
+
+def keep_expert_times(kind: ExpertKind, layer: LayerSpeed | None, wrong: Iterable[str] = ()) -> Path | None:
     """Keep times of experts, as :func:`slidesparse.gemm.speed_files.add_layers` does.
 
     Args:
         kind: The experts.
-        layer: Their times, by ``dense`` and :data:`GROUPED`.
+        layer: Their times, by ``dense`` and :data:`GROUPED`; None for none.
+        wrong: The forms that were wrong.
     """
-    us = {f"{kind.prefix}{times_key(name, str(kind.pattern))}": times for name, times in layer.us.items()}
-    return add_layers(installation(kind.device), [replace(layer, us=us)])
+    layers = []
+    if layer is not None:
+        layers = [replace(layer, us={kind.times_key(name): times for name, times in layer.us.items()})]
+    return add_layers(installation(kind.device), layers, map(kind.wrong_form, wrong))
 
 
 def name_prefix(experts: int, everywhere: int, top_k: int) -> str:
@@ -183,4 +215,9 @@ def as_linear(layer: LayerSpeed) -> tuple[str, LayerSpeed]:
 def _of_kind(table: SpeedTable, kind: ExpertKind) -> SpeedTable:
     """Return the experts of a table with this kind's numbers, their times by the names that linears use."""
     layers = map(as_linear, table.layers)
-    return replace(table, layers=tuple(layer for prefix, layer in layers if prefix == kind.prefix))
+    wrong = ((split_name(form.name), form) for form in table.wrong)
+    return replace(
+        table,
+        layers=tuple(layer for prefix, layer in layers if prefix == kind.prefix),
+        wrong=tuple(replace(form, name=rest) for (prefix, rest), form in wrong if prefix == kind.prefix),
+    )

@@ -2,9 +2,10 @@
 
 The rule, in full. An explicit choice is taken, or refused with its reason. ``auto`` runs a weight without slid groups
 (a shard of a partial pattern may be one) dense: its packed form has nothing to gain. Otherwise it asks which
-accelerated backends can run the problem, then looks for the times of a layer of the same type (gemm/speed.py): of the
-same size and measured here, else a prior, of nearly the same size, another driver, other libraries or another GPU of
-this compute capability. The reason says which of the two, and names what differs:
+accelerated backends can run the problem, and gave no wrong result when such a layer was measured here. Then it looks
+for the times of a layer of the same type (gemm/speed.py): of the same size and measured here, else a prior, of nearly
+the same size, another driver, other libraries or another GPU of this compute capability. The reason says which of the
+two, and names what differs:
 
 * ``fallback="fastest"``: the packed form runs that is the fastest over all numbers of tokens, except where another one,
   or the dense weight, is faster by a margin (gemm/time_model.py); the forms that run are kept. Without such a measured
@@ -35,7 +36,15 @@ from slidesparse.gemm.dense import Dense
 from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
-from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, find_nearest
+from slidesparse.gemm.speed import (
+    Installation,
+    LayerSpeed,
+    MeasuredLayer,
+    WrongForm,
+    find_nearest,
+    is_wrong,
+    times_key,
+)
 from slidesparse.gemm.speed_files import tables_for
 from slidesparse.gemm.time_model import explain, fastest, lean_routes_of, routes_of
 from slidesparse.quant import dtype_name
@@ -56,6 +65,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 """Name -> constructor, in the order in which ``auto`` tries the accelerated ones."""
 
 NO_RIGHT_RESULT = "no packed form that was measured gave a right result here"
+WRONG_HERE = "its result was wrong when it was measured here"
 NOTHING_SLID = "no group of this weight is slid"
 NO_COPY = "; no dense copy is kept"
 NOT_MEASURED = "no layer like it has been measured on this GPU (slidesparse tune does)"
@@ -165,11 +175,28 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     """Return why each accelerated backend is not to run a problem; None for one that may."""
     known = [backend for backend in map(get_backend, BACKENDS) if backend.accelerated]
     answers = {backend.name: backend.why_not(problem) for backend in known}
+    able = [name for name, why_not in answers.items() if why_not is None]
+    answers |= dict.fromkeys(_wrong_among(able, problem), WRONG_HERE)
     for backend in known:
         faster = backend.yields_to(problem)
         if answers[backend.name] is None and faster is not None and answers.get(faster[0], "unknown") is None:
             answers[backend.name] = faster[1]
     return answers
+
+
+def _wrong_among(names: Sequence[str], problem: Problem) -> list[str]:
+    """Return those of some backends whose result was wrong when such a problem was measured here."""
+    if not names or not can_be_timed(problem.device):
+        return []
+    here = installation(problem.device)
+    tables = [table for table in tables_for(here) if table.wrong]
+    return [name for name in names if is_wrong(tables, here, name, wrong_form(problem, name))]
+
+
+def wrong_form(problem: Problem, backend: str) -> WrongForm:
+    """Return by what a file names a backend that was wrong for a problem."""
+    name = times_key(backend, str(problem.pattern))
+    return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name)
 
 
 def _only(backend: str, reason: str) -> Choice:

@@ -5,6 +5,9 @@ and of a layer's own size are *measured here*: the plugin and ``slidesparse.load
 (:mod:`slidesparse.tuning`), ``slidesparse tune`` when it is asked to. All others, those that ship among them, are a
 *prior*: used where nothing was measured here, and named as such. A packed form is compared with the dense time of the
 same comparison, quantisation and scales included. The files are those of :mod:`slidesparse.gemm.speed_files`.
+
+A form whose result was wrong while it was measured is wrong for its whole kind of layer, however many tokens there are:
+a table names it (:class:`WrongForm`), and no time of any table brings it back on that installation.
 """
 
 from __future__ import annotations
@@ -84,6 +87,11 @@ class LayerSpeed:
         us = {name: tuple(columns[m].get(name) for m in tokens) for name in names}
         return replace(self, tokens=tuple(tokens), us=us)
 
+    def without(self, names: Iterable[str]) -> LayerSpeed:
+        """Return these times, None at every M for some names that it has."""
+        gone = dict.fromkeys(self.us.keys() & set(names), (None,) * len(self.tokens))
+        return replace(self, us={**self.us, **gone})
+
     def distance(self, out: int, columns: int) -> float:
         """Return how far another layer's size is: the larger difference of rows or of columns, in octaves."""
         return max(abs(math.log2(self.out / out)), abs(math.log2(self.columns / columns)))
@@ -116,6 +124,23 @@ class Installation:
 
 
 @dataclass(frozen=True)
+class WrongForm:
+    """A packed form of a kind of layer that gave a wrong result when it was measured.
+
+    Attributes:
+        dtype: As of :class:`LayerSpeed`.
+        out: Rows of the weight.
+        columns: Columns of the weight, before lifting.
+        name: The name of the form's times: ``cusparselt 6:8``.
+    """
+
+    dtype: str
+    out: int
+    columns: int
+    name: str
+
+
+@dataclass(frozen=True)
 class SpeedTable:
     """The measured layers of one installation.
 
@@ -123,11 +148,24 @@ class SpeedTable:
         installation: The installation.
         layers: The times, of older comparisons first.
         packaged: The table ships with the package, so another machine was measured, whatever its installation.
+        wrong: The forms that were wrong; they have no time in any of the layers.
     """
 
     installation: Installation
     layers: tuple[LayerSpeed, ...]
     packaged: bool = False
+    wrong: tuple[WrongForm, ...] = ()
+
+    def is_of(self, here: Installation, backends: Iterable[str]) -> bool:
+        """Return whether it was measured on the installation here, as far as these backends are concerned."""
+        there = self.installation
+        alike = all(there.libraries.get(name) == here.libraries.get(name) for name in backends)
+        return not self.packaged and (there.gpu, there.driver) == (here.gpu, here.driver) and alike
+
+    def wrong_names(self, layer: LayerSpeed) -> set[str]:
+        """Return the names of the forms of a layer that were wrong."""
+        kind = layer.dtype, layer.out, layer.columns
+        return {form.name for form in self.wrong if (form.dtype, form.out, form.columns) == kind}
 
 
 @dataclass(frozen=True)
@@ -169,6 +207,18 @@ def lacking(wanted: Iterable[int], measured: Sequence[int]) -> list[int]:
 def times_key(backend: str, pattern: str) -> str:
     """Return the name of a layer's times in the file."""
     return DENSE if backend == DENSE else f"{backend} {pattern}"
+
+
+def is_wrong(tables: Iterable[SpeedTable], here: Installation, backend: str, form: WrongForm) -> bool:
+    """Return whether a form was wrong on the installation here.
+
+    Args:
+        tables: Tables.
+        here: The installation here.
+        backend: The form's backend. Dense has to be the same, too: the form was compared with it.
+        form: The form.
+    """
+    return any(form in table.wrong and table.is_of(here, (DENSE, backend)) for table in tables)
 
 
 def find_nearest(
@@ -214,12 +264,17 @@ def find_nearest(
 def _known_layers(
     table: SpeedTable, libraries: Mapping[str, str], dtype: str, pattern: str, near: tuple[int, int]
 ) -> list[LayerSpeed]:
-    """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined."""
+    """Return the layers of a type and about a size with a packed time at a pattern, comparisons of one size joined.
+
+    Forms that were wrong are left out: with another driver or kernel they may be right, and then "no time" is no prior.
+    """
     by_size: dict[tuple[int, int], LayerSpeed] = {}
     for layer in table.layers:
         if layer.dtype != dtype or layer.distance(*near) > math.log2(SIZE_REACH):
             continue
         times = _times(layer, pattern, (name for name in libraries if name in table.installation.libraries))
+        wrong = table.wrong_names(layer)
+        times = {name: us for name, us in times.items() if times_key(name, pattern) not in wrong}
         if _is_comparable(times, libraries):
             own, size = replace(layer, us=times), (layer.out, layer.columns)
             by_size[size] = by_size[size].updated(own) if size in by_size else own
@@ -227,9 +282,8 @@ def _known_layers(
 
 
 def _seen_from(here: Installation, table: SpeedTable, layer: LayerSpeed, size: tuple[int, int]) -> MeasuredLayer:
-    there = table.installation
-    others = there.differences(here, layer.us)
-    own = not others and not table.packaged and there.driver == here.driver and (layer.out, layer.columns) == size
+    others = table.installation.differences(here, layer.us)
+    own = table.is_of(here, layer.us) and (layer.out, layer.columns) == size
     return MeasuredLayer(layer, layer.tokens if own else (), others)
 
 

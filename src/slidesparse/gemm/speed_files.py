@@ -8,6 +8,10 @@
 A file holds the times of one installation: a GPU, its driver and the libraries. So a new driver, a new revision of a
 kernel or another vLLM gets a file of its own, and the old one's times remain as a prior. The package has some files in
 ``speed_tables``; the user's are in the cache folder. A file that cannot be read is not used, and the log says so once.
+
+Where forms were wrong, the file names them after ``"libraries"``, and their times are null:
+
+    "wrong": [{"dtype": "int8", "out": 4608, "columns": 3584, "name": "hopper 2:4"}]
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ from slidesparse.base.log import log_once
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError
-from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable
+from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 
 VERSION = 2
 
@@ -46,6 +50,7 @@ class _StoredTable:
     capability: str
     driver: str | None
     libraries: dict[str, str]
+    wrong: tuple[WrongForm, ...]
     layers: tuple[LayerSpeed, ...]
 
     def __post_init__(self) -> None:
@@ -137,15 +142,22 @@ def parse_table(value: Any, *, packaged: bool = False) -> SpeedTable:
     """
     if isinstance(value, dict) and value.get("version") == 1:  # slidesparse 0.2, which did not know the rest
         value = {**value, "version": VERSION, "capability": "", "driver": None}
+    if isinstance(value, dict):
+        value = {"wrong": [], **value}
     stored: _StoredTable = decode(_StoredTable, value, "table")
     installation = Installation(stored.gpu, stored.capability, stored.driver, stored.libraries)
-    return SpeedTable(installation, stored.layers, packaged)
+    return SpeedTable(installation, stored.layers, packaged, stored.wrong)
 
 
-def add_layers(here: Installation, layers: Iterable[LayerSpeed]) -> Path | None:
+def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable[WrongForm] = ()) -> Path | None:
     """Add layers to the times that are measured here; a newer time of the same M counts.
 
     Whoever calls this holds the lock at :func:`lock_path`. A damaged file is written anew.
+
+    Args:
+        here: The installation here.
+        layers: The layers.
+        wrong: Forms that were wrong. They and those of before lose their times, older and newer ones.
 
     Returns:
         The path; None where it cannot be written: this process keeps the times, and the log says why they will be
@@ -153,7 +165,10 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed]) -> Path | None:
     """
     path = tuned_path(here)
     old = _usable(path)
-    table = SpeedTable(here, join_layers(() if old is None else old.layers, layers))
+    known = SpeedTable(here, ()) if old is None else old
+    joined = join_layers(known.layers, layers)
+    table = SpeedTable(here, joined, wrong=tuple(dict.fromkeys((*known.wrong, *wrong))))
+    table = replace(table, layers=tuple(layer.without(table.wrong_names(layer)) for layer in joined))
     try:
         replace_file(path, table_text(table))
     except OSError as error:
@@ -183,9 +198,17 @@ def _comparison(layer: LayerSpeed) -> tuple[object, ...]:
 def table_text(table: SpeedTable) -> str:
     """Return a table as JSON with a line for each list of times."""
     there = table.installation
-    head = {"version": VERSION, "gpu": there.gpu, "capability": there.capability, "driver": there.driver}
+    head: dict[str, Any] = {
+        "version": VERSION,
+        "gpu": there.gpu,
+        "capability": there.capability,
+        "driver": there.driver,
+        "libraries": there.libraries,
+    }
+    if table.wrong:
+        head["wrong"] = [asdict(form) for form in table.wrong]
     layers = ",\n".join(map(_layer_text, table.layers))
-    return json.dumps({**head, "libraries": there.libraries})[:-1] + f', "layers": [\n{layers}\n]}}\n'
+    return json.dumps(head)[:-1] + f', "layers": [\n{layers}\n]}}\n'
 
 
 def _layer_text(layer: LayerSpeed) -> str:

@@ -3,13 +3,16 @@
 A start-up pays for it once: the times go into the user's cache (:mod:`slidesparse.gemm.speed_files`), by one of the
 processes that start together. The others wait for it and read. What takes longer than the budget is left to the next
 start; until then a prior decides, and the log says so.
+
+A form that gives a wrong result is kept as such, even where no time is: a start that chose it by other times would
+serve wrong answers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,9 +23,16 @@ import torch
 from slidesparse.base.file_lock import file_lock
 from slidesparse.errors import InputError, SlideSparseError
 from slidesparse.gemm import Problem
-from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here
-from slidesparse.gemm.select import Fallback, backends_to_compare, can_be_timed, find_measured, installation
-from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, lacking
+from slidesparse.gemm.expert_times import ExpertKind, keep_expert_times, measured_here, was_wrong
+from slidesparse.gemm.select import (
+    Fallback,
+    backends_to_compare,
+    can_be_timed,
+    find_measured,
+    installation,
+    wrong_form,
+)
+from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.gemm.speed_files import add_layers, lock_path
 from slidesparse.packed import PackedWeight
 from slidesparse.quant import dtype_name
@@ -31,6 +41,9 @@ from slidesparse.tuning.measure_experts import ExpertMeasurement, RunExperts
 from slidesparse.tuning.timing import CudaStopwatch, Stopwatch
 
 Tune = Literal["auto", "off"]
+
+Keep = Callable[[LayerSpeed | None, frozenset[str]], Path | None]
+"""(times, or None where there are none; backends that were wrong) -> the file, or None where it cannot be written."""
 
 BUDGET_S = 12.0
 """Seconds by which measuring, and waiting for another process that measures, may make one start longer."""
@@ -116,7 +129,7 @@ class LoadTuner:
         if kind in self._seen or not can_be_timed(kind.device) or torch.cuda.is_current_stream_capturing():
             return False
         self._seen.add(kind)
-        return bool(lacking(self.expert_sizes, measured_here(kind))) and self._has_time()
+        return bool(self._lacking_experts(kind)) and self._has_time()
 
     def measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts]) -> None:
         """Measure experts that :meth:`wants_experts` named, as :meth:`measure` does a layer.
@@ -157,7 +170,7 @@ class LoadTuner:
     def _measure(self, problem: Problem, packed: PackedWeight, fallback: Fallback, end: float) -> None:
         backends = backends_to_compare(problem, "auto", fallback)
         tokens = self._lacking(problem, backends)
-        if not tokens:
+        if not backends or not tokens:
             return  # the process that was waited for has measured it
         name, start = _name(problem), self._clock()
         self.log.info(
@@ -165,14 +178,12 @@ class LoadTuner:
         )
         measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
         found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
-        keep = partial(_add, installation(problem.device))
-        self._keep(name, found, self._clock() - start, keep)
+        self._keep(name, found, self._clock() - start, partial(_keep_layer, problem))
         if self._clock() >= end:
             self._tell_spent()
 
     def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
-        known = measured_here(kind)
-        tokens = lacking(self.expert_sizes, known)
+        known, tokens = measured_here(kind), self._lacking_experts(kind)
         if not tokens:
             return  # the process that was waited for has measured it
         start = self._clock()
@@ -184,16 +195,18 @@ class LoadTuner:
         if self._clock() >= end:
             self._tell_spent()
 
-    def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Callable[[LayerSpeed], Path | None]) -> None:
+    def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Keep) -> None:
         for backend, fault in found.faults.items():
             self.log.warning("slidesparse: %s: %s is not measured everywhere: %s", name, backend, fault)
+        busy = found.noise > NOISE
+        layer = None if busy else found.layer
+        path = keep(layer, found.wrong) if layer is not None or found.wrong else None
         if found.layer is None:
             return
-        if found.noise > NOISE:
+        if busy:
             line = "slidesparse: %s: times are not used: dense differs from itself by %.0f %%, so the GPU is busy"
             self.log.warning(line, name, 100 * found.noise)
             return
-        path = keep(found.layer)
         self.log.info(
             "slidesparse: measured %s in %.1f s (%s): %s", name, seconds, path or "not kept", describe(found.layer)
         )
@@ -205,6 +218,9 @@ class LoadTuner:
     def _lacking(self, problem: Problem, backends: list[str]) -> list[int]:
         return lacking(self.sizes, self._known(problem, backends))
 
+    def _lacking_experts(self, kind: ExpertKind) -> list[int]:
+        return [] if was_wrong(kind) else lacking(self.expert_sizes, measured_here(kind))
+
     def _tell_spent(self) -> None:
         if not self._told:
             self._told = True
@@ -215,8 +231,9 @@ class LoadTuner:
             )
 
 
-def _add(here: Installation, layer: LayerSpeed) -> Path | None:
-    return add_layers(here, [layer])
+def _keep_layer(problem: Problem, layer: LayerSpeed | None, wrong: Iterable[str]) -> Path | None:
+    forms = [wrong_form(problem, name) for name in wrong]
+    return add_layers(installation(problem.device), [] if layer is None else [layer], forms)
 
 
 def describe(layer: LayerSpeed) -> str:

@@ -9,7 +9,7 @@ the calls are launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -76,11 +76,21 @@ class TakenTimes:
         layer: The times; None where there is none.
         noise: The relative difference of dense timed twice at one M, the median over all short ones; 0 without any.
         faults: Backend -> why it has no time at some M.
+        wrong: The packed forms that gave a wrong result at some M. They have no time at any, and whatever the noise is,
+            and whatever was measured before, they are not to be chosen.
     """
 
     layer: LayerSpeed | None
     noise: float
     faults: dict[str, str]
+    wrong: frozenset[str] = frozenset()
+
+
+def taken_times(
+    layer: LayerSpeed | None, noises: Sequence[float], faults: dict[str, str], wrong: Iterable[str]
+) -> TakenTimes:
+    """Return what a measurement found. Dense that differs from itself is a fault of no packed form, and always runs."""
+    return TakenTimes(layer, median(noises) if noises else 0.0, faults, frozenset(wrong) - {DENSE})
 
 
 def time_forms(passes: Mapping[str, Pass], tokens: int) -> tuple[dict[str, float], float | None]:
@@ -165,13 +175,14 @@ class LayerMeasurement:
             done = m < wanted and not lacking([m], [*known, *columns])
             if m == 0 or done or is_over():
                 break
-            times = self._time(_rivals(forms, columns, m), m)
+            right = [form for form in forms if form.backend not in self._wrong]
+            times = self._time(_rivals(right, columns, m), m)
             if times:
                 columns[m] = times
             if m < wanted or not times:
                 break
         self.stopwatch.begin()  # frees what the last graphs held
-        return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
+        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
 
     def _make_forms(self) -> list[_Form]:
         forms = []
@@ -201,9 +212,9 @@ class LayerMeasurement:
 
     def _time(self, forms: Sequence[_Form], tokens: int) -> dict[str, float]:
         """Return the microseconds of each form that can run this many tokens; none where memory ends all the same."""
-        x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device, seed=SEED)
         self.stopwatch.begin()
         try:
+            x = gaussian(tokens, self.packed.shape[1], dtype=self.source, device=self.packed.device, seed=SEED)
             passes = self._prepare(forms, x)
         except torch.OutOfMemoryError:
             self._faults[DENSE] = f"out of memory at {tokens} tokens"

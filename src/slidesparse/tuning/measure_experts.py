@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 
 import torch
 
@@ -19,7 +18,7 @@ from slidesparse.gemm.expert_times import GROUPED, ExpertKind
 from slidesparse.gemm.speed import DENSE, LayerSpeed, lacking
 from slidesparse.quant import dtype_name
 from slidesparse.tuning.checking import WrongResult, ends, relative_error, require_right
-from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, time_forms
+from slidesparse.tuning.measure import SEED, TRANSIENT_BYTES, TakenTimes, gaussian, taken_times, time_forms
 from slidesparse.tuning.timing import Pass, Stopwatch, copies_needed
 
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,7 +53,7 @@ class ExpertMeasurement:
     stopwatch: Stopwatch
     _faults: dict[str, str] = field(default_factory=dict)
     _noises: list[float] = field(default_factory=list)
-    _wrong: bool = False
+    _wrong: set[str] = field(default_factory=set)
 
     def measure(self, tokens: Sequence[int], known: Sequence[int], is_over: Callable[[], bool]) -> TakenTimes:
         """Time both forms at some numbers of tokens.
@@ -86,7 +85,7 @@ class ExpertMeasurement:
             if GROUPED not in passes:
                 break
         self.stopwatch.begin()  # frees what the last graphs held
-        return TakenTimes(self._layer(columns), median(self._noises) if self._noises else 0.0, self._faults)
+        return taken_times(self._layer(columns), self._noises, self._faults, self._wrong)
 
     def inputs(self, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return the operands of the calls of a pass: one x, and other choices each."""
@@ -130,9 +129,7 @@ class ExpertMeasurement:
                 raise
             except SlideSparseError as error:
                 self._faults[name] = str(error)
-                if isinstance(error, WrongResult):
-                    self._wrong = True
-                    return {}
+                self._wrong |= {name} if isinstance(error, WrongResult) else set()
             except Exception as error:  # vLLM is called before it serves, and may refuse in any way
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[name] = first_line(error)
