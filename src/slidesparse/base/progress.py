@@ -42,11 +42,11 @@ def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | No
 
     Args:
         title: Shown before the bar.
-        total: Amount of work.
+        total: Amount of work; of none no bar is shown.
         unit: ``bytes``, or anything else for plain counts.
         show: Whether to show the bar; None: on a terminal only.
     """
-    shown = bars_shown(show)
+    shown = bars_shown(show) and total > 0
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -23,6 +22,7 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
+from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -112,7 +112,7 @@ class Inspection:
             kinds.setdefault(_kind(layer), []).append(layer)
         rows = [
             (
-                re.sub(r"\d+", "*", group[0].name) if len(group) > 1 else group[0].name,
+                kind_of(group[0].name) if len(group) > 1 else group[0].name,
                 len(group),
                 f"{group[0].shape[0]}x{group[0].shape[1]}",
                 group[0].dtype,
@@ -143,9 +143,9 @@ class Inspection:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """Return a line for each choice of backends, with the memory that its layers take."""
+    """Return a line for each choice of backends with the memory that its layers take; layers that cannot run have none."""
     groups: dict[tuple[str, str], list[Layer]] = {}
-    for layer in layers:
+    for layer in [one for one in layers if one.problem is None]:
         groups.setdefault((layer.backends, layer.reason), []).append(layer)
     lines = []
     for (backends, reason), group in groups.items():
@@ -155,16 +155,15 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
                 kept[name] = kept.get(name, 0) + size
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
         dense = sum(layer.dense_bytes for layer in group)
-        lines.append(
-            f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense"
-        )
+        layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
+        lines.append(f"{layers_run} here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense")
     return lines
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
     """Return the properties that layers which share a line have in common."""
     return (
-        re.sub(r"\d+", "*", layer.name),
+        kind_of(layer.name),
         str(layer.shape),
         layer.dtype,
         str(layer.marked),
