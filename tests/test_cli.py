@@ -262,6 +262,22 @@ def test_tables_and_texts_fit_the_terminal(
         assert set(shown[None].split()) - set(shown[width].split()) <= {"─" * n for n in range(200)}
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_what_prune_did_fits_the_terminal(
+    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    capsys.readouterr()
+    shown = {}
+    monkeypatch.chdir(tmp_path)
+    for width in (None, 60):
+        monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
+        assert main(["prune", "m", f"made-{width or 99}", "--pattern", "6:8", "--dtype", "int8", *dry]) == 0
+        shown[width] = capsys.readouterr().out
+    assert max(map(len, shown[None].splitlines())) > 80
+    assert all(len(line) <= 60 for line in shown[60].splitlines() if "made-60" not in line)  # a path is not broken
+
+
 def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "90")

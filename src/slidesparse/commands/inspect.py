@@ -143,7 +143,7 @@ class Inspection:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """Return a line for each choice of backends with the memory that its layers take; layers that cannot run have none."""
+    """Return a line for each choice of backends, with its layers' memory; none for layers that cannot run."""
     groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in [one for one in layers if one.problem is None]:
         groups.setdefault((layer.backends, layer.reason), []).append(layer)
