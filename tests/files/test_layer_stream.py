@@ -360,6 +360,8 @@ def test_calibrations_that_cannot_be_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="calibration") as error:
         Calibration(**({"file": "text.txt"} | wrong))
     str(error.value).encode("utf-8")
+    got = wrong.get("samples", wrong.get("length"))
+    assert got is None or f"; got {got!r}; needed" in str(error.value)  # the wrong number, and no other
 
 
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
