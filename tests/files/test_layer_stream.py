@@ -394,6 +394,17 @@ def test_no_tokenizer(source: Path) -> None:
     refuse(source, "no tokenizer that can be loaded", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
 
 
+def test_a_model_that_cannot_be_tried_is_refused_with_what_works(tmp_path: Path) -> None:
+    """A classifier without a padding token takes no batch, so no run tells which linears read one input."""
+    config = transformers.Qwen2Config(**{**SMALL, "pad_token_id": None})
+    transformers.Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "int8", "wanda", calibration(tmp_path))
+    refuse(tmp_path / "m", r"cannot run Qwen2ForSequenceClassification .*--method magnitude", options)
+    prune_checkpoint(tmp_path / "m", tmp_path / "made", PruneOptions("6:8", "int8"))
+
+
 def test_tokenizer_of_another_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", vocab_size=40)
     add_tokenizer(tmp_path / "m")
