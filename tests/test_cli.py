@@ -72,6 +72,40 @@ def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureF
     assert "kept: dense" in choice
 
 
+def test_names_keep_numbers_that_do_not_count_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``fc1`` and ``fc2`` of square MLPs are two layers of one shape."""
+    config = transformers.PhiConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.PhiForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "m")]) == 0
+    shown = capsys.readouterr().out
+    for name in ("fc1", "fc2"):
+        (row,) = [line.split() for line in shown.splitlines() if f"model.layers.*.mlp.{name} " in line]
+        assert row[1] == "2"
+
+
+def test_a_layer_that_cannot_run_is_a_problem_and_has_no_backend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "m")
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "m")]) == 1
+    shown = capsys.readouterr().out
+    assert "PROBLEM: model.layers.0.mlp.up_proj holds NaN" in shown
+    (choice,) = [line for line in shown.splitlines() if " here on " in line]
+    assert choice.startswith("6 layers run here on dense")
+
+
+def test_no_bar_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.progress_bar("inspect", 0, unit="layers", show=True):
+        pass
+    assert capsys.readouterr().err == ""
+
+
 def test_inspect_reports_a_violation_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"])
@@ -226,6 +260,22 @@ def test_tables_and_texts_fit_the_terminal(
     for width in (60, 80):
         assert sorted(shown[width].split()) != sorted(shown[None].split())  # the layers' names come again
         assert set(shown[None].split()) - set(shown[width].split()) <= {"─" * n for n in range(200)}
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_what_prune_did_fits_the_terminal(
+    dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    capsys.readouterr()
+    shown = {}
+    monkeypatch.chdir(tmp_path)
+    for width in (None, 60):
+        monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
+        assert main(["prune", "m", f"made-{width or 99}", "--pattern", "6:8", "--dtype", "int8", *dry]) == 0
+        shown[width] = capsys.readouterr().out
+    assert max(map(len, shown[None].splitlines())) > 80
+    assert all(len(line) <= 60 for line in shown[60].splitlines() if "made-60" not in line)  # a path is not broken
 
 
 def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

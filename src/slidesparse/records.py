@@ -215,7 +215,12 @@ class Record:
         data = parse_json(line, "record")
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InputError("format of a benchmark record", got=repr(got), needed=str(FORMAT))
+            raise InputError(
+                "format of a benchmark record",
+                got=repr(got),
+                needed=str(FORMAT),
+                remedy="give files that slidesparse bench wrote",
+            )
         record: Record = decode(cls, data, "record")
         if (record.timing is None) == (record.why_not is None):
             raise InputError("a record needs either a time or a reason for having none", got=record.why_not)

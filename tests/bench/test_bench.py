@@ -516,7 +516,7 @@ def test_the_commit_is_that_of_this_tree() -> None:
         assert git.stdout.startswith(found.removesuffix("+"))
 
 
-@pytest.mark.parametrize("benchmark", [*problems.BENCHMARKS, "all"])
+@pytest.mark.parametrize("benchmark", [*problems.BENCHMARKS, "all", "vllm", "serve"])
 def test_without_a_gpu_there_is_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, benchmark: str
 ) -> None:

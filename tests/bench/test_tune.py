@@ -286,6 +286,7 @@ def test_without_a_gpu_tuning_says_so(capsys: pytest.CaptureFixture[str], monkey
     assert main(["tune"]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("slidesparse: slidesparse tune needs a CUDA GPU")
+    assert "slidesparse report" not in captured.err  # which draws nothing that tune would have measured
     assert captured.err.count("\n") == 1
 
 

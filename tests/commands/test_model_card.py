@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -133,7 +134,9 @@ def test_eval_adds_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert ModelCard.load(tmp_path / "q/README.md").data.library_name == "transformers"
 
 
-def test_eval_refuses_a_card_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_refuses_a_card_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_checkpoint(tmp_path / "m", num_hidden_layers=1)  # whose tokenizer cannot be loaded
     text = write_text(tmp_path / "t.txt", words=40)
     cached = snapshot(tmp_path)
@@ -144,6 +147,11 @@ def test_eval_refuses_a_card_before_it_measures(tmp_path: Path, capsys: pytest.C
     ):
         assert main(["eval", str(folder), "--text", str(text), "--card"]) == 1
         assert says in capsys.readouterr().err
+    prune(tmp_path / "m", tmp_path / "q")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        assert main(["eval", str(tmp_path / "q"), "--text", str(text), "--card"]) == 1
+    assert "q cannot be written to; needed a new README.md in it; leave --card out" in capsys.readouterr().err
     (tmp_path / "m/README.md").write_text(SOURCE)
     assert main(["eval", str(tmp_path / "m"), "--text", str(text), "--card"]) == 1
     assert "has no place for measurements" in capsys.readouterr().err

@@ -353,7 +353,10 @@ def test_nan_in_a_weight(tmp_path: Path) -> None:
 def test_config_without_architecture(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
-    for value, words in ((None, "names no architecture"), (["NoSuchModel"], "NoSuchModel")):
+    for value, words in (
+        (None, "names no architecture; got architectures None.*; take config.json from"),
+        (["NoSuchModel"], "NoSuchModel"),
+    ):
         config["architectures"] = value
         (tmp_path / "m/config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=words):

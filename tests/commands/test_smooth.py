@@ -201,6 +201,16 @@ def test_norms_that_do_not_multiply_or_are_not_read_by_linears(name: str, tmp_pa
     assert set(tmp_path.iterdir()) == before
 
 
+def test_a_norm_whose_output_the_next_layer_reads_is_left_alone(tmp_path: Path) -> None:
+    """BERT's layers end in a norm; layers run one at a time, so its readers have no weights when it runs."""
+    make(tmp_path / "m", ARCHITECTURES["bert"], torch.float32)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    with pytest.raises(InputError, match=r"no norm of BertModel can be smoothed"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m", ignore=("pooler.dense",)))
+    assert not (tmp_path / "made").exists()
+
+
 def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=8

@@ -196,6 +196,22 @@ def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(
     assert "down_proj" in shown
 
 
+def test_inspect_says_that_weights_are_stored_otherwise(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPTQ and its kin have other tensors in the place of weights, which are not missing."""
+
+    def quantise(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors[f"{Q}.qweight"] = tensors.pop(f"{Q}.weight").to(torch.int32)
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+
+    folder = damaged(dense, tmp_path / "m", quantise)
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
+    assert told.startswith("PROBLEM: quantisation of the source; got gptq; needed none")
+
+
 @pytest.mark.parametrize(
     "groups",
     [

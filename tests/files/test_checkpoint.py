@@ -136,6 +136,42 @@ def test_missing_config(tmp_path: Path) -> None:
         Checkpoint(path)
 
 
+ADAPTER, GGUF = "adapter_config.json", "model-q4.gguf"
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "told"),
+    [
+        (["config.json"], ADAPTER, r"m is no model; got an adapter .*; needed a folder with config\.json.*; merge it"),
+        (["model.safetensors"], ADAPTER, r"m is no model; got an adapter"),
+        (["config.json", "model.safetensors"], GGUF, r"m cannot be read; got GGUF; needed a folder .*; start from"),
+        (["model.safetensors"], GGUF, r"m cannot be read; got GGUF"),
+        (["model.safetensors"], "notes.txt", r"m has no model\.safetensors .*; fetch the weights"),
+        (["config.json"], "notes.txt", r"config\.json is missing; needed a folder with config\.json .*; fetch it"),
+    ],
+)
+def test_what_people_take_for_a_checkpoint(tmp_path: Path, removed: list[str], added: str, told: str) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    for name in removed:
+        (tmp_path / "m" / name).unlink()
+    (tmp_path / "m" / added).write_text("{}")
+    with pytest.raises(CheckpointError, match=told):
+        Checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model.safetensors", r"no checkpoint folder at .*; got a file; needed a folder with config\.json"),
+        ("q4.gguf", r"q4\.gguf cannot be read; got GGUF; needed a folder with config\.json"),
+    ],
+)
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path, name: str, told: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=told):
+        Checkpoint(tmp_path / name)
+
+
 def test_broken_config(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     (path / "config.json").write_text("{ not json")
@@ -146,7 +182,7 @@ def test_broken_config(tmp_path: Path) -> None:
 def test_missing_shard(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"model-00002.* is missing"):
+    with pytest.raises(CheckpointError, match=r"model-00002.* is missing; fetch it"):
         Checkpoint(path)
 
 
@@ -154,7 +190,7 @@ def test_truncated_shard(tmp_path: Path) -> None:
     path = damaged(tmp_path)
     shard = next(path.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated"):
+    with pytest.raises(CheckpointError, match=r"model-00002.* is damaged or truncated.*; fetch it"):
         Checkpoint(path)
 
 

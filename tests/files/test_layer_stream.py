@@ -360,6 +360,8 @@ def test_calibrations_that_cannot_be_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="calibration") as error:
         Calibration(**({"file": "text.txt"} | wrong))
     str(error.value).encode("utf-8")
+    got = wrong.get("samples", wrong.get("length"))
+    assert got is None or f"; got {got!r}; needed" in str(error.value)  # the wrong number, and no other
 
 
 def test_a_data_set_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +392,17 @@ def test_windows_are_taken_once_each() -> None:
 def test_no_tokenizer(source: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     refuse(source, "no tokenizer that can be loaded", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
+def test_a_model_that_cannot_be_tried_is_refused_with_what_works(tmp_path: Path) -> None:
+    """A classifier without a padding token takes no batch, so no run tells which linears read one input."""
+    config = transformers.Qwen2Config(**{**SMALL, "pad_token_id": None})
+    transformers.Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    options = PruneOptions("6:8", "int8", "wanda", calibration(tmp_path))
+    refuse(tmp_path / "m", r"cannot run Qwen2ForSequenceClassification .*--method magnitude", options)
+    prune_checkpoint(tmp_path / "m", tmp_path / "made", PruneOptions("6:8", "int8"))
 
 
 def test_tokenizer_of_another_model(tmp_path: Path) -> None:

@@ -42,11 +42,11 @@ def progress_bar(title: str, total: int, *, unit: str = "bytes", show: bool | No
 
     Args:
         title: Shown before the bar.
-        total: Amount of work.
+        total: Amount of work; of none no bar is shown.
         unit: ``bytes``, or anything else for plain counts.
         show: Whether to show the bar; None: on a terminal only.
     """
-    shown = bars_shown(show)
+    shown = bars_shown(show) and total > 0
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
@@ -82,10 +82,13 @@ def terminal_width() -> int | None:
     return max(shutil.get_terminal_size().columns, NARROWEST)
 
 
-def wrapped(line: str) -> str:
-    """Return a line of text in as many lines as the terminal needs, indented after the first; itself elsewhere."""
+def wrapped(text: str) -> str:
+    """Return each line of a text in as many lines as the terminal needs, indented after the first; itself elsewhere."""
     width = terminal_width()
-    return line if width is None else textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
+    if width is None:
+        return text
+    lines = text.splitlines()
+    return "\n".join(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

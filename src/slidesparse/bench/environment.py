@@ -27,10 +27,11 @@ def require_cuda(command: str = "bench") -> None:
         UnsupportedError: When there is none that torch can use, with its reason.
     """
     if (why := why_no_cuda()) is not None:
+        drawn = "; slidesparse report draws existing records anywhere" if command.startswith("bench") else ""
         raise UnsupportedError(
             f"slidesparse {command} needs a CUDA GPU",
             got=why,
-            remedy="run it on a machine with an NVIDIA GPU; slidesparse report draws existing records anywhere",
+            remedy=f"run it on a machine with an NVIDIA GPU{drawn}",
         )
 
 

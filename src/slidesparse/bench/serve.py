@@ -137,9 +137,9 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         InputError: The file holds something else, or requests are to arrive at a share of what no stock engine took.
         UnsupportedError: No GPU, too few, no vLLM, no HTTP though it is asked for, or a full disk.
     """
+    environment.require_cuda()  # first: who has no GPU shall not install vLLM for nothing
     if find_spec("vllm") is None:
         raise UnsupportedError("slidesparse bench serve needs vLLM", remedy='pip install "slidesparse[vllm]"')
-    environment.require_cuda()
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
     timeline = profile.timeline is not None

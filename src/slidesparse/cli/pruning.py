@@ -104,6 +104,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
+    from slidesparse.base.progress import wrapped
     from slidesparse.commands.dry_run import dry_run
     from slidesparse.commands.plan_file import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
@@ -151,7 +152,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     elif ranks.is_first:
         summary = dry_run(source, options.destination, wanted, device=device, links=options.links)
     if ranks.is_first:
-        print(json.dumps(summary.to_json(), indent=2) if options.json else summary.describe())
+        print(json.dumps(summary.to_json(), indent=2) if options.json else wrapped(summary.describe()))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -18,11 +17,12 @@ from slidesparse.commands.inspect_experts import ExpertLayer, describe_expert_la
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker
+from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
+from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.targets import Targets, describe_dense, find_targets
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -112,7 +112,7 @@ class Inspection:
             kinds.setdefault(_kind(layer), []).append(layer)
         rows = [
             (
-                re.sub(r"\d+", "*", group[0].name) if len(group) > 1 else group[0].name,
+                kind_of(group[0].name) if len(group) > 1 else group[0].name,
                 len(group),
                 f"{group[0].shape[0]}x{group[0].shape[1]}",
                 group[0].dtype,
@@ -143,9 +143,9 @@ class Inspection:
 
 
 def _describe_choices(layers: list[Layer]) -> list[str]:
-    """Return a line for each choice of backends, with the memory that its layers take."""
+    """Return a line for each choice of backends, with its layers' memory; none for layers that cannot run."""
     groups: dict[tuple[str, str], list[Layer]] = {}
-    for layer in layers:
+    for layer in [one for one in layers if one.problem is None]:
         groups.setdefault((layer.backends, layer.reason), []).append(layer)
     lines = []
     for (backends, reason), group in groups.items():
@@ -155,16 +155,15 @@ def _describe_choices(layers: list[Layer]) -> list[str]:
                 kept[name] = kept.get(name, 0) + size
         sizes = ", ".join(f"{name} {size / 1e6:.2f} MB" for name, size in kept.items()) or "nothing"
         dense = sum(layer.dense_bytes for layer in group)
-        lines.append(
-            f"{len(group)} layers run here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense"
-        )
+        layers_run = "1 layer runs" if len(group) == 1 else f"{len(group)} layers run"
+        lines.append(f"{layers_run} here on {backends} ({reason}); kept: {sizes}, of {dense / 1e6:.2f} MB dense")
     return lines
 
 
 def _kind(layer: Layer) -> tuple[str, ...]:
     """Return the properties that layers which share a line have in common."""
     return (
-        re.sub(r"\d+", "*", layer.name),
+        kind_of(layer.name),
         str(layer.shape),
         layer.dtype,
         str(layer.marked),
@@ -225,7 +224,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     try:
         meta.require_complete()
     except CheckpointError as error:
-        found.append(str(error))
+        found.append(str(_stored_otherwise(checkpoint) or error))
     try:
         found += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:
@@ -241,6 +240,16 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
         ):
             found.append(f"{tensor} holds NaN or Inf")
     return found
+
+
+def _stored_otherwise(checkpoint: Checkpoint) -> CheckpointError | None:
+    """Return that a checkpoint is quantised in a way that we do not read, with other tensors; else None."""
+    try:
+        if not is_bitnet(checkpoint.config):
+            quantisation_dtype(checkpoint.config)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:

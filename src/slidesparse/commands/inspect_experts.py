@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from slidesparse.files.expert_tensors import ExpertTensor, marker_name, read_exp
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import find_experts
+from slidesparse.models.layer_kinds import kind_of
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import UNIFORM_PATTERNS, check_pattern, check_weight, is_nonzero, tightest_pattern
 
@@ -59,7 +59,7 @@ def inspect_experts(
                 layers.setdefault(tensor.layer, {})[name] = tensor
         except UnsupportedError:
             continue
-    with progress_bar("inspect", len(layers), unit="layers of experts", show=progress and bool(layers)) as advance:
+    with progress_bar("inspect", len(layers), unit="layers of experts", show=progress) as advance:
         found = []
         for layer, tensors in layers.items():
             found.append(_inspect(layer, tensors, checkpoint, marker))
@@ -122,14 +122,14 @@ def describe_expert_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     """Return a line for each kind of experts' weights; layers that differ by number share it."""
     kinds: dict[tuple[object, ...], list[ExpertLayer]] = {}
     for one in layers:
-        kind = re.sub(r"\d+", "*", one.name), one.count, one.shape, one.dtype, one.marked, one.tightest
+        kind = kind_of(one.name), one.count, one.shape, one.dtype, one.marked, one.tightest
         kinds.setdefault(kind, []).append(one)
     return [_describe(group) for group in kinds.values()]
 
 
 def _describe(group: list[ExpertLayer]) -> str:
     one = group[0]
-    name = one.name if len(group) == 1 else f"{len(group)} x {re.sub(r'[0-9]+', '*', one.name)}"
+    name = one.name if len(group) == 1 else f"{len(group)} x {kind_of(one.name)}"
     low, high = min(each.sparsity for each in group), max(each.sparsity for each in group)
     zeros = f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f}-{high:.3f}"
     megabytes = sum(each.stored_bytes for each in group) / 1e6

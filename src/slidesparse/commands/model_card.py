@@ -7,6 +7,7 @@ measured. Licence, language and task are those of the source's own card.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ MAX_LINES = 40
 """Most lines on what stays dense."""
 
 LEFT = "left dense: "
+
+NO_CARD = "leave --card out"
 """How a line on what stays dense begins in a log; here a heading says so."""
 
 HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->", "<!-- end -->"
@@ -150,11 +153,13 @@ def card_to_measure(folder: Path) -> Path:
 
     Raises:
         InputError: The folder is of huggingface_hub's cache, which is not ours to change.
-        CheckpointError: There is no card that ``prune`` wrote.
+        CheckpointError: There is no card that ``prune`` wrote, or the folder may not be written.
     """
     if hub_model(folder) is not None:
         raise InputError(f"--card writes into {FILE_NAME}", got="a model of the hub", needed="a folder of your own")
     _read_card(folder / FILE_NAME)
+    if not os.access(folder, os.W_OK):  # asked now, since what was measured in hours would be lost then
+        raise CheckpointError(f"{folder} cannot be written to", needed=f"a new {FILE_NAME} in it", remedy=NO_CARD)
     return folder / FILE_NAME
 
 
@@ -177,7 +182,7 @@ def add_measurements(card: Path, rows: Mapping[str, tuple[str, str]]) -> None:
 
 def _read_card(card: Path) -> tuple[str, list[str], str]:
     """Return what stands before the measurements, their lines without the head, and what stands after them."""
-    remedy = "leave --card out, or prune again: prune writes a card"
+    remedy = f"{NO_CARD}, or prune again: prune writes a card"
     try:
         text = read_regular(card, MAX_BYTES).decode("utf-8")
     except (FileNotFoundError, InputError, UnicodeDecodeError) as error:

@@ -46,7 +46,7 @@ def read_plan(path: str | Path) -> StoredPlan:
     try:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
-        raise InputError("plan", got=str(error)) from error
+        raise InputError(str(error), remedy="make a plan with: slidesparse plan") from error
     method, layers = plan.get("method"), plan.get("layers")
     if plan.get("version") != PLAN_VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")

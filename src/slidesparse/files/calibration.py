@@ -49,13 +49,10 @@ class Calibration:
     def __post_init__(self) -> None:
         usable_path(self.file, "calibration text")
         object.__setattr__(self, "file", os.fspath(self.file))  # as it was written: ./a/b is no name of a data set
-        length = 2 if self.length is None else self.length
-        if not (isinstance(self.samples, int) and isinstance(length, int)) or self.samples < 1 or length < 2:
-            raise InputError(
-                "calibration windows",
-                got=f"{self.samples!r} of {self.length!r} tokens",
-                needed="1 or more, of 2 or more",
-            )
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise InputError("calibration windows (--samples)", got=repr(self.samples), needed="1 or more")
+        if self.length is not None and (not isinstance(self.length, int) or self.length < 2):
+            raise InputError("tokens of a calibration window (--length)", got=repr(self.length), needed="2 or more")
         if not isinstance(self.seed, int) or not 0 <= self.seed <= MAX_SEED:
             raise InputError("calibration seed", got=repr(self.seed), needed=f"0 to {MAX_SEED}")
 

@@ -12,6 +12,7 @@ from slidesparse.base.paths import usable_path
 from slidesparse.base.whole_file import kind_of, require_no_holes
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
+from slidesparse.files.no_checkpoint import lacks_file, lacks_weights, no_folder
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 
@@ -43,11 +44,10 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read", got=error.strerror) from error
         if not is_folder:
-            raise CheckpointError(
-                f"no checkpoint folder at {self.path}",
-                needed="a local folder",
-            )
+            raise no_folder(self.path)
         _refuse_endless_files(self.path)
+        if not os.path.lexists(self.path / "config.json"):
+            raise lacks_file(self.path, f"{self.path / 'config.json'} is missing", "fetch it")
         self.config = read_json(self.path / "config.json")
         self.config_changes: dict[str, Any] = {}
         index_path = self.path / INDEX_FILE
@@ -63,10 +63,7 @@ class Checkpoint:
                     raise CheckpointError(f"shard name in {index_path}", got=repr(name), needed="NAME.safetensors")
             names = sorted(set(promised.values()))
         else:
-            raise CheckpointError(
-                f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}",
-                remedy="convert the weights to safetensors first",
-            )
+            raise lacks_weights(self.path, f"{self.path} has no {SINGLE_FILE} and no {INDEX_FILE}")
         self.readers = {name: TensorReader(self.path / name) for name in names}
         self.shards = {name: reader.stored for name, reader in self.readers.items()}
         self.files: dict[str, str] = {}

@@ -34,6 +34,8 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.models.config_keys import EXPERTS_VERSION, MARKER_KEY, MARKER_VERSION, marker_config
 from slidesparse.pattern import Pattern
 
+FROM_FLOAT = "start from the model as it was before it was quantised"
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -152,12 +154,20 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
             remedy="remove the key when its format is dense, else start from the uncompressed checkpoint",
         )
     method, groups = value.get("quant_method"), value.get("config_groups") or {}
-    if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
+    if method != "compressed-tensors":
+        raise CheckpointError(
+            "quantisation of the source",
+            got=" ".join(str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None),
+            needed="none, or compressed-tensors W8A8",
+            remedy=FROM_FLOAT,
+        )
+    if not isinstance(groups, Mapping) or len(groups) != 1:
         found = f"{len(groups)} config groups" if isinstance(groups, Mapping) else f"config groups {groups!r:.80}"
         raise CheckpointError(
             "quantisation of the source",
             got=f"{method}, {found}",
             needed="none, or compressed-tensors W8A8 with one group",
+            remedy=FROM_FLOAT,
         )
     (group,) = (_object(value, "a config group") for value in groups.values())
     weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
@@ -178,6 +188,7 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         "quantisation scheme of the source",
         got=str(found_scheme)[:300],
         needed="8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers",
+        remedy=FROM_FLOAT,
     )
 
 

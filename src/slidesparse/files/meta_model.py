@@ -172,7 +172,10 @@ def model_class(checkpoint: Checkpoint) -> tuple[Any, Any]:
     architectures = checkpoint.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(
-            f"{checkpoint.path}/config.json names no architecture", got=repr(architectures), needed='["SomeModel"]'
+            f"{checkpoint.path}/config.json names no architecture",
+            got=f"architectures {architectures!r:.80}",
+            needed='"architectures": ["SomeModel"]',
+            remedy="take config.json from where the weights are from",
         )
     known = getattr(transformers, str(architectures[0]), None)
     if not (isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)):

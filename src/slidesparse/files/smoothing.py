@@ -54,14 +54,19 @@ def find_smoothing(
         InputError: There are none, or the linears are not in layers.
     """
     found = [] if run is None else find_folds(meta.model, run)
-    start, otherwise = f"{find_layer_list(meta.model, linears).name}.", meta.why_stored_otherwise()
+    layers = [f"{name}." for name, _ in find_layer_list(meta.model, linears).items()]
+    otherwise = meta.why_stored_otherwise()
+
+    def is_in_one_layer(one: Fold) -> bool:
+        """Layers run one at a time, so what a norm at the end of one hands to the next cannot be tried."""
+        return any(all(name.startswith(layer) for name in (one.norm, *one.linears)) for layer in layers)
 
     def is_stored_plainly(one: Fold) -> bool:
         parameters = [*_parameters_of_norm(meta, one), *(f"{name}.weight" for name in one.linears)]
         own = [meta.own_tensor(checkpoint, parameter) for parameter in parameters]
         return None not in own and not any(name in otherwise for name in one.linears)
 
-    folds = [one for one in found if one.norm.startswith(start) and is_stored_plainly(one)]
+    folds = [one for one in found if is_in_one_layer(one) and is_stored_plainly(one)]
     if not folds:
         raise _cannot_smooth(meta.model)
     return folds

@@ -21,6 +21,8 @@ from slidesparse.files.stored import DIGESTS, HEADER, Stored, header_digest
 LFS_POINTER = b"version https://git-lfs"
 """First bytes of a file that git has in the place of a large one."""
 
+AGAIN = "fetch it or make it again"
+
 
 class TensorReader:
     """Reads one safetensors file, tensor by tensor.
@@ -39,7 +41,7 @@ class TensorReader:
         try:
             require_regular(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing") from error
+            raise CheckpointError(f"{path} is missing", remedy=AGAIN) from error
         except InputError as error:
             raise CheckpointError(str(error)) from error
         self.path = path
@@ -117,4 +119,4 @@ def _why_unreadable(path: Path, error: Exception) -> CheckpointError:
             return CheckpointError(
                 f"{path} holds no weights", got="a pointer of git-lfs", remedy="fetch them with: git lfs pull"
             )
-    return CheckpointError(f"{path} is damaged or truncated", got=str(error))
+    return CheckpointError(f"{path} is damaged or truncated", got=str(error), remedy=AGAIN)

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from slidesparse.models.layer_kinds import kind_of
+
 LEAVE_DENSE = "--ignore 're:.*experts'"
 """The option that leaves all experts alone."""
 
@@ -179,13 +181,13 @@ def describe_experts(found: list[Experts]) -> list[str]:
     """Return a line for all layers whose experts differ only by the layer's number."""
     kinds: dict[tuple[object, ...], list[Experts]] = {}
     for one in found:
-        kinds.setdefault((re.sub(r"\d+", "*", one.name), one.count, *one.weights.items()), []).append(one)
+        kinds.setdefault((kind_of(one.name), one.count, *one.weights.items()), []).append(one)
     return [_describe(group) for group in kinds.values()]
 
 
 def _describe(group: list[Experts]) -> str:
     one = group[0]
-    name = one.name if len(group) == 1 else f"{len(group)} x {re.sub(r'[0-9]+', '*', one.name)}"
+    name = one.name if len(group) == 1 else f"{len(group)} x {kind_of(one.name)}"
     shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in one.weights.items())
     return f"{name}: {one.count} experts, {shapes}"
 
@@ -201,7 +203,7 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
     for one in found:
         for leaf, shape in one.weights.items():
             if (name := one.layer(leaf)) in patterns:
-                kind = re.sub(r"\d+", "*", name), one.count, shape[-2:], patterns[name]
+                kind = kind_of(name), one.count, shape[-2:], patterns[name]
                 kinds.setdefault(kind, []).append(name)
     return [
         f"{names[0] if len(names) == 1 else f'{len(names)} x {kind}'}, {count} experts of {list(shape)}, at {pattern}"

@@ -134,7 +134,7 @@ def run_once(model: nn.Module) -> Callable[[], object] | None:
             raise InputError(
                 f"cannot run {type(model).__name__} to see which linears read the same input",
                 got=first_line(error),
-                remedy="use a uniform pattern, or pass run=",
+                remedy="use a uniform pattern and --method magnitude; in Python run= may run it",
             ) from error
 
     return run

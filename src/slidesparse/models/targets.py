@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError
 from slidesparse.models.hooks import hooked
+from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.parts import Part, outside_part
 
 MIN_FEATURES = 32
@@ -167,7 +168,7 @@ def describe_dense(dense: Mapping[str, str]) -> list[str]:
     """Return lines that say which linears stay dense and why; those that differ only by number share a line."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, why in dense.items():
-        kinds.setdefault((re.sub(r"\d+", "*", name), why), []).append(name)
+        kinds.setdefault((kind_of(name), why), []).append(name)
     return [
         f"left dense: {names[0] if len(names) == 1 else f'{len(names)} x {kind}'} ({why})"
         for (kind, why), names in kinds.items()
