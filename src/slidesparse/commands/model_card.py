@@ -34,9 +34,9 @@ MAX_LINES = 40
 """Most lines on what stays dense."""
 
 LEFT = "left dense: "
+"""How a line on what stays dense begins in a log; here a heading says so."""
 
 NO_CARD = "leave --card out"
-"""How a line on what stays dense begins in a log; here a heading says so."""
 
 HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->", "<!-- end -->"
 """Around the rows that ``eval --card`` writes."""
