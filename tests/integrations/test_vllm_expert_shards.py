@@ -87,7 +87,7 @@ def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor]) -
             "w2_weight_scale": weights["w2_weight_scale"],
         }
         found, part = gpu(shard, parallel(tp_size=2, tp_rank=rank))
-        assert found.of_weights == (Pattern(6, 8), Pattern(6, 8))
+        assert (found.kind.pattern, found.kind.down) == (Pattern(6, 8), Pattern(6, 8))
         assert found.starts == (0, 4 * rank)
         total += part
     # Each rank rounds the inner activations of its own half to INT8.

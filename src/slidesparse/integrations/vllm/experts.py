@@ -29,7 +29,6 @@ from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -132,7 +131,7 @@ class _Packing:
         choice = choice or self._choose(layer, experts.kind)
         if packed is None and choice.sparse:
             choice = ExpertChoice(False, NO_MEMORY)
-        text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
+        text = f"{experts.kind.experts} experts, {experts.kind.patterns}: {choice.reason}"
         if packed is None or not choice.sparse:
             if not measured:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]
@@ -212,21 +211,14 @@ class LoadedExperts:
     Attributes:
         kind: Their kind.
         weights: [E, 2I, H] and [E, H, I of this rank].
-        of_weights: The pattern of each.
         starts: The column of the pattern's groups at which each begins.
         product: What multiplies.
     """
 
     kind: ExpertKind
     weights: tuple[torch.Tensor, torch.Tensor]
-    of_weights: tuple[Pattern, Pattern]
     starts: tuple[int, int]
     product: GroupedProduct
-
-    @property
-    def patterns(self) -> str:
-        """The patterns in words, each once."""
-        return " and ".join(dict.fromkeys(map(str, self.of_weights)))
 
 
 def why_tokens_stay(parallel: Any) -> str | None:
@@ -269,8 +261,8 @@ def find_experts(layer: Any) -> LoadedExperts | str:
     if isinstance(product, str):
         return product
     numbers = count, config.num_experts, config.experts_per_token
-    kind = ExpertKind(gate_up.dtype, patterns[0], columns, down.shape[2], *numbers, gate_up.device)
-    return LoadedExperts(kind, (gate_up, down), (patterns[0], patterns[1]), (starts[0], starts[1]), product)
+    kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], columns, down.shape[2], *numbers, gate_up.device)
+    return LoadedExperts(kind, (gate_up, down), (starts[0], starts[1]), product)
 
 
 def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
@@ -294,14 +286,14 @@ def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> S
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
     """
-    packed = []
-    for name, weight, pattern, start in zip(NAMES, experts.weights, experts.of_weights, experts.starts, strict=True):
+    packed, patterns = [], (experts.kind.pattern, experts.kind.down)
+    for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
         whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
     if warmup is not None:
-        warmup.experts(slide, (experts.kind, experts.of_weights, experts.starts), experts.kind.top_k)
+        warmup.experts(slide, (experts.kind, experts.starts), experts.kind.top_k)
     return slide
 
 
