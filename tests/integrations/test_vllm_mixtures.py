@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from vllm_models import REFERENCE, configured, loaded
 from slidesparse import UnsupportedError
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -308,6 +310,46 @@ def test_experts_with_adapters_stay_vllms_own(
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), SPARSE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "mlp.experts: dense, experts: LoRA adapters read vLLM's own weights (2 layers)" in caplog.text
+
+
+def with_dense_attention(path: Path, marked: bool) -> Path:
+    """The same checkpoint with attention that no pattern fits, and with a marker that says so or without any."""
+    file, config = path / "model.safetensors", path / "config.json"
+    tensors, settings = load_file(file), json.loads(config.read_text())
+    attention = [name for name, tensor in tensors.items() if "self_attn" in name and tensor.dtype == torch.int8]
+    for name in attention:
+        tensors[name].fill_(1)
+    save_file(tensors, file, {"format": "pt"})
+    marker = settings.pop(MARKER_KEY)
+    marker["ignore"] += [name.removesuffix(".weight") for name in attention]
+    config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if marked else {})))
+    return path
+
+
+@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
+) -> None:
+    """Nobody looked for a pattern in what cannot be packed, so nobody may say that there is none."""
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
+    path = with_dense_attention(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), marked)
+    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "mlp.experts: dense, experts: they have a bias (2 layers)" in caplog.text
+    assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_are_left_to_vllm_as_asked_for_are_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "dense"}}
+    loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), options)
+    assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
+    assert "mlp.experts: dense, experts: left to vLLM, as asked for (2 layers)" in caplog.text
 
 
 @pytest.mark.usefixtures("without_expert_kernels")

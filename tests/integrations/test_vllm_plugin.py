@@ -153,14 +153,6 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "slidesparse:" in r.getMessage()]
 
 
-@pytest.fixture
-def no_dense_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that stays dense is handed to vLLM's kernel, which is not here."""
-    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
-
-    monkeypatch.setattr(schemes.CompressedTensorsW8A8Int8, "process_weights_after_loading", lambda *_: None)
-
-
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "4:6@50%"])
 def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, pattern: str) -> None:
     path = checkpoints(pattern)

@@ -126,6 +126,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return method
         model = self.prepare_model()
         if model.options.experts == "dense":
+            model.status.outcomes[prefix] = Outcome(False, True, "experts: left to vLLM, as asked for", experts=True)
             return method
         model.status.expect_layer(prefix, layer)
         return pack_experts_by(method, prefix, model)

@@ -26,7 +26,7 @@ from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
-from slidesparse.integrations.vllm.status import Outcome
+from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
 
@@ -43,7 +43,9 @@ ASKED_FOR = "grouped products for any number of tokens; asked for"
 
 NO_MEMORY = "memory does not suffice to pack them"
 
-NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
+NO_PATTERN = "their weights satisfy no pattern"
+
+NOT_ALONE = f"with data parallelism {CANNOT_BE_MEASURED}: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
 
@@ -94,7 +96,7 @@ class _Packing:
             return
         found = self._find(layer)
         if isinstance(found, str):
-            outcome = Outcome(False, False, f"experts: {found}")
+            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
             super().process_weights_after_loading(layer)  # type: ignore[misc]
         else:
             device = found.weights[0].device
@@ -121,7 +123,10 @@ class _Packing:
         tuner = self.slide_model.tuner
         timed = not self._asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
         choice = None if timed else self._choose(layer, experts.kind)
-        packed = self._pack(layer, experts) if choice is None or choice.sparse else None
+        packed = None
+        if choice is None or choice.sparse:
+            packed = self._pack(layer, experts)
+            choice = ExpertChoice(False, NO_MEMORY) if packed is None else choice
         measured = timed and packed is not None
         if tuner is not None and timed and packed is not None:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
@@ -129,20 +134,18 @@ class _Packing:
             with given_back_workspace():
                 tuner.measure_experts(experts.kind, forms)
         choice = choice or self._choose(layer, experts.kind)
-        if packed is None and choice.sparse:
-            choice = ExpertChoice(False, NO_MEMORY)
         text = f"{experts.kind.experts} experts, {experts.kind.patterns}: {choice.reason}"
         if packed is None or not choice.sparse:
             if not measured:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]
-            return Outcome(False, True, text, True)
+            return Outcome(False, True, text, eligible=choice.reason != NO_MEMORY, experts=True)
         self.slide = packed
         self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
         dense_bytes = sum(weight.nbytes for weight in experts.weights)
         for name in NAMES:
             delattr(layer, f"{name}_weight")
         kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
-        return Outcome(True, True, text, True, kept, dense_bytes)
+        return Outcome(True, True, text, eligible=True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
 
     def _choose(self, layer: Any, kind: ExpertKind) -> ExpertChoice:
         if self._asked:
@@ -252,7 +255,7 @@ def find_experts(layer: Any) -> LoadedExperts | str:
         start = parallel.tp_rank * weight.shape[2] if name == "w2" and parallel.tp_size > 1 else 0
         pattern = find_pattern(weight.flatten(0, 1), start)
         if pattern is None:
-            return "their weights satisfy no pattern"
+            return NO_PATTERN
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data
