@@ -24,11 +24,13 @@ from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.names import NamedExperts
 from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
-from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, Outcome
+from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
+from slidesparse.support import check_groups
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -45,7 +47,7 @@ NO_MEMORY = "memory does not suffice to pack them"
 
 NO_PATTERN = "their weights satisfy no pattern"
 
-NOT_ALONE = f"with data parallelism {CANNOT_BE_MEASURED}: vLLM's own would wait for the other engines"
+NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
 
@@ -55,17 +57,17 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
     return type(method).__name__ in METHODS
 
 
-def pack_experts_by(method: Any, name: str, model: ModelState) -> QuantizeMethodBase:
+def pack_experts_by(method: Any, named: NamedExperts, model: ModelState) -> QuantizeMethodBase:
     """Return the method as one that packs experts when they are loaded.
 
     Args:
         method: vLLM's, of :data:`METHODS`.
-        name: The layer's name.
+        named: The layer's name, and what the checkpoint says of its patterns.
         model: The state of its model.
     """
     kind: Any = type(type(method).__name__, (_Packing, type(method)), {})
     made: Any = kind.__new__(kind)  # what its own constructor did has been done
-    made.__dict__.update(method.__dict__, slide_name=name, slide_model=model, slide=None, slide_stays_dense=False)
+    made.__dict__.update(method.__dict__, slide_named=named, slide_model=model, slide=None, slide_stays_dense=False)
     packing: QuantizeMethodBase = made
     return packing
 
@@ -73,7 +75,7 @@ def pack_experts_by(method: Any, name: str, model: ModelState) -> QuantizeMethod
 class _Packing:
     """The parts of a method of vLLM's that change when experts are packed."""
 
-    slide_name: str
+    slide_named: NamedExperts
     slide_model: ModelState
     slide: SlideExperts | None
     slide_stays_dense: bool
@@ -85,11 +87,13 @@ class _Packing:
         """Pack the experts, or let vLLM go on with them; experts that were left to vLLM are so when loaded again.
 
         Raises:
+            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
             UnsupportedError: They are packed already: CUDA graphs know where.
         """
         if self.slide is not None:
+            name = self.slide_named.name
             raise UnsupportedError(
-                f"weights that are loaded again into packed experts ({self.slide_name})", remedy="start vLLM again"
+                f"weights that are loaded again into packed experts ({name})", remedy="start vLLM again"
             )
         if self.slide_stays_dense:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
@@ -104,7 +108,7 @@ class _Packing:
             del found
             give_blocks_back(device)
         self.slide_stays_dense = self.slide is None
-        self.slide_model.status.note_outcome(self.slide_name, outcome, log)
+        self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
 
     @property
     def _asked(self) -> bool:
@@ -115,7 +119,12 @@ class _Packing:
         """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
-        found = why_not(layer) or find_experts(layer)
+        try:
+            found = why_not(layer) or find_experts(layer, self.slide_named)
+        except torch.OutOfMemoryError:
+            if self._asked:
+                raise
+            return NO_MEMORY
         return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
@@ -239,23 +248,32 @@ def why_tokens_stay(parallel: Any) -> str | None:
     return None
 
 
-def find_experts(layer: Any) -> LoadedExperts | str:
+def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
     Args:
         layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
+        named: Its name, and what the checkpoint says of its patterns.
+
+    Raises:
+        PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
     """
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)
     if reason is not None:
         return reason
+    if isinstance(named.patterns, str):
+        return named.patterns
     patterns, starts = [], []
-    for name in NAMES:
+    for name, marked in zip(NAMES, named.patterns or (None, None), strict=True):
         weight = getattr(layer, f"{name}_weight").data
         start = parallel.tp_rank * weight.shape[2] if name == "w2" and parallel.tp_size > 1 else 0
-        pattern = find_pattern(weight.flatten(0, 1), start)
+        rows = weight.flatten(0, 1)
+        pattern = marked or find_pattern(rows, start)
         if pattern is None:
             return NO_PATTERN
+        if marked is not None:
+            check_groups(rows, marked, k_offset=start % marked.group, name=f"{named.name}.{name}_weight")
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data

@@ -27,7 +27,7 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANTISED
-from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
+from slidesparse.support import UNIFORM_PATTERNS, check_groups, check_weight, following_groups, satisfies
 from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
@@ -214,5 +214,6 @@ def pack_shard(
 
 def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
     """Return the tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
+    check_weight(weight)
     by_density = sorted(UNIFORM_PATTERNS, key=lambda pattern: pattern.density)
-    return next((p for p in by_density if tightest_pattern(weight, [p], start % p.group)), None)
+    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)
