@@ -487,6 +487,21 @@ def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_ask
         loaded(configured(path, quantization="slidesparse"), SPARSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from slidesparse.integrations.vllm import experts
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedExperts
+
+    monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
+    method = experts._Packing()
+    method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
+    said = str(method._find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
+    assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

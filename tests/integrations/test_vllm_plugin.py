@@ -274,6 +274,20 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
 
 
+def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own linear for floats has one order of sums, whatever the batch; ours would take its place."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    bf16 = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
+    layer = loaded(bf16, REFERENCE).model.layers[0]
+    assert not hasattr(layer.mlp.down_proj, "slide")
+    assert hasattr(layer.mlp.down_proj, "weight")
+    assert any("mlp.down_proj: dense, left to vLLM: VLLM_BATCH_INVARIANT is set" in line for line in caplog.messages)
+    layer = loaded(configured(checkpoints("6:8"), enforce_eager=True), REFERENCE).model.layers[0]
+    assert hasattr(layer.mlp.down_proj, "slide")
+
+
 def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path) -> None:
     plain = edited(checkpoints("4:6"), tmp_path / "plain", **{MARKER_KEY: None})
     layer = loaded(configured(plain, quantization="slidesparse"), REFERENCE).model.layers[0]

@@ -119,8 +119,9 @@ class _Packing:
         """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
+        reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer)
         try:
-            found = why_not(layer) or find_experts(layer, self.slide_named)
+            found = reason or find_experts(layer, self.slide_named)
         except torch.OutOfMemoryError:
             if self._asked:
                 raise

@@ -137,6 +137,10 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         pack_again(layer, before, named, in_features)
         return True
     weight = layer.weight.data
+    reason = model.why_left(weight.dtype)
+    if reason is not None:
+        model.status.note_outcome(named.name, Outcome(False, True, reason), log)
+        return False
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
