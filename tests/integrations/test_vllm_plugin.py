@@ -288,6 +288,22 @@ def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
     assert hasattr(layer.mlp.down_proj, "slide")
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_weight_that_vllm_reads_in_a_kernel_of_its_own_stays(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool
+) -> None:
+    """A layer of DeepSeek-V3's that decided so when it was built; the real one needs 7168 columns and a GPU."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    monkeypatch.setattr(RowParallelLinear, "_use_min_latency_gemm", reads, raising=False)
+    model = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
+    layer = loaded(model, REFERENCE).model.layers[0]
+    assert hasattr(layer.mlp.down_proj, "weight") == reads
+    assert hasattr(layer.mlp.gate_up_proj, "slide")
+    said = "mlp.down_proj: dense, left to vLLM, which reads its weight in a kernel of its own"
+    assert any(said in line for line in caplog.messages) == reads
+
+
 def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path) -> None:
     plain = edited(checkpoints("4:6"), tmp_path / "plain", **{MARKER_KEY: None})
     layer = loaded(configured(plain, quantization="slidesparse"), REFERENCE).model.layers[0]

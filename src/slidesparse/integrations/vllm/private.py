@@ -82,6 +82,14 @@ def vllm_config_class() -> Any:
     return None if _find(name) is None else resolve_name(name.rpartition(".")[0])
 
 
+def reads_weight_itself(layer: object) -> bool:
+    """Return whether a linear decided when it was built to read its own ``weight``, without asking its method.
+
+    ``DeepSeekV2FusedQkvAProjLinear`` does in BF16 at DeepSeek-V3's sizes; a layer that lacks the name does not.
+    """
+    return bool(getattr(layer, "_use_min_latency_gemm", False))
+
+
 @contextmanager
 def given_back_workspace() -> Iterator[None]:
     """Run some of vLLM's kernels, and give back the memory that they take for all layers to share.

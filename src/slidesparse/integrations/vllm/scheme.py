@@ -20,6 +20,7 @@ from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.linear import SlideLinear
@@ -32,6 +33,8 @@ from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
+
+READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 
 log = logging.getLogger(LOGGER)
 
@@ -137,7 +140,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         pack_again(layer, before, named, in_features)
         return True
     weight = layer.weight.data
-    reason = model.why_left(weight.dtype)
+    reason = READ_ELSEWHERE if reads_weight_itself(layer) else model.why_left(weight.dtype)
     if reason is not None:
         model.status.note_outcome(named.name, Outcome(False, True, reason), log)
         return False
