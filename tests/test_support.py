@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import random_int8, sparse_int8
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slidesparse import InputError, Pattern, PatternViolation, tightest_pattern
 from slidesparse.support import (
@@ -16,6 +19,7 @@ from slidesparse.support import (
     following_groups,
     group_counts,
     grouped,
+    is_finite,
     is_nonzero,
 )
 
@@ -44,6 +48,33 @@ def test_nan_and_inf_weights_are_refused(dtype: torch.dtype, bad: float) -> None
         with pytest.raises(InputError, match="proj holds NaN or Inf; got 2 ") as error:
             check_weight(weight, "proj")
         assert "\n" not in str(error.value)
+
+
+def test_every_value_of_fp8_but_nan_is_finite() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    for value in bits.split(1):
+        assert is_finite(value.view(torch.float8_e4m3fn)) == (int(value) not in (0x7F, 0xFF))
+    assert not is_finite(bits.view(torch.float8_e4m3fn))
+    assert is_finite(bits[(bits != 0x7F) & (bits != 0xFF)].view(torch.float8_e4m3fn))
+    assert not is_finite(torch.tensor([1.0, float("inf")]).to(torch.float8_e5m2))
+
+
+@pytest.mark.parametrize("dtype", list(INT_VIEW), ids=str)
+def test_no_temporary_is_much_larger_than_the_weight(dtype: torch.dtype) -> None:
+    """Where a server loads a model, memory is full of other weights."""
+    largest: list[int] = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            made = [one for one in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(one)]
+            largest.extend(one.untyped_storage().nbytes() for one in made)
+            return result
+
+    weight = torch.randint(-5, 5, (64, 64)).to(dtype)
+    with Watch():
+        tightest_pattern(weight)
+    assert max(largest) < 2 * weight.nbytes  # groups are completed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from slidesparse.base.device import runs_triton
@@ -46,8 +48,7 @@ def lift_routed(
         raise InputError(
             "rows of a mixture to lift", got=f"{list(x.shape)} on {x.device}", needed=f"{needed} on {at.tokens.device}"
         )
-    on_gpu = runs_triton(x.device) and why_no_kernel(x.dtype, target, x.device, order) is None
-    if on_gpu and layout.slabs is not None and x.stride(1) == 1:
+    if layout.slabs is not None and x.stride(1) == 1 and _has_kernel(x.dtype, target, x.device, order):
         from slidesparse.kernels import lift_routed as kernel
 
         columns = ColumnOrder(*order)  # type: ignore[arg-type] # mypy does not count them
@@ -57,3 +58,9 @@ def lift_routed(
     rows = x[at.tokens.clamp(min=0)] if gather else x
     found = find_lift(layout, prologue, len(rows), x.dtype, target, x.device, order)
     return found(rows, None, LinearTensors(column_map, None, (), None, None, None), 0.0)
+
+
+@lru_cache(maxsize=64)
+def _has_kernel(source: torch.dtype, target: torch.dtype, device: torch.device, order: tuple[int, ...]) -> bool:
+    """Return whether a kernel lifts here; kept, since a layer asks twice for every batch and the GPU stays the same."""
+    return runs_triton(device) and why_no_kernel(source, target, device, order) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from slidesparse.gemm.speed_files import add_layers
 from slidesparse.pattern import Pattern
 
 CPU = torch.device("cpu")
-KIND = ExpertKind(torch.int8, Pattern(6, 8), hidden=64, inner=32, experts=8, everywhere=8, top_k=2, device=CPU)
+PATTERNS = Pattern(6, 8), Pattern(6, 8)
+KIND = ExpertKind(torch.int8, *PATTERNS, hidden=64, inner=32, experts=8, everywhere=8, top_k=2, device=CPU)
 TOKENS = (16, 64, 256, 1024, 4096)
 
 
@@ -79,9 +81,28 @@ def test_times_are_kept_and_found_by_the_same_experts_alone() -> None:
     assert (choice.sparse, choice.reason) == (True, "hopper takes 0.80 to 0.90 of dense's time; measured here")
     assert measured_here(KIND) == TOKENS
     others = {"experts": 16, "everywhere": 16}, {"top_k": 1}, {"everywhere": 16}, {"pattern": Pattern(4, 6)}
-    for other in (*others, {"dtype": torch.float8_e4m3fn}, {"hidden": 640}):
+    for other in (*others, {"down": Pattern(4, 6)}, {"dtype": torch.float8_e4m3fn}, {"hidden": 640}):
         assert measured_here(replace(KIND, **other)) == ()  # type: ignore[arg-type]
         assert not choose_experts(replace(KIND, **other), TOKENS).sparse  # type: ignore[arg-type]
+
+
+def test_experts_with_two_patterns_have_times_of_their_own() -> None:
+    keep_expert_times(KIND, times(0.8, 0.8, 0.8, 0.9, 0.9))
+    both = replace(KIND, down=Pattern(2, 4))
+    keep_expert_times(both, times(1.5, 1.5, 1.5, 1.5, 1.5))
+    assert (KIND.patterns, both.patterns) == ("6:8", "6:8 and 2:4")
+    assert str(both) == "int8 8 experts 64x64 6:8 and 2:4"
+    assert choose_experts(KIND, TOKENS).sparse
+    assert choose_experts(both, TOKENS).reason == "hopper takes 1.50 of dense's time; measured here"
+    assert not choose_experts(replace(both, pattern=Pattern(2, 4)), TOKENS).sparse
+    path = speed_files.tuned_path(select.installation(CPU))
+    names = [name for layer in json.loads(path.read_text())["layers"] for name in layer["us"]]
+    assert names == [  # tables from before down had a pattern of its own go on to hold
+        "8 experts, 2 a token: dense",
+        "8 experts, 2 a token: hopper 6:8",
+        "8 experts, 2 a token, down 2:4: dense",
+        "8 experts, 2 a token, down 2:4: hopper 6:8",
+    ]
 
 
 def test_times_of_experts_and_of_linears_of_one_size_stay_apart() -> None:

@@ -84,7 +84,7 @@ def test_experts_are_measured_once_within_their_memory_and_time(caplog: pytest.L
         for out, columns in ((2 * inner, hidden), (hidden, inner))
     )
     layer = SlideExperts(gate_up, down, HopperExperts())
-    kind = ExpertKind(torch.int8, Pattern(6, 8), hidden, inner, count, count, 8, device)
+    kind = ExpertKind(torch.int8, Pattern(6, 8), Pattern(6, 8), hidden, inner, count, count, 8, device)
     before, _ = torch.cuda.memory_allocated(), torch.cuda.reset_peak_memory_stats()
     tuner = LoadTuner(16384, torch.bfloat16, LOG)
     assert tuner.wants_experts(kind)

@@ -80,6 +80,14 @@ def _stand_in_for_what_is_compiled() -> None:
 
 
 @pytest.fixture
+def no_dense_kernels(vllm_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that stays dense is handed to vLLM's kernel, which is not here."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    monkeypatch.setattr(schemes.CompressedTensorsW8A8Int8, "process_weights_after_loading", lambda *_: None)
+
+
+@pytest.fixture
 def vllm_config(vllm_on_cpu: None) -> Iterator[Any]:
     """The configuration under which vLLM builds a model."""
     from vllm.config import VllmConfig, set_current_vllm_config

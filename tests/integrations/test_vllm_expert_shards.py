@@ -36,11 +36,12 @@ def parallel(**changed: Any) -> Any:
 def gpu(weights: dict[str, torch.Tensor], how: Any, expert_map: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
     """What the plugin finds on a GPU, and what its experts give for the same tokens on every one."""
     from slidesparse.integrations.vllm.experts import LoadedExperts, _multiply, find_experts, pack_experts
+    from slidesparse.integrations.vllm.names import NamedExperts
 
     config = SimpleNamespace(moe_parallel_config=how, num_experts=EXPERTS, experts_per_token=2)
     parameters = {name: torch.nn.Parameter(value, requires_grad=False) for name, value in weights.items()}
     layer = SimpleNamespace(moe_config=config, expert_map=expert_map, **parameters)
-    found = find_experts(layer)
+    found = find_experts(layer, NamedExperts("experts", None))
     assert isinstance(found, LoadedExperts)
     generator = torch.Generator().manual_seed(2)
     x, weight = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16(), torch.rand(TOKENS, 2, generator=generator)
@@ -87,7 +88,7 @@ def test_shards_of_two_gpus_sum_to_the_whole(weights: dict[str, torch.Tensor]) -
             "w2_weight_scale": weights["w2_weight_scale"],
         }
         found, part = gpu(shard, parallel(tp_size=2, tp_rank=rank))
-        assert found.of_weights == (Pattern(6, 8), Pattern(6, 8))
+        assert (found.kind.pattern, found.kind.down) == (Pattern(6, 8), Pattern(6, 8))
         assert found.starts == (0, 4 * rank)
         total += part
     # Each rank rounds the inner activations of its own half to INT8.
@@ -102,6 +103,30 @@ def test_a_shard_does_not_satisfy_the_pattern_from_elsewhere(weights: dict[str, 
     assert pack(second, "6:8", k_offset=4).shape == second.shape
     with pytest.raises(PatternViolation):
         pack(second, "6:8", k_offset=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_is_held_to_the_pattern_that_the_marker_claims(weights: dict[str, torch.Tensor], rank: int) -> None:
+    """From the place in its group at which it begins; experts that break the pattern are refused by their name."""
+    from slidesparse.errors import PatternViolation
+    from slidesparse.integrations.vllm.experts import LoadedExperts, find_experts
+    from slidesparse.integrations.vllm.names import NamedExperts
+
+    half = INNER // 2
+    down = weights["w2_weight"][:, :, rank * half : (rank + 1) * half].contiguous()
+    config = SimpleNamespace(
+        moe_parallel_config=parallel(tp_size=2, tp_rank=rank), num_experts=EXPERTS, experts_per_token=2
+    )
+    layer = SimpleNamespace(moe_config=config, w13_weight=weights["w13_weight"][:, ::2], w2_weight=down)
+    named = NamedExperts("a.experts", (Pattern(6, 8), Pattern(6, 8)))
+    for name in ("w13_weight", "w2_weight"):
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name), requires_grad=False))
+    found = find_experts(layer, named)
+    assert isinstance(found, LoadedExperts)
+    assert (found.kind.pattern, found.kind.down, found.starts) == (Pattern(6, 8), Pattern(6, 8), (0, 4 * rank))
+    down[1, 2, 8:] = 1
+    with pytest.raises(PatternViolation, match=r"a\.experts\.w2_weight violates 6:8"):
+        find_experts(layer, named)
 
 
 @pytest.mark.parametrize(

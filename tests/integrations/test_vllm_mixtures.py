@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -16,9 +17,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from vllm_models import REFERENCE, configured, loaded
 
-from slidesparse import UnsupportedError
+from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.config_keys import MARKER_KEY
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -296,6 +298,21 @@ def test_what_was_never_measured_stays_dense(
     assert f"mlp.experts: dense, 4 experts, 6:8: {why}" in caplog.text
 
 
+@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_remedy_of_experts_is_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "is_alone", lambda layer: alone)
+    path = with_dense_attention(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), marked=True)
+    loaded(configured(path, quantization="slidesparse"), REFERENCE)
+    (warning,) = [line for line in caplog.messages if "none of the 2 layers that could run sparse does" in line]
+    assert """--additional-config '{"slidesparse": {"experts": "sparse"}}'""" in warning
+    assert ("measures them" in warning) == alone
+
+
 @pytest.mark.usefixtures("without_expert_kernels")
 def test_experts_with_adapters_stay_vllms_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +325,46 @@ def test_experts_with_adapters_stay_vllms_own(
     model = loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), SPARSE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "mlp.experts: dense, experts: LoRA adapters read vLLM's own weights (2 layers)" in caplog.text
+
+
+def with_dense_attention(path: Path, marked: bool) -> Path:
+    """The same checkpoint with attention that no pattern fits, and with a marker that says so or without any."""
+    file, config = path / "model.safetensors", path / "config.json"
+    tensors, settings = load_file(file), json.loads(config.read_text())
+    attention = [name for name, tensor in tensors.items() if "self_attn" in name and tensor.dtype == torch.int8]
+    for name in attention:
+        tensors[name].fill_(1)
+    save_file(tensors, file, {"format": "pt"})
+    marker = settings.pop(MARKER_KEY)
+    marker["ignore"] += [name.removesuffix(".weight") for name in attention]
+    config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if marked else {})))
+    return path
+
+
+@pytest.mark.usefixtures("without_expert_kernels", "no_dense_kernels")
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_checkpoint_of_which_only_experts_were_pruned_is_served_where_they_stay_dense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, marked: bool
+) -> None:
+    """Nobody looked for a pattern in what cannot be packed, so nobody may say that there is none."""
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "why_not", lambda layer: "they have a bias")
+    path = with_dense_attention(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), marked)
+    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "mlp.experts: dense, experts: they have a bias (2 layers)" in caplog.text
+    assert "slidesparse: 0 of 6 layers run sparse" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_are_left_to_vllm_as_asked_for_are_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"slidesparse": {**REFERENCE["slidesparse"], "experts": "dense"}}
+    loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), options)
+    assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
+    assert "mlp.experts: dense, experts: left to vLLM, as asked for (2 layers)" in caplog.text
 
 
 @pytest.mark.usefixtures("without_expert_kernels")
@@ -347,18 +404,102 @@ def test_experts_that_stayed_dense_stay_so_when_they_are_loaded_again(
     assert caplog.messages[told:] == []
 
 
-@pytest.mark.usefixtures("without_expert_kernels")
-def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
-    checkpoint = tmp_path / "sparse" / "model.safetensors"
-    tensors = load_file(checkpoint)
+def with_full_experts(path: Path) -> Path:
+    """The same checkpoint, with experts that no pattern fits."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
     for name, tensor in tensors.items():
         if "experts" in name and tensor.dtype == torch.int8:
             tensor.fill_(1)
-    save_file(tensors, checkpoint, {"format": "pt"})
-    model = loaded(configured(tmp_path / "sparse", quantization="slidesparse"), SPARSE)
+    save_file(tensors, file, {"format": "pt"})
+    return path
+
+
+def with_marker(path: Path, **changes: Any) -> Path:
+    """The same checkpoint with another marker; without any where nothing is named."""
+    config = path / "config.json"
+    settings = json.loads(config.read_text())
+    marker = settings.pop(MARKER_KEY) | changes
+    config.write_text(json.dumps(settings | ({MARKER_KEY: marker} if changes else {})))
+    return path
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_without_a_pattern_stay_vllms_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = with_marker(with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")))
+    model = loaded(configured(path, quantization="slidesparse"), SPARSE)
     assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
     assert "mlp.experts: dense, experts: their weights satisfy no pattern (2 layers)" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_break_the_pattern_of_the_marker_are_refused(tmp_path: Path) -> None:
+    path = with_full_experts(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"))
+    with pytest.raises(PatternViolation, match=r"model\.layers\.0\.mlp\.experts\.w13_weight violates 6:8"):
+        loaded(configured(path, quantization="slidesparse"), REFERENCE)
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_were_left_alone_are_not_searched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "find_experts", None)
+    path = with_marker(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), experts={})
+    loaded(configured(path, quantization="slidesparse"), SPARSE)
+    assert "mlp.experts: dense, experts: left alone when the checkpoint was pruned (2 layers)" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Qwen3MoeForCausalLM", "mlp.experts: sparse, 4 experts, 6:8"),
+        ("MixtralForCausalLM", "block_sparse_moe.experts: sparse, 4 experts, 6:8"),
+        ("Llama4ForCausalLM", "feed_forward.experts: dense, experts: the router's weights apply to their input"),
+    ],
+)
+def test_experts_are_not_searched_for_the_pattern_that_the_marker_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    monkeypatch.setattr(experts, "find_pattern", None)
+    loaded(configured(pruned(tmp_path, name, "int8"), quantization="slidesparse"), SPARSE)
+    assert said in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_memory_that_ends_while_experts_are_checked_ends_nothing_that_nobody_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slidesparse.integrations.vllm import experts
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(experts, "check_groups", full)
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    loaded(configured(path, quantization="slidesparse"), REFERENCE)
+    assert "mlp.experts: dense, experts: memory does not suffice to pack them (2 layers)" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        loaded(configured(path, quantization="slidesparse"), SPARSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_where_a_batch_must_not_matter_only_exact_experts_are_ours(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    from slidesparse.integrations.vllm import experts
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedExperts
+
+    monkeypatch.setattr(experts, "why_not", lambda layer: "asked the layer")
+    method = experts._Packing()
+    method.slide_model, method.slide_named = ModelState(batch_invariant=True), NamedExperts("experts", None)
+    said = str(method._find(SimpleNamespace(w13_weight=torch.ones(2, 8, 4).to(dtype))))
+    assert ("only INT8 products are the same in every batch" in said) == (dtype != torch.int8)
 
 
 @pytest.mark.parametrize(
@@ -405,6 +546,7 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     from slidesparse.integrations.vllm.experts import find_experts, is_alone, why_tokens_stay
+    from slidesparse.integrations.vllm.names import NamedExperts
 
     usual = {"all2all_backend": "allgather_reducescatter"}
     parallel = replace(FusedMoEParallelConfig.make_no_parallel(), **{**usual, **changed})
@@ -412,4 +554,4 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     layer = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
     assert is_alone(layer) == ("dp_size" not in changed)
     if why is not None:
-        assert find_experts(layer) == why
+        assert find_experts(layer, NamedExperts("experts", None)) == why

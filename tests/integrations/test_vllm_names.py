@@ -9,7 +9,9 @@ import pytest
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm.names import (
+    NamedExperts,
     NamedLayer,
+    find_experts,
     find_layer,
     is_our_checkpoint,
     list_parts,
@@ -68,6 +70,30 @@ def test_a_layer_left_alone_is_not_claimed_and_without_a_marker_the_weight_decid
     assert find_layer(None, "a.gate_up_proj", FUSED) == NamedLayer("a.gate_up_proj", None)
 
 
+@pytest.mark.parametrize(
+    ("said", "patterns"),
+    [
+        ({"w1": "6:8", "w3": "6:8", "w2": "4:6"}, (Pattern(6, 8), Pattern(4, 6))),
+        ({"gate_proj": "6:8", "up_proj": "6:8", "down_proj": "6:8"}, (Pattern(6, 8), Pattern(6, 8))),
+        ({"gate_up_proj": "6:8", "down_proj": "2:4"}, (Pattern(6, 8), Pattern(2, 4))),
+        ({"w1": "6:8", "w3": "4:6", "w2": "6:8"}, "not all of them were pruned to one pattern"),
+        ({"w1": "6:8", "w2": "6:8"}, "not all of them were pruned to one pattern"),
+        ({"gate_up_proj": "6:8"}, "not all of them were pruned to one pattern"),
+        ({"gate_up_proj": "6:8", "down_proj": "dense"}, "their pattern is dense"),
+        ({"gate_up_proj": "6:8@50%", "down_proj": "6:8"}, "their pattern is 6:8@50%"),
+    ],
+)
+def test_experts_have_the_patterns_that_the_marker_says(said: dict[str, str], patterns: object) -> None:
+    experts = {f"a.1.mlp.experts.*.{leaf}": Pattern.parse(pattern) for leaf, pattern in said.items()}
+    marker = Marker(Pattern(6, 8), experts=experts | {"a.11.mlp.experts.*.w1": DENSE})
+    assert find_experts(marker, "a.1.mlp.experts") == NamedExperts("a.1.mlp.experts", patterns)  # type: ignore[arg-type]
+
+
+def test_experts_left_alone_are_not_searched_and_without_a_marker_the_weights_decide() -> None:
+    assert find_experts(Marker(Pattern(6, 8)), "a.mlp.experts") is None
+    assert find_experts(None, "a.mlp.experts") == NamedExperts("a.mlp.experts", None)
+
+
 def test_what_latent_attention_reads_as_a_matrix_is_left_to_vllm() -> None:
     assert "reads its weight as a matrix" in str(why_left_to_vllm("model.layers.0.self_attn.kv_b_proj"))
     for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa", "model.layers.0.self_attn.q_b_proj", "a.kv_b_proj.b"):
@@ -75,8 +101,11 @@ def test_what_latent_attention_reads_as_a_matrix_is_left_to_vllm() -> None:
 
 
 def test_names_follow_vllm() -> None:
-    marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)})
-    new = rename_layers(marker, {"model.a": "language_model.a", "model.b": "language_model.b", "lm_head": None})
+    experts = {"model.experts.*.w1": Pattern(6, 8)}
+    marker = Marker(Pattern(6, 8), ("lm_head", "model.a"), {"model.b": Pattern(4, 6)}, experts)
+    mapped = {name: f"language_{name}" for name in ("model.a", "model.b", "model.experts.*.w1")}
+    new = rename_layers(marker, {**mapped, "lm_head": None})
+    assert new.experts == {"language_model.experts.*.w1": Pattern(6, 8)}
     assert new.ignore == ("lm_head", "language_model.a")
     assert new.layers == {"language_model.b": Pattern(4, 6)}
 

@@ -87,3 +87,19 @@ def test_a_model_that_is_not_compiled_says_that_nothing_is_joined(
     caplog.clear()
     ModelState.create(vllm_config(**how, fuse=False))  # nothing was lost
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True)])
+def test_a_model_that_must_not_depend_on_the_batch_keeps_to_exact_products(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str | None, asked: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    model = ModelState.create(vllm_config())
+    assert model.options.fuse != asked
+    assert ("VLLM_BATCH_INVARIANT is set, and a joined norm" in caplog.text) == asked
+    assert model.why_left(torch.int8) is None
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        assert ("only INT8 products" in str(model.why_left(dtype))) == asked

@@ -153,14 +153,6 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "slidesparse:" in r.getMessage()]
 
 
-@pytest.fixture
-def no_dense_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that stays dense is handed to vLLM's kernel, which is not here."""
-    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
-
-    monkeypatch.setattr(schemes.CompressedTensorsW8A8Int8, "process_weights_after_loading", lambda *_: None)
-
-
 @pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10", "4:6@50%"])
 def test_layers_that_vllm_loaded_give_the_bits_of_the_formula(checkpoints: Any, pattern: str) -> None:
     path = checkpoints(pattern)
@@ -280,6 +272,36 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     expected = torch.nn.functional.linear(x.float(), weight.float()).bfloat16()
     torch.testing.assert_close(layer.mlp.down_proj(x)[0], expected)
     assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
+
+
+def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's own linear for floats has one order of sums, whatever the batch; ours would take its place."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    bf16 = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
+    layer = loaded(bf16, REFERENCE).model.layers[0]
+    assert not hasattr(layer.mlp.down_proj, "slide")
+    assert hasattr(layer.mlp.down_proj, "weight")
+    assert any("mlp.down_proj: dense, left to vLLM: VLLM_BATCH_INVARIANT is set" in line for line in caplog.messages)
+    layer = loaded(configured(checkpoints("6:8"), enforce_eager=True), REFERENCE).model.layers[0]
+    assert hasattr(layer.mlp.down_proj, "slide")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_weight_that_vllm_reads_in_a_kernel_of_its_own_stays(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reads: bool
+) -> None:
+    """A layer of DeepSeek-V3's that decided so when it was built; the real one needs 7168 columns and a GPU."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    monkeypatch.setattr(RowParallelLinear, "_use_min_latency_gemm", reads, raising=False)
+    model = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True)
+    layer = loaded(model, REFERENCE).model.layers[0]
+    assert hasattr(layer.mlp.down_proj, "weight") == reads
+    assert hasattr(layer.mlp.gate_up_proj, "slide")
+    said = "mlp.down_proj: dense, left to vLLM, which reads its weight in a kernel of its own"
+    assert any(said in line for line in caplog.messages) == reads
 
 
 def test_without_a_marker_the_pattern_is_found(checkpoints: Any, tmp_path: Path) -> None:

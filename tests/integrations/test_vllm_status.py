@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from slidesparse.errors import UnsupportedError
-from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, ModelStatus, Outcome
 
 LOG = logging.getLogger("test")
 
@@ -72,6 +72,14 @@ def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: p
     assert "slidesparse tune" in warning
     assert """--additional-config '{"slidesparse": {"backend": "hopper"}}'""" in warning
     assert settled(left, Outcome(True, True, "6:8 by hopper", eligible=True)) == []
+    experts = Outcome(False, True, "4 experts, 6:8: not measured", eligible=True, experts=True)
+    (warning,) = settled(experts, NO_PATTERN)
+    assert """--additional-config '{"slidesparse": {"experts": "sparse"}}'""" in warning
+    assert "backend" not in warning
+    assert 'A start without "tune": "off" measures them' in warning
+    assert "slidesparse tune" not in warning  # it measures linears
+    (warning,) = settled(left, left, experts)
+    assert """'{"slidesparse": {"backend": "hopper", "experts": "sparse"}}'""" in warning
     assert settled(Outcome(False, True, "as the checkpoint says")) == []
 
 
@@ -80,6 +88,16 @@ def test_a_checkpoint_without_any_pattern_is_refused() -> None:
     status.expect_layer("a", layer)
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         status.note_outcome("a", NO_PATTERN, LOG)
+
+
+def test_experts_that_cannot_be_measured_have_no_remedy_that_measures(caplog: pytest.LogCaptureFixture) -> None:
+    status, layer = ModelStatus(), _Layer()
+    status.expect_layer("a", layer)
+    why = f"4 experts, 6:8: with data parallelism {CANNOT_BE_MEASURED}"
+    status.note_outcome("a", Outcome(False, True, why, eligible=True, experts=True), LOG)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "tune" not in warning
+    assert """at dense speed. --additional-config '{"slidesparse": {"experts": "sparse"}}' runs them""" in warning
 
 
 @pytest.mark.parametrize(

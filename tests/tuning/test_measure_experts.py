@@ -28,7 +28,8 @@ from slidesparse.tuning.at_load import LoadTuner
 from slidesparse.tuning.measure_experts import ExpertMeasurement
 
 CPU = torch.device("cpu")
-KIND = ExpertKind(torch.int8, Pattern(6, 8), hidden=32, inner=16, experts=4, everywhere=4, top_k=2, device=CPU)
+PATTERNS = Pattern(6, 8), Pattern(6, 8)
+KIND = ExpertKind(torch.int8, *PATTERNS, hidden=32, inner=16, experts=4, everywhere=4, top_k=2, device=CPU)
 LOGGER = logging.getLogger("slidesparse.test")
 
 

@@ -48,7 +48,7 @@ from slidesparse.quant import dtype_name
 GROUPED = "hopper"
 """The backend whose kernel multiplies by experts."""
 
-_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token: ")
+_EXPERTS = re.compile(r"\d+(?: of \d+)? experts, \d+ a token(?:, down \d+:\d+)?: ")
 
 NOT_MEASURED = "experts like them have not been measured on this GPU"
 
@@ -65,7 +65,8 @@ class ExpertKind:
 
     Attributes:
         dtype: Type of the weights.
-        pattern: Their pattern, that of gate and up.
+        pattern: The pattern of gate and up.
+        down: The pattern of down.
         hidden: Columns of gate and up.
         inner: Columns of down, on this GPU.
         experts: Experts on this GPU.
@@ -76,6 +77,7 @@ class ExpertKind:
 
     dtype: torch.dtype
     pattern: Pattern
+    down: Pattern
     hidden: int
     inner: int
     experts: int
@@ -85,12 +87,18 @@ class ExpertKind:
 
     def __str__(self) -> str:
         """Return ``int8 128 experts 1536x2048 6:8``."""
-        return f"{dtype_name(self.dtype)} {self.experts} experts {2 * self.inner}x{self.hidden} {self.pattern}"
+        return f"{dtype_name(self.dtype)} {self.experts} experts {2 * self.inner}x{self.hidden} {self.patterns}"
+
+    @property
+    def patterns(self) -> str:
+        """Their patterns in words, each once."""
+        return " and ".join(dict.fromkeys(map(str, (self.pattern, self.down))))
 
     @property
     def prefix(self) -> str:
-        """The beginning of the names of its times."""
-        return name_prefix(self.experts, self.everywhere, self.top_k)
+        """The beginning of the names of its times; the pattern of down is a part of it where it is another one."""
+        plain = name_prefix(self.experts, self.everywhere, self.top_k)
+        return plain if self.down == self.pattern else f"{plain.removesuffix(': ')}, down {self.down}: "
 
     def times_key(self, form: str) -> str:
         """Return the name of a form's times in the file."""
@@ -197,6 +205,8 @@ def split_name(name: str) -> tuple[str, str]:
 
     >>> split_name("128 experts, 8 a token: hopper 6:8"), split_name("hopper 6:8")
     (('128 experts, 8 a token: ', 'hopper 6:8'), ('', 'hopper 6:8'))
+    >>> split_name("128 experts, 8 a token, down 4:6: hopper 6:8")
+    ('128 experts, 8 a token, down 4:6: ', 'hopper 6:8')
     """
     found = _EXPERTS.match(name)
     return (found[0], name[found.end() :]) if found else ("", name)

@@ -28,6 +28,7 @@ from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
     NamedLayer,
+    find_experts,
     find_layer,
     is_our_checkpoint,
     rename_layers,
@@ -44,6 +45,8 @@ log = logging.getLogger(LOGGER)
 
 UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_format": ""}
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
+
+LEFT_ALONE = "left alone when the checkpoint was pruned"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):
@@ -86,10 +89,10 @@ class SlideSparseConfig(CompressedTensorsConfig):
         self.marker = require_marker(hf_config)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the layers that the marker names, as vLLM renames its own."""
+        """Rename the layers and experts that the marker names, as vLLM renames its own."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
         if self.marker is not None:
-            names = [*self.marker.ignore, *self.marker.layers]
+            names = [*self.marker.ignore, *self.marker.layers, *self.marker.experts]
             mapped = {name: new for name in names for new in hf_to_vllm_mapper.apply_list([name])}
             self.marker = rename_layers(self.marker, mapped)
 
@@ -126,9 +129,14 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return method
         model = self.prepare_model()
         if model.options.experts == "dense":
+            model.status.outcomes[prefix] = Outcome(False, True, "experts: left to vLLM, as asked for", experts=True)
+            return method
+        named = find_experts(self.marker, prefix)
+        if named is None:
+            model.status.outcomes[prefix] = Outcome(False, False, f"experts: {LEFT_ALONE}", experts=True)
             return method
         model.status.expect_layer(prefix, layer)
-        return pack_experts_by(method, prefix, model)
+        return pack_experts_by(method, named, model)
 
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.
@@ -143,7 +151,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         why_left = why_left_to_vllm(name)
         named = None if why_left else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:
-            status.outcomes[name] = Outcome(False, False, why_left or "left alone when the checkpoint was pruned")
+            status.outcomes[name] = Outcome(False, False, why_left or LEFT_ALONE)
         else:
             status.expect_layer(name, layer)
         return named

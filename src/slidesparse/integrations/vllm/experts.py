@@ -24,12 +24,13 @@ from slidesparse.gemm.speed import DENSE
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
+from slidesparse.integrations.vllm.names import NamedExperts
 from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.packing import pack
-from slidesparse.pattern import Pattern
+from slidesparse.support import check_groups
 
 METHODS = ("CompressedTensorsW8A8Int8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 """vLLM's methods of experts whose weights have one scale a channel and activations one a token, or may have."""
@@ -44,6 +45,8 @@ ASKED_FOR = "grouped products for any number of tokens; asked for"
 
 NO_MEMORY = "memory does not suffice to pack them"
 
+NO_PATTERN = "their weights satisfy no pattern"
+
 NOT_ALONE = "with data parallelism they cannot be measured: vLLM's own would wait for the other engines"
 
 log = logging.getLogger(LOGGER)
@@ -54,17 +57,17 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
     return type(method).__name__ in METHODS
 
 
-def pack_experts_by(method: Any, name: str, model: ModelState) -> QuantizeMethodBase:
+def pack_experts_by(method: Any, named: NamedExperts, model: ModelState) -> QuantizeMethodBase:
     """Return the method as one that packs experts when they are loaded.
 
     Args:
         method: vLLM's, of :data:`METHODS`.
-        name: The layer's name.
+        named: The layer's name, and what the checkpoint says of its patterns.
         model: The state of its model.
     """
     kind: Any = type(type(method).__name__, (_Packing, type(method)), {})
     made: Any = kind.__new__(kind)  # what its own constructor did has been done
-    made.__dict__.update(method.__dict__, slide_name=name, slide_model=model, slide=None, slide_stays_dense=False)
+    made.__dict__.update(method.__dict__, slide_named=named, slide_model=model, slide=None, slide_stays_dense=False)
     packing: QuantizeMethodBase = made
     return packing
 
@@ -72,7 +75,7 @@ def pack_experts_by(method: Any, name: str, model: ModelState) -> QuantizeMethod
 class _Packing:
     """The parts of a method of vLLM's that change when experts are packed."""
 
-    slide_name: str
+    slide_named: NamedExperts
     slide_model: ModelState
     slide: SlideExperts | None
     slide_stays_dense: bool
@@ -84,18 +87,20 @@ class _Packing:
         """Pack the experts, or let vLLM go on with them; experts that were left to vLLM are so when loaded again.
 
         Raises:
+            PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
             UnsupportedError: They are packed already: CUDA graphs know where.
         """
         if self.slide is not None:
+            name = self.slide_named.name
             raise UnsupportedError(
-                f"weights that are loaded again into packed experts ({self.slide_name})", remedy="start vLLM again"
+                f"weights that are loaded again into packed experts ({name})", remedy="start vLLM again"
             )
         if self.slide_stays_dense:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
             return
         found = self._find(layer)
         if isinstance(found, str):
-            outcome = Outcome(False, False, f"experts: {found}")
+            outcome = Outcome(False, found != NO_PATTERN, f"experts: {found}", experts=True)
             super().process_weights_after_loading(layer)  # type: ignore[misc]
         else:
             device = found.weights[0].device
@@ -103,7 +108,7 @@ class _Packing:
             del found
             give_blocks_back(device)
         self.slide_stays_dense = self.slide is None
-        self.slide_model.status.note_outcome(self.slide_name, outcome, log)
+        self.slide_model.status.note_outcome(self.slide_named.name, outcome, log)
 
     @property
     def _asked(self) -> bool:
@@ -114,7 +119,13 @@ class _Packing:
         """Return experts that can be packed, or why they cannot be; GPUs that exchange tokens agree."""
         if self.slide_model.adapters:
             return "LoRA adapters read vLLM's own weights"
-        found = why_not(layer) or find_experts(layer)
+        reason = self.slide_model.why_left(layer.w13_weight.dtype) or why_not(layer)
+        try:
+            found = reason or find_experts(layer, self.slide_named)
+        except torch.OutOfMemoryError:
+            if self._asked:
+                raise
+            return NO_MEMORY
         return agreed(found) if self._asked and layer.moe_config.moe_parallel_config.dp_size > 1 else found
 
     def _load(self, layer: Any, experts: LoadedExperts) -> Outcome:
@@ -122,7 +133,10 @@ class _Packing:
         tuner = self.slide_model.tuner
         timed = not self._asked and tuner is not None and is_alone(layer) and tuner.wants_experts(experts.kind)
         choice = None if timed else self._choose(layer, experts.kind)
-        packed = self._pack(layer, experts) if choice is None or choice.sparse else None
+        packed = None
+        if choice is None or choice.sparse:
+            packed = self._pack(layer, experts)
+            choice = ExpertChoice(False, NO_MEMORY) if packed is None else choice
         measured = timed and packed is not None
         if tuner is not None and timed and packed is not None:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
@@ -130,20 +144,18 @@ class _Packing:
             with given_back_workspace():
                 tuner.measure_experts(experts.kind, forms)
         choice = choice or self._choose(layer, experts.kind)
-        if packed is None and choice.sparse:
-            choice = ExpertChoice(False, NO_MEMORY)
-        text = f"{experts.kind.experts} experts, {experts.patterns}: {choice.reason}"
+        text = f"{experts.kind.experts} experts, {experts.kind.patterns}: {choice.reason}"
         if packed is None or not choice.sparse:
             if not measured:
                 super().process_weights_after_loading(layer)  # type: ignore[misc]
-            return Outcome(False, True, text, True)
+            return Outcome(False, True, text, eligible=choice.reason != NO_MEMORY, experts=True)
         self.slide = packed
         self.moe_kernel = None  # with one, vLLM would leave the tokens of other GPUs to it
         dense_bytes = sum(weight.nbytes for weight in experts.weights)
         for name in NAMES:
             delattr(layer, f"{name}_weight")
         kept = self.slide.gate_up.operand.nbytes + self.slide.down.operand.nbytes
-        return Outcome(True, True, text, True, kept, dense_bytes)
+        return Outcome(True, True, text, eligible=True, experts=True, kept_bytes=kept, dense_bytes=dense_bytes)
 
     def _choose(self, layer: Any, kind: ExpertKind) -> ExpertChoice:
         if self._asked:
@@ -212,21 +224,14 @@ class LoadedExperts:
     Attributes:
         kind: Their kind.
         weights: [E, 2I, H] and [E, H, I of this rank].
-        of_weights: The pattern of each.
         starts: The column of the pattern's groups at which each begins.
         product: What multiplies.
     """
 
     kind: ExpertKind
     weights: tuple[torch.Tensor, torch.Tensor]
-    of_weights: tuple[Pattern, Pattern]
     starts: tuple[int, int]
     product: GroupedProduct
-
-    @property
-    def patterns(self) -> str:
-        """The patterns in words, each once."""
-        return " and ".join(dict.fromkeys(map(str, self.of_weights)))
 
 
 def why_tokens_stay(parallel: Any) -> str | None:
@@ -244,23 +249,32 @@ def why_tokens_stay(parallel: Any) -> str | None:
     return None
 
 
-def find_experts(layer: Any) -> LoadedExperts | str:
+def find_experts(layer: Any, named: NamedExperts) -> LoadedExperts | str:
     """Return the loaded experts of a layer with their patterns, or why they cannot be packed.
 
     Args:
         layer: With ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I of this rank], and their scales.
+        named: Its name, and what the checkpoint says of its patterns.
+
+    Raises:
+        PatternViolation: A weight does not satisfy the pattern that the checkpoint names.
     """
     config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     reason = why_tokens_stay(parallel)
     if reason is not None:
         return reason
+    if isinstance(named.patterns, str):
+        return named.patterns
     patterns, starts = [], []
-    for name in NAMES:
+    for name, marked in zip(NAMES, named.patterns or (None, None), strict=True):
         weight = getattr(layer, f"{name}_weight").data
         start = parallel.tp_rank * weight.shape[2] if name == "w2" and parallel.tp_size > 1 else 0
-        pattern = find_pattern(weight.flatten(0, 1), start)
+        rows = weight.flatten(0, 1)
+        pattern = marked or find_pattern(rows, start)
         if pattern is None:
-            return "their weights satisfy no pattern"
+            return NO_PATTERN
+        if marked is not None:
+            check_groups(rows, marked, k_offset=start % marked.group, name=f"{named.name}.{name}_weight")
         patterns.append(pattern)
         starts.append(start % pattern.group)
     gate_up, down = layer.w13_weight.data, layer.w2_weight.data
@@ -269,8 +283,8 @@ def find_experts(layer: Any) -> LoadedExperts | str:
     if isinstance(product, str):
         return product
     numbers = count, config.num_experts, config.experts_per_token
-    kind = ExpertKind(gate_up.dtype, patterns[0], columns, down.shape[2], *numbers, gate_up.device)
-    return LoadedExperts(kind, (gate_up, down), (patterns[0], patterns[1]), (starts[0], starts[1]), product)
+    kind = ExpertKind(gate_up.dtype, patterns[0], patterns[1], columns, down.shape[2], *numbers, gate_up.device)
+    return LoadedExperts(kind, (gate_up, down), (starts[0], starts[1]), product)
 
 
 def agreed(found: LoadedExperts | str) -> LoadedExperts | str:
@@ -294,14 +308,14 @@ def pack_experts(layer: Any, experts: LoadedExperts, warmup: WarmUp | None) -> S
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
     """
-    packed = []
-    for name, weight, pattern, start in zip(NAMES, experts.weights, experts.of_weights, experts.starts, strict=True):
+    packed, patterns = [], (experts.kind.pattern, experts.kind.down)
+    for name, weight, pattern, start in zip(NAMES, experts.weights, patterns, experts.starts, strict=True):
         scale = getattr(layer, f"{name}_weight_scale").data.flatten()
         whole = pack(weight.flatten(0, 1), pattern, scale=scale, k_offset=start, name=name)
         packed.append(split_rows(whole, weight.shape[0]))
     slide = SlideExperts(packed[0], packed[1], experts.product, experts.kind.everywhere)
     if warmup is not None:
-        warmup.experts(slide, (experts.kind, experts.of_weights, experts.starts), experts.kind.top_k)
+        warmup.experts(slide, (experts.kind, experts.starts), experts.kind.top_k)
     return slide
 
 

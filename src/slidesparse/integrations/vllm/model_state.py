@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
@@ -14,6 +17,11 @@ from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
 from slidesparse.tuning.at_load import LoadTuner
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The environment variable by which vLLM computes a request alike in whatever batch it runs."""
+
+NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 products are the same in every batch"
 
 log = logging.getLogger(LOGGER)
 
@@ -31,6 +39,7 @@ class ModelState:
             compiled graph keeps of the weight: sizes, column order, backends.
         speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
+        batch_invariant: A request must be computed alike in whatever batch it runs.
     """
 
     options: Options = field(default_factory=Options)
@@ -40,6 +49,7 @@ class ModelState:
     specs: dict[str, str] = field(default_factory=dict)
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
@@ -60,7 +70,15 @@ class ModelState:
         most = vllm_config.scheduler_config.max_num_batched_tokens
         tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
         adapters = vllm_config.lora_config is not None
-        return cls(options, tuner=tuner, warmup=WarmUp(most, model.dtype), adapters=adapters)
+        invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
+        return cls(options, tuner=tuner, warmup=warmup, adapters=adapters, batch_invariant=invariant)
+
+    def why_left(self, dtype: torch.dtype) -> str | None:
+        """Return why weights of a type are left to vLLM, in words; None where they need not be.
+
+        Tiles and splits of a product depend on the number of tokens, and so does the order of sums in FP8 and floats.
+        """
+        return NOT_INVARIANT if self.batch_invariant and dtype != torch.int8 else None
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""
@@ -78,6 +96,11 @@ class ModelState:
         }
 
 
+def is_batch_invariant() -> bool:
+    """Return whether the user asked vLLM for that; read as vLLM reads it."""
+    return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
+
+
 def why_not_joined(vllm_config: Any) -> str | None:
     """Return why no graph of the model can be rewritten, or None where vLLM compiles it with Inductor."""
     if vllm_config.model_config is None:
@@ -86,6 +109,8 @@ def why_not_joined(vllm_config: Any) -> str | None:
         return "the model runs eagerly (--enforce-eager)"
     if vllm_config.compilation_config.mode == 0 or vllm_config.compilation_config.backend == "eager":
         return "the model is not compiled (--compilation-config)"
+    if is_batch_invariant():
+        return "VLLM_BATCH_INVARIANT is set, and a joined norm sums in another order where tokens are few"
     if not can_match_graphs():
         return "this torch has another interface for patterns in graphs"
     return None

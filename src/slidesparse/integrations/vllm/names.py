@@ -15,7 +15,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import NAME
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
 """The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""
@@ -47,6 +47,29 @@ class NamedLayer:
 
     name: str
     pattern: Pattern | None
+
+
+DOWN = ("down_proj", "w2")
+"""Names in checkpoints of an expert's down projection; all others are gate and up."""
+
+JOINED = "gate_up_proj"
+"""The name in checkpoints of gate and up as one weight."""
+
+NOT_ONE_PATTERN = "not all of them were pruned to one pattern"
+
+
+@dataclass(frozen=True)
+class NamedExperts:
+    """The experts of a layer of vLLM, before their weights are known.
+
+    Attributes:
+        name: The layer's name in vLLM.
+        patterns: The patterns of gate and up and of down that the checkpoint names; text: why experts with those that
+            it names cannot run sparse; None: find the tightest that the weights satisfy.
+    """
+
+    name: str
+    patterns: tuple[Pattern, Pattern] | str | None
 
 
 def list_parts(name: str, fused: Mapping[str, Sequence[str]]) -> list[str]:
@@ -89,14 +112,39 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
     return None if pattern is None else NamedLayer(name, pattern)
 
 
+def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
+    """Return the experts of a layer of vLLM with the patterns that the marker says; None: they were left alone.
+
+    >>> marker = Marker(Pattern(6, 8), experts={"a.experts.*.w1": Pattern(6, 8), "a.experts.*.w3": Pattern(6, 8)})
+    >>> find_experts(marker, "a.experts").patterns
+    'not all of them were pruned to one pattern'
+    """
+    if marker is None:
+        return NamedExperts(name, None)
+    prefix = f"{name}."
+    found = {weight.rpartition(".")[2]: p for weight, p in marker.experts.items() if weight.startswith(prefix)}
+    if not found:
+        return None
+    down = [pattern for leaf, pattern in found.items() if leaf in DOWN]
+    gate_up = [pattern for leaf, pattern in found.items() if leaf not in DOWN]
+    complete = len(gate_up) == 2 or JOINED in found
+    if not complete or not down or len(set(gate_up)) > 1:
+        return NamedExperts(name, NOT_ONE_PATTERN)
+    for pattern in (gate_up[0], down[0]):
+        if pattern == DENSE or not pattern.is_uniform:
+            return NamedExperts(name, f"their pattern is {pattern}")
+    return NamedExperts(name, (gate_up[0], down[0]))
+
+
 def rename_layers(marker: Marker, names: Mapping[str, str | None]) -> Marker:
-    """Return the marker with the layers' names as vLLM has them; None keeps a name that has no place there."""
+    """Return the marker with the names that vLLM has; None keeps one that has no place there."""
 
     def new(name: str) -> str:
         return names.get(name) or name
 
     layers = {new(name): pattern for name, pattern in marker.layers.items()}
-    return replace(marker, ignore=tuple(map(new, marker.ignore)), layers=layers)
+    experts = {new(name): pattern for name, pattern in marker.experts.items()}
+    return replace(marker, ignore=tuple(map(new, marker.ignore)), layers=layers, experts=experts)
 
 
 def shard_start(shard_columns: int, columns: int, rank: int) -> int:

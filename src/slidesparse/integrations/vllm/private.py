@@ -95,6 +95,14 @@ def attention_builder() -> Any:
     return _find("vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder")
 
 
+def reads_weight_itself(layer: object) -> bool:
+    """Return whether a linear decided when it was built to read its own ``weight``, without asking its method.
+
+    ``DeepSeekV2FusedQkvAProjLinear`` does in BF16 at DeepSeek-V3's sizes; a layer that lacks the name does not.
+    """
+    return bool(getattr(layer, "_use_min_latency_gemm", False))
+
+
 @contextmanager
 def given_back_workspace() -> Iterator[None]:
     """Run some of vLLM's kernels, and give back the memory that they take for all layers to share.

@@ -20,6 +20,7 @@ from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.private import reads_weight_itself
 from slidesparse.integrations.vllm.reload import keep, kept, pack_again
 from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.linear import SlideLinear
@@ -27,11 +28,13 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANTISED
-from slidesparse.support import UNIFORM_PATTERNS, check_groups, following_groups, tightest_pattern
+from slidesparse.support import UNIFORM_PATTERNS, check_groups, check_weight, following_groups, satisfies
 from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
+
+READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 
 log = logging.getLogger(LOGGER)
 
@@ -137,6 +140,10 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         pack_again(layer, before, named, in_features)
         return True
     weight = layer.weight.data
+    reason = READ_ELSEWHERE if reads_weight_itself(layer) else model.why_left(weight.dtype)
+    if reason is not None:
+        model.status.note_outcome(named.name, Outcome(False, True, reason), log)
+        return False
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
@@ -214,5 +221,6 @@ def pack_shard(
 
 def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
     """Return the tightest uniform pattern that a shard satisfies; where its groups begin depends on their size."""
+    check_weight(weight)
     by_density = sorted(UNIFORM_PATTERNS, key=lambda pattern: pattern.density)
-    return next((p for p in by_density if tightest_pattern(weight, [p], start % p.group)), None)
+    return next((pattern for pattern in by_density if satisfies(weight, pattern, start % pattern.group)), None)

@@ -6,24 +6,30 @@ were built, less those that were loaded or thrown away again (an output embeddin
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.speed import MEASURED_HERE
+from slidesparse.integrations.vllm.options import OPTIONS
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s;"
-    ' --additional-config \'{"slidesparse": {"backend": "hopper"}}\' runs them sparse whatever was measured'
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s"
+    "--additional-config '%s' runs them sparse whatever was measured"
 )
-MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does'
-PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more"
+MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
+MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
+PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more; "
+CANNOT_BE_MEASURED = "they cannot be measured"
+"""In a reason for which measuring is no remedy."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,10 @@ class Outcome:
 
     Attributes:
         sparse: It runs on packed weights.
-        qualified: Its weight satisfies a pattern.
+        qualified: Its weight satisfies a pattern, or should, or nobody looked, since another reason came before.
         text: Pattern and backend, or why it stays dense.
         eligible: It has groups that could run sparse, and the user did not ask for dense.
+        experts: It is the experts of a mixture, for which users have another option.
         kept_bytes: Bytes of the forms of its weight that are kept; 0 where that was not counted.
         dense_bytes: Bytes of the weight as vLLM loaded it.
     """
@@ -43,6 +50,7 @@ class Outcome:
     qualified: bool
     text: str
     eligible: bool = False
+    experts: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
 
@@ -84,8 +92,8 @@ class ModelStatus:
             log.info(line)
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
-            ((why, _),) = Counter(outcome.text for outcome in eligible).most_common(1)
-            log.warning(NONE_SPARSE, len(eligible), why, PRUNE_MORE if MEASURED_HERE in why else MEASURE)
+            ((most, _),) = Counter(eligible).most_common(1)
+            log.warning(NONE_SPARSE, len(eligible), most.text, _hint(most), _forcing(eligible))
 
     def describe(self) -> list[str]:
         """Return a line of totals, and one line for every kind of layer and outcome."""
@@ -105,3 +113,18 @@ class ModelStatus:
         packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
         kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
+
+
+def _hint(outcome: Outcome) -> str:
+    """Return what helps layers that were left dense, besides running them sparse all the same."""
+    if MEASURED_HERE in outcome.text:
+        return PRUNE_MORE
+    if CANNOT_BE_MEASURED in outcome.text:
+        return ""
+    return MEASURE_EXPERTS if outcome.experts else MEASURE
+
+
+def _forcing(outcomes: Iterable[Outcome]) -> str:
+    """Return the value of ``--additional-config`` that runs layers sparse whatever was measured."""
+    options = dict(("experts", "sparse") if outcome.experts else ("backend", "hopper") for outcome in outcomes)
+    return json.dumps({OPTIONS: options})

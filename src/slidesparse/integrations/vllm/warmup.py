@@ -56,6 +56,8 @@ class WarmUp:
         most: Tokens of the largest batch.
         dtype: Type of the activations.
         memory: Bytes that the activations of one call may take.
+
+    A kind counts as done when it has run: where memory ended before, the next layer of the kind tries again.
     """
 
     most: int
@@ -67,7 +69,7 @@ class WarmUp:
         """Run a layer that was loaded, if no layer of its kind has run."""
         forms = tuple(form.spec() for form in layer.forms)
         kind = layer.in_features, layer.out_features, layer.weight_dtype, forms, layer.choice.routes
-        if self._is_done(kind):
+        if kind in self._done:
             return
         device = layer.forms[0].tensors[0].device
         for form in forms:
@@ -81,6 +83,7 @@ class WarmUp:
         x = torch.zeros(most, layer.in_features, dtype=self.dtype, device=device)
         for tokens in list_batches(most, (route.from_tokens for route in layer.choice.routes)):
             layer(x[:tokens])
+        self._done.add(kind)
 
     def experts(self, layer: SlideExperts, kind: object, top_k: int) -> None:
         """Run the experts of a layer that was loaded, if none of their kind have run.
@@ -90,20 +93,23 @@ class WarmUp:
             kind: What tells experts with other kernels.
             top_k: Experts of a token.
         """
-        if self._is_done(kind):
+        if kind in self._done:
             return
         if isinstance(layer.product, HopperExperts):
             operands = [linear.operand for linear in (layer.gate_up, layer.down)]
             layer.product.warm_up(layer.gate_up.dtype, self.dtype, operands)
         layer.warm_up(self.dtype, top_k)
+        self._done.add(kind)
 
     def lift(self, prologue: str, weight: WeightSpec, device: torch.device) -> None:
         """Run the lifting kernels of a weight after a norm or an activation on a GPU, if none of its kind has run."""
-        if prologue == "none" or device.type != "cuda" or self._is_done((prologue, weight.text)):
+        kind = prologue, weight.text
+        if prologue == "none" or device.type != "cuda" or kind in self._done:
             return
         for form in weight.forms:
             if form.order:  # else the torch definition lifts
                 self._lift_batches(prologue, weight, ColumnOrder(*form.order), form.backend, device)  # type: ignore[arg-type] # their number
+        self._done.add(kind)
 
     def limit_tokens(self, token_bytes: int) -> int:
         """Return the tokens of the largest batch, or as many as fit into the memory."""
@@ -134,8 +140,3 @@ class WarmUp:
                 slabs=layout.slabs,
                 rows=layout.rows(tokens) if layout.slabs is None else None,
             )
-
-    def _is_done(self, kind: object) -> bool:
-        done = kind in self._done
-        self._done.add(kind)
-        return done
