@@ -19,6 +19,7 @@ from slidesparse.commands.evaluate import evaluate
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
+from slidesparse.files.calibration import Calibration
 from slidesparse.files.packed_file import FILE_NAME, write_packed
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -179,9 +180,9 @@ def test_a_row_of_zeros_may_have_a_scale_of_zero(quantised: Path, tmp_path: Path
 
 def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
     folder = damaged(dense, tmp_path / "m", lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(64, 1)}))
-    for method in ("magnitude", "wanda"):
+    for method, text in (("magnitude", None), ("wanda", Calibration(str(dense.parent / "text.txt")))):
         with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised; .*remove"):
-            prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method))
+            prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method, text))
 
 
 def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(

@@ -105,6 +105,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.base.progress import wrapped
+    from slidesparse.commands.check_options import check_options
     from slidesparse.commands.dry_run import dry_run
     from slidesparse.commands.plan_file import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
@@ -140,6 +141,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         reorder=options.reorder,
         rotate=options.rotate,
     )
+    check_options(wanted)  # before a model of the hub is fetched
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all
     source = source_of(options)

@@ -28,7 +28,7 @@ from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
+from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ def evaluate(
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
+    check_windows(window, stride)
     device = usable_device(device)
     noted = card_to_measure(Path(path)) if card else None
     documents = None if text is None else read_documents(text)

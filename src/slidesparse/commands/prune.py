@@ -20,8 +20,8 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.calibrated_steps import require_one_process
 from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.check_options import check_options, require_one_process
 from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
@@ -159,6 +159,7 @@ def prepare(
     source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
 ) -> Prepared:
     """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
+    check_options(options)
     where = usable_device(device)
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)

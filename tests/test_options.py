@@ -1,0 +1,56 @@
+"""Options that contradict each other or are no values: one line says so, before any file is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slidesparse.cli import main
+
+PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
+TEXT = ["--calibration", "MISSING.txt"]
+WANDA = [*PRUNE, "--method", "wanda", *TEXT]
+PLAN = ["plan", "MISSING", "--out", "p.json", "--speedup", "1.2", *TEXT]
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "text for magnitude": ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt"),
+    "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
+    "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
+    "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3; needed 0 or more"),
+    "negative rotation": ([*WANDA, "--rotate", "-3"], "steps of learning a rotation; got -3; needed 0 or more"),
+    "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth; needed one of them"),
+    "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
+    "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
+    "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
+    "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
+    "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),
+    "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
+    "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0; needed 1 or more"),
+    "no pattern of a plan": ([*PLAN, "--patterns", "6:8", "6_8"], "not a pattern; got '6_8'"),
+    "no load": ([*PLAN, "--at", "mix"], "load of a plan; got 'mix'"),
+    "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
+    "a stride past the window": (
+        ["eval", "MISSING", "--text", "MISSING.txt", "--window", "8", "--stride", "8"],
+        "stride of the windows; got 8; needed 1 to 7, less than the window",
+    ),
+    "no stride": (
+        ["eval", "MISSING", "--text", "MISSING.txt", "--stride", "0"],
+        "stride of the windows; got 0; needed 1 or more, less than the window",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_options_are_refused_before_any_file_is_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "MISSING").mkdir()  # of which the hub is not asked
+    monkeypatch.chdir(tmp_path)
+    words, says = REFUSED[case]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"slidesparse: {says}")
+    assert told.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["MISSING"]
