@@ -114,6 +114,10 @@ def evaluate(
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
+    if text is None:
+        _refuse_idle({"--window": window, "--stride": stride}, "--text", "a text, which is read in windows")
+    if not tasks:
+        _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
     check_windows(window, stride)
     device = usable_device(device)
     noted = card_to_measure(Path(path)) if card else None
@@ -152,6 +156,18 @@ def evaluate(
     if noted is not None:
         add_measurements(noted, _card_rows(evaluation, limit))
     return evaluation
+
+
+def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:
+    """Refuse options that are given and change nothing, since the option that they belong to is not."""
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given:
+        raise InputError(
+            "options without effect",
+            got=f"{given} without {of}",
+            needed=needed,
+            remedy=f"add {of}, or leave out {given}",
+        )
 
 
 def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
