@@ -214,6 +214,42 @@ def test_inspect_says_that_weights_are_stored_otherwise(
 
 
 @pytest.mark.parametrize(
+    ("tensor", "file", "got"),
+    [
+        ("qweight", None, f"{Q}.qweight, as GPTQ"),
+        ("qzeros", "quant_config.json", f"quant_config.json and {Q}.qzeros, as GPTQ"),
+        ("B", "quantize_config.json", "quantize_config.json, as GPTQ"),  # Marlin's name
+    ],
+)
+def test_old_quantised_checkpoints_have_no_key(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tensor: str, file: str | None, got: str
+) -> None:
+    def quantise(tensors: Tensors, _: Config) -> None:
+        tensors[f"{Q}.{tensor}"] = tensors.pop(f"{Q}.weight").to(torch.int32)
+
+    folder = damaged(dense, tmp_path / "m", quantise)
+    if file is not None:
+        (folder / file).write_text('{"bits": 4}')
+    says = f"quantisation of the source; got {got} and AWQ write them; needed none"
+    with pytest.raises(CheckpointError) as error:
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert str(error.value).startswith(says)
+    assert str(error.value).endswith("; start from the model as it was before it was quantised")
+    with pytest.raises(CheckpointError, match="quantisation of the source"):
+        evaluate(folder, text=dense.parent / "text.txt")
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
+    assert told.startswith(f"PROBLEM: {says}")
+
+
+def test_missing_weights_are_no_quantisation(dense: Path, tmp_path: Path) -> None:
+    folder = damaged(dense, tmp_path / "m", lambda tensors, _: tensors.pop(f"{Q}.weight"))
+    with pytest.raises(CheckpointError, match="the checkpoint lacks 1 tensors"):
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+@pytest.mark.parametrize(
     "groups",
     [
         ["not", "an object"],
