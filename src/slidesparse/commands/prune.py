@@ -36,6 +36,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
+from slidesparse.files.tokenizer_files import NO_TOKENIZER, lacks_tokenizer
 from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
@@ -61,6 +62,7 @@ class PruneSummary:
         in_transformers: Whether transformers reads them.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
+        lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         not_copied: Files of the source that hold other copies of the weights.
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
@@ -85,6 +87,7 @@ class PruneSummary:
     in_transformers: bool
     dense: dict[str, str]
     other: dict[str, str]
+    lacks_tokenizer: bool
     not_copied: list[str]
     links: list[str]
     unexpected: list[str]
@@ -124,6 +127,7 @@ class PruneSummary:
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
+        lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
         own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
         lines.append(f"{CARD} is a model card to read and correct{own}")
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
@@ -153,6 +157,11 @@ class Prepared:
     def n_bytes(self) -> int:
         """Bytes of the new tensors."""
         return sum(stored.n_bytes for shard in self.outputs.values() for stored in shard.values())
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether the model takes text, and there is no tokenizer to copy."""
+        return lacks_tokenizer(self.files, getattr(self.job.meta.model, "config", None))
 
 
 def prepare(
@@ -229,6 +238,7 @@ def prune_checkpoint(
         in_transformers=job.experts.in_transformers,
         dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
+        lacks_tokenizer=prepared.lacks_tokenizer,
         not_copied=list(files.not_copied),
         links=list(files.links),
         unexpected=list(job.meta.names.unexpected),
