@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
@@ -29,6 +30,10 @@ from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
+
+FEW_TOKENS = 1000
+"""Below it a warning follows the perplexity. The losses of single tokens scatter by nats: if by 3, then the mean of
+1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,11 @@ class Evaluation:
         if (p := self.perplexity) is not None:
             lines.append(
                 f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
-                f" ({p.tokens} tokens of {self.text}, windows of {p.window} every {p.stride})"
+                f" ({counted(p.tokens, 'token')} of {self.text}, windows of {p.window} every {p.stride})"
             )
+            if p.tokens < FEW_TOKENS:
+                few = counted(p.tokens, "token")
+                lines.append(f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more")
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
         return "\n".join(lines if self.experts is None else [*lines, self.experts])
 
