@@ -230,7 +230,8 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} tensors of {known.__name__}", got=f"no {', '.join(missing[:3])}"
+            f"the checkpoint lacks {counted(len(missing), 'tensor')} of {known.__name__}",
+            got=f"no {', '.join(missing[:3])}",
         )
     for name, parameter in model.named_parameters():
         check_finite(parameter.detach(), name)

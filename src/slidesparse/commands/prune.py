@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
@@ -26,7 +27,7 @@ from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
-from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs
+from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs, shown_names
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.generation_settings import generation_settings
@@ -107,14 +108,15 @@ class PruneSummary:
     def describe(self) -> str:
         """Return the summary as text."""
         counts = Counter(self.patterns.values())
-        lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
+        lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
-            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
         lines += self.rounded_inputs
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
