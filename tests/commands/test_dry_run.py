@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoints import make_checkpoint, make_source
 
 from slidesparse.cli import main
@@ -23,6 +24,7 @@ from slidesparse.commands.prune_job import PruneJob
 from slidesparse.errors import CheckpointError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import locked
 
 
@@ -47,6 +49,33 @@ def test_it_says_what_the_run_does(tmp_path: Path, dtype: str) -> None:
     assert said.destination_bytes == done.destination_bytes + said.files.source_bytes
     assert said.fits
     assert said.time.seconds > 0
+
+
+@pytest.mark.parametrize("file", [None, "tokenizer.json", "spiece.model", "vocab.txt", "inside/tokenizer.json"])
+def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
+    """It can be pruned, and nobody could give the result a text."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    (tmp_path / "m/tokenizer.json").unlink()
+    if file is not None:
+        (tmp_path / "m" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "m" / file).write_text("made for the test")
+    is_there = file is not None and "/" not in file
+    options = PruneOptions("6:8", "int8")
+    for told in (dry_run, prune_checkpoint):
+        found = told(tmp_path / "m", tmp_path / "q", options)
+        assert found.lacks_tokenizer == (not is_there)
+        lines = [line for line in found.describe().splitlines() if "tokenizer" in line]
+        assert lines == ([] if is_there else [NO_TOKENIZER])
+    assert {path.name for path in (tmp_path / "q").iterdir()} >= {"config.json", "model.safetensors"}
+
+
+def test_a_model_without_text_lacks_no_tokenizer(tmp_path: Path) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    transformers.ViTModel(config).save_pretrained(tmp_path / "m")
+    found = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "fp32", part="all"))
+    assert not found.lacks_tokenizer
 
 
 def test_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

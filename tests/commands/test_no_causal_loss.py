@@ -97,7 +97,7 @@ def test_a_missing_weight_is_not_made_up(tmp_path: Path, tensor: str) -> None:
     del tensors[tensor]
     save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
     text = write_text(tmp_path / "text.txt", words=60)
-    with pytest.raises(CheckpointError, match=rf"lacks 1 tensors of LlamaForCausalLM; got no {tensor}"):
+    with pytest.raises(CheckpointError, match=rf"lacks 1 tensor of LlamaForCausalLM; got no {tensor}"):
         evaluate(tmp_path / "m", text=text)
     options = PlanOptions(Target(speedup=1.1), Calibration(str(text), 1, 16), "wanda", ("6:8",))
     with pytest.raises(CheckpointError, match=f"got no {tensor}"):
@@ -111,7 +111,7 @@ def test_a_missing_weight_of_a_format_that_transformers_reads_alone(tmp_path: Pa
     tensors = load_file(tmp_path / "m/model.safetensors")
     del tensors["model.layers.0.mlp.down_proj.weight"]
     save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of BitNetForCausalLM; got no .*down_proj.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor of BitNetForCausalLM; got no .*down_proj.weight"):
         load_any(tmp_path / "m", "cpu")
 
 

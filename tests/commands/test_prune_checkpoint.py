@@ -406,7 +406,7 @@ def test_a_bias_that_is_not_there(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path / "m")
     name = "model.layers.0.self_attn.q_proj.bias"
     save_file({t: checkpoint.tensor(t) for t in checkpoint.files if t != name}, tmp_path / "m/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks 1 tensors of Qwen2ForCausalLM.*q_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor of Qwen2ForCausalLM.*q_proj\.bias"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
 
 

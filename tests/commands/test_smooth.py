@@ -165,7 +165,7 @@ def test_only_costs_that_matter_are_told() -> None:
         pytest.fail("nothing is to be folded")
 
     little = [SetLoss(("a", "b"), "6:8", 1e-2, rounding=1e-3), SetLoss(("c",), "6:8", 1e-5, rounding=1e-4)]
-    assert describe_rounding(little, never) == ["rounding inputs to INT8 costs: mean 5.50e-04, worst 1.00e-03 at a b"]
+    assert describe_rounding(little, never) == ["rounding inputs to INT8 costs: mean 5.50e-04, worst 1.00e-03 at a, b"]
     assert describe_rounding([], never) == []
     much = [*little, *(SetLoss((name, f"{name}2"), "6:8", 1e-2, rounding=2e-2) for name in "def")]
     assert describe_rounding(much, lambda: None) == describe_rounding(much, lambda: {"d", "d2"})[:1]

@@ -19,6 +19,7 @@ from slidesparse.commands.evaluate import evaluate
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
+from slidesparse.files.calibration import Calibration
 from slidesparse.files.packed_file import FILE_NAME, write_packed
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -179,9 +180,9 @@ def test_a_row_of_zeros_may_have_a_scale_of_zero(quantised: Path, tmp_path: Path
 
 def test_a_stale_scale_of_a_float_weight(dense: Path, tmp_path: Path) -> None:
     folder = damaged(dense, tmp_path / "m", lambda t, _: t.update({f"{Q}.weight_scale": torch.ones(64, 1)}))
-    for method in ("magnitude", "wanda"):
+    for method, text in (("magnitude", None), ("wanda", Calibration(str(dense.parent / "text.txt")))):
         with pytest.raises(CheckpointError, match=r"q_proj.weight has a scale and is not quantised; .*remove"):
-            prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method))
+            prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8", method, text))
 
 
 def test_inspect_names_a_weight_that_holds_nan_and_shows_the_others(
@@ -210,6 +211,42 @@ def test_inspect_says_that_weights_are_stored_otherwise(
     assert main(["inspect", str(folder)]) == 1
     (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
     assert told.startswith("PROBLEM: quantisation of the source; got gptq; needed none")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "file", "got"),
+    [
+        ("qweight", None, f"{Q}.qweight, as GPTQ"),
+        ("qzeros", "quant_config.json", f"quant_config.json and {Q}.qzeros, as GPTQ"),
+        ("B", "quantize_config.json", "quantize_config.json, as GPTQ"),  # Marlin's name
+    ],
+)
+def test_old_quantised_checkpoints_have_no_key(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tensor: str, file: str | None, got: str
+) -> None:
+    def quantise(tensors: Tensors, _: Config) -> None:
+        tensors[f"{Q}.{tensor}"] = tensors.pop(f"{Q}.weight").to(torch.int32)
+
+    folder = damaged(dense, tmp_path / "m", quantise)
+    if file is not None:
+        (folder / file).write_text('{"bits": 4}')
+    says = f"quantisation of the source; got {got} and AWQ write them; needed none"
+    with pytest.raises(CheckpointError) as error:
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert str(error.value).startswith(says)
+    assert str(error.value).endswith("; start from the model as it was before it was quantised")
+    with pytest.raises(CheckpointError, match="quantisation of the source"):
+        evaluate(folder, text=dense.parent / "text.txt")
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 1
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM")]
+    assert told.startswith(f"PROBLEM: {says}")
+
+
+def test_missing_weights_are_no_quantisation(dense: Path, tmp_path: Path) -> None:
+    folder = damaged(dense, tmp_path / "m", lambda tensors, _: tensors.pop(f"{Q}.weight"))
+    with pytest.raises(CheckpointError, match="the checkpoint lacks 1 tensor of"):
+        prune_checkpoint(folder, tmp_path / "s", PruneOptions("6:8", "int8"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -454,6 +455,9 @@ def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]
     last = max(loss for names, loss in summary.losses.items() if "layers.1." in names)
     assert f"wanda loss {last:.2e}" in capsys.readouterr().err
     assert f"calibration loss: mean {sum(summary.losses.values()) / len(summary.losses):.2e}" in summary.describe()
+    qkv = next(names for names in summary.losses if "q_proj" in names)
+    told = replace(summary, losses={**summary.losses, qkv: 1.0}).describe()
+    assert re.search(r"worst 1.00e\+00 at \S+q_proj, \S+k_proj, \S+v_proj\n", told)
 
 
 def test_the_command_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

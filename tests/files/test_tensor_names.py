@@ -77,7 +77,7 @@ def test_what_is_missing_and_what_is_not_used(tmp_path: Path) -> None:
     meta = written(tmp_path / "m", "gpt-neox", change)
     assert meta.names.missing == (lost,)
     assert meta.names.unexpected == ("visual.x",)
-    with pytest.raises(CheckpointError, match="lacks 1 tensors of GPTNeoXForCausalLM; got no gpt_neox"):
+    with pytest.raises(CheckpointError, match="lacks 1 tensor of GPTNeoXForCausalLM; got no gpt_neox"):
         meta.require_complete()
 
 

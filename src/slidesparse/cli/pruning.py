@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
+from slidesparse.cli.calibration import add_calibration, calibration_of
 from slidesparse.cli.together import add_join_timeout, one_voice, own_device
 from slidesparse.errors import InputError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
     from slidesparse.commands.dry_run import DryRun
     from slidesparse.commands.prune import PruneSummary
+    from slidesparse.files.calibration import Calibration
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
 """Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
@@ -42,7 +44,8 @@ def add_prune(commands: Commands) -> None:
         type=int,
         default=0,
         metavar="STEPS",
-        help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200, say",
+        help="train each pruned layer to give the dense one's outputs on the calibration text, zeros held: 200"
+        " (default: 0, none)",
     )
     prune.add_argument(
         "--smooth", action="store_true", help="fold outliers of activations into weights, exactly, before rounding"
@@ -55,9 +58,9 @@ def add_prune(commands: Commands) -> None:
         type=int,
         default=0,
         metavar="STEPS",
-        help="learn a rotation of the residual stream after which patterns take less away: 300, say",
+        help="learn a rotation of the residual stream after which patterns take less away: 300 (default: 0, none)",
     )
-    _add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
+    add_calibration(prune, "text for wanda and sparsegpt: .txt, .jsonl, .parquet, a folder, a data set, or default")
     prune.add_argument(
         "--device", help="where weights are pruned and calibration runs: cpu or cuda (default: cuda when there is one)"
     )
@@ -105,12 +108,13 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     from slidesparse.base.progress import wrapped
+    from slidesparse.commands.check_options import check_options
     from slidesparse.commands.dry_run import dry_run
     from slidesparse.commands.plan_file import as_options, read_plan
     from slidesparse.commands.prune import prune_checkpoint
     from slidesparse.commands.prune_options import PruneOptions
-    from slidesparse.files.calibration import Calibration
 
+    calibration = calibration_of(options)
     pairs = [entry.rpartition("=") for entry in options.layer]
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
@@ -122,9 +126,6 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         plan = read_plan(options.plan)
         pattern, layers = as_options(plan.layers)
         method = options.method or plan.method
-    calibration = None
-    if options.calibration is not None:
-        calibration = Calibration(options.calibration, options.samples, options.length, options.seed)
     wanted = PruneOptions(
         pattern=pattern,
         dtype=options.dtype,
@@ -140,6 +141,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         reorder=options.reorder,
         rotate=options.rotate,
     )
+    check_options(wanted)  # before a model of the hub is fetched
     if ranks.local:
         ranks.wait()  # one process of each machine fetches a model of the hub for all
     source = source_of(options)
@@ -183,7 +185,7 @@ def add_plan(commands: Commands) -> None:
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
-    _add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, default", required=True)
+    add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, default", required=True)
 
 
 @contextmanager
@@ -203,12 +205,11 @@ def _standard_output_kept_clean() -> Iterator[None]:
 def _plan(options: argparse.Namespace) -> int:
     from slidesparse.commands.plan import describe, plan_checkpoint
     from slidesparse.commands.plan_options import CANDIDATES, PlanOptions, parse_gain
-    from slidesparse.files.calibration import Calibration
     from slidesparse.models.choose_patterns import Target
 
     wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
-        calibration=Calibration(options.calibration, options.samples, options.length, options.seed),
+        calibration=cast("Calibration", calibration_of(options)),  # argparse requires it
         method=options.method,
         patterns=tuple(options.patterns or CANDIDATES),
         mma_gain=parse_gain(options.mma_gain),
@@ -221,10 +222,3 @@ def _plan(options: argparse.Namespace) -> int:
         plan = plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))
     print(options.out.read_text().rstrip() if options.json else describe(plan, wanted, options.out))
     return 0
-
-
-def _add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
-    parser.add_argument("--calibration", metavar="FILE", required=required, help=text)
-    parser.add_argument("--samples", type=int, default=128, help="calibration windows (%(default)s)")
-    parser.add_argument("--length", type=int, help="tokens of a window (default: 2048, or what the model can read)")
-    parser.add_argument("--seed", type=int, default=0, help="which windows of the text are taken (%(default)s)")

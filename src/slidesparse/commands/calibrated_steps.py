@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -122,14 +121,11 @@ class Source:
 
 
 def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> CalibratedSteps:
-    """Return the steps that the options ask for; ``dtype`` is that of the output.
+    """Return the steps that the options ask for, which go together; ``dtype`` is that of the output.
 
     Raises:
-        InputError: A step has no calibration text, cannot be so long, or does not fit the source, its experts, the type
-            of the output or another step.
+        InputError: A step does not fit the source, its experts or the type of the output.
     """
-    _require_counts(options)
-    _require_text(options)
     return CalibratedSteps(
         rotation=_rotation(options, source),
         rotate=options.rotate,
@@ -138,53 +134,6 @@ def steps_of(options: PruneOptions, source: Source, dtype: torch.dtype) -> Calib
         matching=_matching(options, source.experts),
         seed=0 if options.calibration is None else options.calibration.seed,
     )
-
-
-class _Asked(NamedTuple):
-    """A step that is asked for, in words."""
-
-    option: str
-    doing: str
-    done: str
-
-
-def _asked(options: PruneOptions) -> list[_Asked]:
-    steps = {
-        _Asked("--match", "matching", "layers are matched"): options.match,
-        _Asked("--smooth", "smoothing", "layers are smoothed"): options.smooth,
-        _Asked("--reorder", "reordering", "channels are reordered"): options.reorder,
-        _Asked("--rotate", "rotating", "the stream is rotated"): options.rotate,
-    }
-    return [step for step, given in steps.items() if given]
-
-
-def require_one_process(options: PruneOptions, processes: int) -> None:
-    """Refuse steps that several processes cannot share.
-
-    Raises:
-        InputError: There are several, and such a step is asked for.
-    """
-    for step in _asked(options) if processes > 1 else ():
-        raise InputError(
-            f"{step.done} by one process",
-            got=f"{processes} processes",
-            remedy=f"run without torchrun, or leave out {step.option}",
-        )
-
-
-def _require_counts(options: PruneOptions) -> None:
-    for what, steps in (("steps of matching", options.match), ("steps of learning a rotation", options.rotate)):
-        if steps < 0:
-            raise InputError(what, got=steps, needed="0 or more")
-
-
-def _require_text(options: PruneOptions) -> None:
-    for step in _asked(options) if options.calibration is None else ():
-        raise InputError(
-            f"{step.doing} needs calibration text",
-            got=f"--method {options.method}",
-            remedy=f"use --method sparsegpt or wanda with --calibration FILE, or leave out {step.option}",
-        )
 
 
 def _matching(options: PruneOptions, experts: ExpertJob) -> Matching | None:
@@ -219,11 +168,6 @@ def _rotation(options: PruneOptions, source: Source) -> Rotation | None:
     if options.rotate == 0:
         return None
     source.require_floats("rotating")
-    if options.smooth:
-        raise InputError(
-            "--rotate and --smooth",
-            needed="one of them: a rotated stream has no gains into which outliers could be folded",
-        )
     if source.experts.found:
         raise InputError(
             "the stream of a mixture cannot be rotated", got="routers that read it", remedy="leave out --rotate"

@@ -19,6 +19,7 @@ from slidesparse.commands.prune_time import PruneTime, estimate_time
 from slidesparse.errors import CheckpointError
 from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
+from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import innermost_folder, require_space
 from slidesparse.models.experts import EXPERTS_FOLLOW
 from slidesparse.quant import dtype_name
@@ -53,6 +54,7 @@ class DryRun:
         left: Reason -> the layers that would be left alone for it.
         others: Everything else that would be copied: embeddings, norms, biases.
         files: Other files that would be copied, and their bytes.
+        lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         not_copied: Files that hold other weights, and would be left out.
         destination_bytes: The new checkpoint with its other files.
         free_bytes: Free on the disk of the destination.
@@ -69,6 +71,7 @@ class DryRun:
     left: dict[str, Tensors]
     others: Tensors
     files: Tensors
+    lacks_tokenizer: bool
     not_copied: list[str]
     destination_bytes: int
     free_bytes: int
@@ -96,6 +99,7 @@ class DryRun:
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
+        lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
         size, free = readable_size(self.destination_bytes), readable_size(self.free_bytes)
         lines.append(f"{size} in {self.destination}, {free} free")
         lines += [f"would be REFUSED: {self.refused}"] if self.refused is not None else []
@@ -144,6 +148,7 @@ def dry_run(
         },
         others=_tensors(prepared, [tensor for tensor in prepared.checkpoint.files if tensor not in known]),
         files=Tensors(len(files.copied), files.n_bytes, files.n_bytes),
+        lacks_tokenizer=prepared.lacks_tokenizer,
         not_copied=list(files.not_copied),
         destination_bytes=size,
         free_bytes=shutil.disk_usage(innermost_folder(prepared.destination)).free,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.progress import progress_bar
@@ -28,7 +29,11 @@ from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import find_experts
 from slidesparse.models.packed_mixture import PackedMixture
-from slidesparse.models.perplexity import Perplexity, logits_of, measure_perplexity
+from slidesparse.models.perplexity import Perplexity, check_windows, logits_of, measure_perplexity
+
+FEW_TOKENS = 1000
+"""Below it a warning follows the perplexity. The losses of single tokens scatter by nats: if by 3, then the mean of
+1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,11 @@ class Evaluation:
         if (p := self.perplexity) is not None:
             lines.append(
                 f"perplexity {p.perplexity:.4f}, {p.bits_per_byte:.4f} bits per byte"
-                f" ({p.tokens} tokens of {self.text}, windows of {p.window} every {p.stride})"
+                f" ({counted(p.tokens, 'token')} of {self.text}, windows of {p.window} every {p.stride})"
             )
+            if p.tokens < FEW_TOKENS:
+                few = counted(p.tokens, "token")
+                lines.append(f"only {few}: another text may give quite another perplexity; take {FEW_TOKENS} or more")
         lines += [f"{task}: {name} {value:.4f}" for task, found in self.tasks.items() for name, value in found.items()]
         return "\n".join(lines if self.experts is None else [*lines, self.experts])
 
@@ -114,6 +122,11 @@ def evaluate(
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
             raise InputError(f"--{name}", got=value, needed="1 or more")
+    if text is None:
+        _refuse_idle({"--window": window, "--stride": stride}, "--text", "a text, which is read in windows")
+    if not tasks:
+        _refuse_idle({"--limit": limit}, "--tasks", "tasks, which have examples")
+    check_windows(window, stride)
     device = usable_device(device)
     noted = card_to_measure(Path(path)) if card else None
     documents = None if text is None else read_documents(text)
@@ -151,6 +164,18 @@ def evaluate(
     if noted is not None:
         add_measurements(noted, _card_rows(evaluation, limit))
     return evaluation
+
+
+def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> None:
+    """Refuse options that are given and change nothing, since the option that they belong to is not."""
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given:
+        raise InputError(
+            "options without effect",
+            got=f"{given} without {of}",
+            needed=needed,
+            remedy=f"add {of}, or leave out {given}",
+        )
 
 
 def _experts_words(checkpoint: Checkpoint, model: Any) -> str | None:
@@ -205,7 +230,8 @@ def load_any(path: str | Path, device: str | torch.device) -> Any:
         raise CheckpointError(f"transformers cannot load {path}", got=first_line(error)) from error
     if missing := sorted(found["missing_keys"]):
         raise CheckpointError(
-            f"the checkpoint lacks {len(missing)} tensors of {known.__name__}", got=f"no {', '.join(missing[:3])}"
+            f"the checkpoint lacks {counted(len(missing), 'tensor')} of {known.__name__}",
+            got=f"no {', '.join(missing[:3])}",
         )
     for name, parameter in model.named_parameters():
         check_finite(parameter.detach(), name)

@@ -17,8 +17,9 @@ from slidesparse.commands.inspect_experts import ExpertLayer, describe_expert_la
 from slidesparse.errors import CheckpointError, SlideSparseError
 from slidesparse.files.check_tensors import find_faults, stored_names
 from slidesparse.files.checkpoint import Checkpoint
-from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype
+from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
+from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
@@ -224,7 +225,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     try:
         meta.require_complete()
     except CheckpointError as error:
-        found.append(str(_stored_otherwise(checkpoint) or error))
+        found.append(str(other_quantisation(checkpoint) or error))
     try:
         found += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:
@@ -240,16 +241,6 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
         ):
             found.append(f"{tensor} holds NaN or Inf")
     return found
-
-
-def _stored_otherwise(checkpoint: Checkpoint) -> CheckpointError | None:
-    """Return that a checkpoint is quantised in a way that we do not read, with other tensors; else None."""
-    try:
-        if not is_bitnet(checkpoint.config):
-            quantisation_dtype(checkpoint.config)
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from slidesparse.commands.step_time import parse_load, served_steps
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration
+from slidesparse.gemm import get_backend
 from slidesparse.models.choose_patterns import (
     Target,
 )
+from slidesparse.pattern import Pattern
+from slidesparse.prune import get_pruner
 from slidesparse.quant import QuantName
 
 CANDIDATES = ("14:16", "10:12", "8:10", "6:8", "4:6", "2:4", "4:6@25%", "4:6@50%", "4:6@75%", "2:4@50%")
@@ -36,6 +40,9 @@ class PlanOptions:
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
+
+    Raises:
+        InputError: An option is no value, or contradicts another, whatever the source is.
     """
 
     target: Target
@@ -51,6 +58,13 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.at and self.target.speedup is None:
             raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
+        for pattern in self.patterns:
+            Pattern.parse(pattern)
+        for load in self.at:
+            parse_load(load, served_steps().dtypes[self.dtype])
+        get_pruner(self.method)
+        if self.backend is not None:
+            get_backend(self.backend)
 
 
 def parse_gain(text: str) -> Fraction:

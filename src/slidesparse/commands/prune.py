@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
-from slidesparse.commands.calibrated_steps import require_one_process
 from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.check_options import check_options, require_one_process
 from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
-from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs
+from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs, shown_names
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from slidesparse.files.generation_settings import generation_settings
@@ -36,6 +37,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
+from slidesparse.files.tokenizer_files import NO_TOKENIZER, lacks_tokenizer
 from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
@@ -61,6 +63,7 @@ class PruneSummary:
         in_transformers: Whether transformers reads them.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
+        lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         not_copied: Files of the source that hold other copies of the weights.
         links: Links of the source that were left out.
         unexpected: Unexpected keys: tensors that were copied although the model does not use them.
@@ -85,6 +88,7 @@ class PruneSummary:
     in_transformers: bool
     dense: dict[str, str]
     other: dict[str, str]
+    lacks_tokenizer: bool
     not_copied: list[str]
     links: list[str]
     unexpected: list[str]
@@ -104,14 +108,15 @@ class PruneSummary:
     def describe(self) -> str:
         """Return the summary as text."""
         counts = Counter(self.patterns.values())
-        lines = [f"treated {sum(counts.values())} layers: " + ", ".join(f"{n} at {p}" for p, n in counts.most_common())]
+        found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
+        lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
-            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {worst}")
+            lines.append(f"calibration loss: mean {mean:.2e}, worst {self.losses[worst]:.2e} at {shown_names(worst)}")
         lines += self.rounded_inputs
         if self.borrowed:
             name, words = next(iter(self.borrowed.items()))
@@ -124,6 +129,7 @@ class PruneSummary:
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
+        lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
         own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
         lines.append(f"{CARD} is a model card to read and correct{own}")
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
@@ -154,11 +160,17 @@ class Prepared:
         """Bytes of the new tensors."""
         return sum(stored.n_bytes for shard in self.outputs.values() for stored in shard.values())
 
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether the model takes text, and there is no tokenizer to copy."""
+        return lacks_tokenizer(self.files, getattr(self.job.meta.model, "config", None))
+
 
 def prepare(
     source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
 ) -> Prepared:
     """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
+    check_options(options)
     where = usable_device(device)
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
@@ -228,6 +240,7 @@ def prune_checkpoint(
         in_transformers=job.experts.in_transformers,
         dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
+        lacks_tokenizer=prepared.lacks_tokenizer,
         not_copied=list(files.not_copied),
         links=list(files.links),
         unexpected=list(job.meta.names.unexpected),

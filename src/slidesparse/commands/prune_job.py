@@ -53,7 +53,7 @@ class PruneJob:
 
     Args:
         checkpoint: The source.
-        options: The options.
+        options: The options, which go together (:func:`slidesparse.commands.check_options.check_options`).
         device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
             result has the same bits on every device.
     """
@@ -130,23 +130,10 @@ class PruneJob:
 
     def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
-        calibration = options.calibration
-        if not self.pruner.needs_calibration:
-            if calibration is None:
-                return None
-            raise InputError(
-                f"{self.pruner.name} takes no calibration text",
-                got=calibration.file,
-                remedy="use --method wanda or sparsegpt",
-            )
-        if calibration is None:
-            raise InputError(f"{self.pruner.name} needs calibration text", remedy="add --calibration FILE")
-        if options.recipe == "ternary":
-            raise InputError(
-                "the ternary recipe cannot be calibrated", got=self.pruner.name, needed="--method magnitude"
-            )
+        if options.calibration is None:
+            return None
         find_layer_list(self.meta.model, self.patterns)
-        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), calibration)
+        return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
 
     def _check_tensors(self) -> None:
         allowed = {STORED_NAMES[self.source_dtype]} if self.source_dtype else {STORED_NAMES[dtype] for dtype in FLOATS}

@@ -70,8 +70,6 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
         raise CheckpointError(
             f"{checkpoint.path} is pruned already", got=f"a {MARKER_KEY}", remedy="start from the dense model"
         )
-    if options.recipe not in ("absmax", "ternary"):
-        raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
     wanted = None if options.dtype is None else parse_dtype(options.dtype)
     bitnet = is_bitnet(config)
     if bitnet:
@@ -97,8 +95,6 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
             needed="int8 or fp8, or bf16, fp16 or fp32 to prune only",
             remedy=describe_trade(_gpus()),
         )
-    if options.recipe == "ternary" and dtype != torch.int8:
-        raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
     return source, dtype
 
 

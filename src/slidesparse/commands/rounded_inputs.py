@@ -18,6 +18,11 @@ def rounding_costs(sets: Sequence[SetLoss]) -> dict[str, float]:
     return {" ".join(one.names): one.rounding for one in sets if one.rounding is not None}
 
 
+def shown_names(key: str) -> str:
+    """Return the linears that read one input for a sentence: as a key of JSON they have spaces between them."""
+    return ", ".join(key.split(" "))
+
+
 def describe_rounding(sets: Sequence[SetLoss], find_foldable: Callable[[], Collection[str] | None]) -> list[str]:
     """Return lines: the cost, and by which options it may be less.
 
@@ -31,7 +36,7 @@ def describe_rounding(sets: Sequence[SetLoss], find_foldable: Callable[[], Colle
         return []
     worst = max(costs, key=costs.__getitem__)
     mean = sum(costs.values()) / len(costs)
-    lines = [f"rounding inputs to INT8 costs: mean {mean:.2e}, worst {costs[worst]:.2e} at {worst}"]
+    lines = [f"rounding inputs to INT8 costs: mean {mean:.2e}, worst {costs[worst]:.2e} at {shown_names(worst)}"]
     many = [one.names[0] for one in sets if (one.rounding or 0.0) >= max(MUCH * one.loss, LEAST)]
     foldable = find_foldable() if many else None
     if foldable is None:

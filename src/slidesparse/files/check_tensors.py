@@ -18,6 +18,7 @@ from slidesparse.files.expert_tensors import find_expert_tensors, marker_name
 from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.marker import Marker, is_bitnet, quantisation_dtype, source_quantisation
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.other_quantisation import other_quantisation
 from slidesparse.files.stored import ITEM_BYTES, STORED_NAMES
 from slidesparse.models.targets import matches_entry
 from slidesparse.quant import FLOATS, QUANTISED
@@ -32,9 +33,13 @@ def refuse_faults(meta: MetaModel, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors do not fill its model, or do not fit it, its config or its marker.
 
     Raises:
-        CheckpointError: Tensors are missing; or the first fault that :func:`find_faults` finds.
+        CheckpointError: Tensors are missing, or stored in a quantised form that we do not read; or the first fault that
+            :func:`find_faults` finds.
     """
-    meta.require_complete()
+    try:
+        meta.require_complete()
+    except CheckpointError as error:
+        raise other_quantisation(checkpoint) or error from None
     for fault in find_faults(meta, checkpoint):
         raise fault
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.counted import counted
 from slidesparse.base.traced_tensor import replay, sources
 from slidesparse.errors import CheckpointError, UnsupportedError, first_line
 from slidesparse.files.check_config import require_family, require_plausible
@@ -125,7 +126,7 @@ class MetaModel:
                 raise CheckpointError(f"shape of {name}", got=list(shape or ()), needed=needed)
         if self.names.missing:
             raise CheckpointError(
-                f"the checkpoint lacks {len(self.names.missing)} tensors of {type(self.model).__name__}",
+                f"the checkpoint lacks {counted(len(self.names.missing), 'tensor')} of {type(self.model).__name__}",
                 got=f"no {', '.join(self.names.missing[:3])}",
                 needed="all of them, under the names that the installed transformers gives them",
             )

@@ -81,6 +81,19 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[Window]:
         start, done = start + stride, end
 
 
+def check_windows(window: int | None, stride: int | None) -> None:
+    """Refuse windows that do not cover a text; None: not known yet.
+
+    Raises:
+        InputError: A window of less than two tokens has nothing to predict, and a stride is from 1 to ``window - 1``.
+    """
+    if window is not None and window < 2:
+        raise InputError("tokens of a window", got=window, needed="2 or more")
+    if stride is not None and (stride < 1 or (window is not None and stride >= window)):
+        needed = "1 or more" if window is None else f"1 to {window - 1}"
+        raise InputError("stride of the windows", got=stride, needed=f"{needed}, less than the window")
+
+
 @torch.no_grad()
 def measure_perplexity(
     logits: Logits,
@@ -108,10 +121,7 @@ def measure_perplexity(
     """
     if len(tokens) < 2:
         raise InputError("the text is too short to score", got=f"{len(tokens)} tokens", needed="2 or more")
-    if window < 2:
-        raise InputError("tokens of a window", got=window, needed="2 or more")
-    if not 1 <= stride < window:
-        raise InputError("stride of the windows", got=stride, needed=f"1 to {window - 1}, less than the window")
+    check_windows(window, stride)
     if batch < 1:
         raise InputError("windows at a time", got=batch, needed="1 or more")
     nats, scored = 0.0, 0

@@ -1,0 +1,50 @@
+"""The options of calibration text: their arguments, and what they mean together."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from slidesparse.errors import InputError
+
+if TYPE_CHECKING:
+    from slidesparse.files.calibration import Calibration
+
+WINDOWS = ("samples", "length", "seed")
+"""Options that say which windows of the text are taken. Each is None unless it is given, so that it can be told
+whether somebody asked for it; :class:`slidesparse.files.calibration.Calibration` has the usual values."""
+
+
+def add_calibration(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+    """Add the options of calibration text, which :func:`calibration_of` reads.
+
+    Args:
+        parser: That of a command.
+        text: What ``--calibration`` is for, in the command's help.
+        required: Whether the command needs it.
+    """
+    parser.add_argument("--calibration", metavar="FILE", required=required, help=text)
+    parser.add_argument("--samples", type=int, help="calibration windows (default: 128)")
+    parser.add_argument("--length", type=int, help="tokens of a window (default: 2048, or what the model can read)")
+    parser.add_argument("--seed", type=int, help="which windows of the text are taken (default: 0)")
+
+
+def calibration_of(options: argparse.Namespace) -> Calibration | None:
+    """Return the text that the options name, or None.
+
+    Raises:
+        InputError: They name windows of no text, or a number or the name of the text cannot be used.
+    """
+    from slidesparse.files.calibration import Calibration
+
+    given = {name: getattr(options, name) for name in WINDOWS if getattr(options, name) is not None}
+    if options.calibration is not None:
+        return Calibration(options.calibration, **given)
+    if given:
+        raise InputError(
+            "calibration windows",
+            got=f"{', '.join(f'--{name}' for name in given)} without --calibration",
+            needed="the text that they are taken of",
+            remedy="add --calibration FILE, with --method wanda or sparsegpt, or leave them out",
+        )
+    return None

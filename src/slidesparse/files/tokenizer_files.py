@@ -1,0 +1,33 @@
+"""Tell whether a tokenizer is among the files that are copied with a checkpoint: without one it takes no text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slidesparse.files.source_files import SourceFiles
+from slidesparse.models.causal import vocabulary_of
+
+BEGINNINGS = ("tokenizer", "vocab", "tekken")
+ENDS = (".model", ".spm", ".tiktoken")
+"""Of the names of files that make a tokenizer, whichever library wrote it."""
+
+NO_TOKENIZER = (
+    "no tokenizer was there to copy, and without one the result takes no text: add that of the model to its folder"
+)
+
+
+def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:
+    """Return whether a model has a vocabulary, and none of its files is of a tokenizer.
+
+    Args:
+        files: Those of the source. A link to a tokenizer that is left out counts, as it is named among such links.
+        config: The model's, as transformers has it.
+    """
+    names = [*(file.name for file in files.copied), *map(Path, files.links)]
+    found = [path for path in names if len(path.parts) == 1 and _is_of_a_tokenizer(path.name)]
+    return not found and vocabulary_of(config) > 0
+
+
+def _is_of_a_tokenizer(name: str) -> bool:
+    return name.startswith(BEGINNINGS) or name.endswith(ENDS)

@@ -1,0 +1,85 @@
+"""Options that change nothing or contradict each other: one line says so, before any file is read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slidesparse.cli import build_parser, main
+from slidesparse.files.calibration import Calibration
+
+PRUNE = ["prune", "MISSING", "s", "--pattern", "6:8", "--dtype", "int8"]
+TEXT = ["--calibration", "MISSING.txt"]
+WANDA = [*PRUNE, "--method", "wanda", *TEXT]
+PLAN = ["plan", "MISSING", "--out", "p.json", "--speedup", "1.2", *TEXT]
+IDLE = "calibration windows; got {} without --calibration; needed the text that they are taken of; add --calibration"
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "samples of no text": ([*PRUNE, "--samples", "64"], IDLE.format("--samples")),
+    "length of no text": ([*PRUNE, "--length", "64"], IDLE.format("--length")),
+    "the usual seed of no text": ([*PRUNE, "--seed", "0"], IDLE.format("--seed")),
+    "windows of no text": ([*PRUNE, "--seed", "1", "--samples", "128"], IDLE.format("--samples, --seed")),
+    "windows of no text, tried": ([*PRUNE, "--samples", "64", "--dry-run"], IDLE.format("--samples")),
+    "text for magnitude": ([*PRUNE, *TEXT], "magnitude takes no calibration text; got MISSING.txt"),
+    "no text for wanda": ([*PRUNE, "--method", "wanda"], "wanda needs calibration text"),
+    "matching without text": ([*PRUNE, "--match", "9"], "matching needs calibration text"),
+    "negative matching": ([*WANDA, "--match", "-3"], "steps of matching; got -3; needed 0 or more"),
+    "negative rotation": ([*WANDA, "--rotate", "-3"], "steps of learning a rotation; got -3; needed 0 or more"),
+    "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth; needed one of them"),
+    "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
+    "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
+    "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
+    "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
+    "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),
+    "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
+    "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0; needed 1 or more"),
+    "no pattern of a plan": ([*PLAN, "--patterns", "6:8", "6_8"], "not a pattern; got '6_8'"),
+    "no load": ([*PLAN, "--at", "mix"], "load of a plan; got 'mix'"),
+    "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
+    "windows of tasks": (
+        ["eval", "MISSING", "--tasks", "arc_easy", "--window", "8", "--stride", "4"],
+        "options without effect; got --window, --stride without --text; needed a text",
+    ),
+    "examples of a text": (
+        ["eval", "MISSING", "--text", "MISSING.txt", "--limit", "8"],
+        "options without effect; got --limit without --tasks; needed tasks, which have examples; add --tasks, or leave",
+    ),
+    "a stride past the window": (
+        ["eval", "MISSING", "--text", "MISSING.txt", "--window", "8", "--stride", "8"],
+        "stride of the windows; got 8; needed 1 to 7, less than the window",
+    ),
+    "no stride": (
+        ["eval", "MISSING", "--text", "MISSING.txt", "--stride", "0"],
+        "stride of the windows; got 0; needed 1 or more, less than the window",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_options_are_refused_before_any_file_is_read(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "MISSING").mkdir()  # of which the hub is not asked
+    monkeypatch.chdir(tmp_path)
+    words, says = REFUSED[case]
+    assert main(words) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"slidesparse: {says}")
+    assert told.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["MISSING"]
+
+
+@pytest.mark.parametrize("command", ["prune", "plan"])
+def test_help_says_the_usual_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are written into the help, since the parser has none: None tells that nobody asked for a value."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    usual = Calibration("text.txt")
+    assert re.search(rf"--samples SAMPLES calibration windows \(default: {usual.samples}\)", told)
+    assert re.search(rf"--seed SEED which windows of the text are taken \(default: {usual.seed}\)", told)
+    if command == "prune":
+        assert told.count("(default: 0, none)") == 2  # --match and --rotate
