@@ -162,6 +162,7 @@ def graphs() -> str:
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
+HTTP_GRAPHS = H200 / "serve/qwen2.5-7b-int8-http-2048.jsonl"
 HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 OURS = (CONTROL, "6:8", "4:6", "2:4")
@@ -315,6 +316,21 @@ def served_http_first() -> str:
         rows.append([f"{words}, ms", *_over_fastest(ms, 1)])
     rows += _waits(group, group.engines, HALF, 1)
     return markdown(("the day before", *group.engines), rows)
+
+
+def served_http_graphs() -> str:
+    """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many."""
+    (group,) = groups(read(ServeRecord, [HTTP_GRAPHS]))
+    engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
+    seconds = [group.seconds(engine, "mixed") or 0.0 for engine in engines]
+    rows = [
+        [f"{LOADS['mixed']}, ms", *_over_fastest([1e3 * one for one in seconds], 1)],
+        ["of it the GPU computes, ms", *_over_fastest([1e3 * _computing(group, one) for one in engines], 1)],
+    ]
+    for percentile in ("p50", "p99"):
+        waits = [getattr(group.records[one]["mixed"].between, f"{percentile}_ms") for one in engines]
+        rows.append([f"between tokens, {percentile}, ms", *_over_fastest(waits, 1, 1)])
+    return markdown(("Qwen2.5-7B, INT8, over HTTP, graphs to 2048 tokens", *engines), rows)
 
 
 def _waits(group: Group, engines: Sequence[str], load: str, stock: int) -> list[list[str]]:
@@ -578,6 +594,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-mixture": served_mixture,
     "served-http": served_http,
     "served-http-first": served_http_first,
+    "served-http-graphs": served_http_graphs,
     "mixed-steps": mixed_steps,
     "layers": layers,
     "decoding": decoding,
