@@ -107,3 +107,25 @@ def test_torchs_transformer_runs_with_sparse_linears(compiled: bool) -> None:
     with torch.no_grad():
         y = (torch.compile(model, backend="eager") if compiled else model)(x)
         torch.testing.assert_close(y, dense(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.data.copy_(WEIGHT),
+        lambda w: w.data.zero_(),
+        lambda w: w.detach().add_(1.0),
+        lambda w: w.data.__setitem__(0, 1.0),
+    ],
+)
+def test_writing_behind_it_is_refused_too(write: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(UnsupportedError, match="a packed weight cannot be written to"):
+        write(Counted().weight)
+
+
+def test_what_lies_behind_it_is_the_same_promise() -> None:
+    counted = Counted()
+    assert counted.weight.data.dtype == torch.float32
+    assert counted.weight.detach().shape == (6, 4)
+    assert counted.times == 0
+    assert torch.equal(counted.weight.data.clone(), WEIGHT)

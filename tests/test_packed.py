@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import sparse_int8
 
-from slidesparse import InputError, PackedWeight, Pattern, PatternViolation, lift, pack, prune_mask
+from slidesparse import InputError, PackedWeight, Pattern, PatternViolation, SlideLinear, lift, pack, prune_mask
 from slidesparse.slide import gather
 from slidesparse.support import INT_VIEW, following_groups
 
@@ -182,3 +182,15 @@ def test_moving_keeps_everything() -> None:
     assert moved.device == torch.device("cpu")
     # Storage order is segments, not columns: unpacking uses their group lists alone.
     assert torch.equal(replace(packed, segments=packed.segments[::-1]).unpack(), weight)
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """Scripts set one. "meta" stands for a GPU: whatever were made there could not meet what is on the CPU."""
+    weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
+    expected = pack(weight * prune_mask(weight, "4:6@50%"), "4:6@50%")
+    with torch.device("meta"):
+        pruned = weight * prune_mask(weight, "4:6@50%")
+        packed = pack(pruned, "4:6@50%")
+        read = SlideLinear(packed, backend="reference").state_dict()["weight"]
+    assert torch.equal(packed.unpack(), expected.unpack())
+    assert read.device.type == "cpu"

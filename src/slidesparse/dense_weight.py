@@ -17,6 +17,9 @@ from slidesparse.errors import UnsupportedError
 _PROPERTIES = ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape")
 _METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "numel", "size")
 
+SAME = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr-defined]
+"""Functions whose result shares the weight's memory. They give the promise itself: writing into it is refused."""
+
 ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr(torch.Tensor, n) for n in _METHODS}
 """Functions that ask about a tensor and need none of its values."""
 
@@ -24,7 +27,8 @@ ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr
 class DenseWeight(torch.Tensor):
     """A weight [out, in] that is made by a function, anew for every torch function that needs its values.
 
-    Shape, type and device are known before; strides are not, until it is made.
+    Shape, type and device are known before; strides are not, until it is made. A view is of a weight that was made, and
+    what is written into it is lost.
     """
 
     make: Callable[[], torch.Tensor]
@@ -54,6 +58,8 @@ class DenseWeight(torch.Tensor):
         Raises:
             UnsupportedError: The function would write into the weight.
         """
+        if func in SAME and args and isinstance(args[0], cls):
+            return args[0]
         if func in ABOUT:
             return super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")

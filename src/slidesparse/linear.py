@@ -34,7 +34,7 @@ class SlideLinear(nn.Module):
     have any of these types, and outputs have autocast's, rounded once from what they are without it.
 
     Build it on the device on which it will run: the backend is chosen for that device. ``model.to(dtype)`` moves the
-    layer but leaves its types alone. Its state dict has the tensors of a checkpoint (docs/format.md), in no backend's
+    layer but leaves its types alone. Its state dict has the tensors of a checkpoint (docs/formats.md), in no backend's
     form: ``weight`` [out, in], zeros in place and on the CPU, ``weight_scale`` float32 [out, 1] and ``bias`` [out].
 
     Args:

@@ -293,9 +293,9 @@ def pack_segments(
     found = False
     if pattern == DENSE:
         check_weight(weight, name)
-        slid = torch.arange(0) if groups is None else groups
+        slid = torch.arange(0, device="cpu") if groups is None else groups
     elif groups is None and pattern.is_uniform:
-        slid = torch.arange(total)
+        slid = torch.arange(total, device="cpu")  # others set a default device
     else:  # which also finds NaN and Inf in the groups that stay dense
         slid = packer.following(weight, pattern, k_offset, name)
         found = groups is None
@@ -306,7 +306,7 @@ def pack_segments(
     slid_there, segments = slid.to(weight.device, non_blocking=True), []
     if slid.numel() < total:
         # On the CPU, as slid is: every answer from a GPU would be one more to wait for.
-        stays = torch.ones(total, dtype=torch.bool).index_fill_(0, slid, False)
+        stays = torch.ones(total, dtype=torch.bool, device="cpu").index_fill_(0, slid, False)
         dense = stays.nonzero().flatten().to(weight.device, non_blocking=True)
         segments.append(Segment("dense", dense, packer.copy(weight, pattern, dense, k_offset)))
     if slid.numel():

@@ -37,7 +37,7 @@ def read_back(
     in_features = shape[1]
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device="meta")
-    weight = torch.empty(shape, dtype=dtype)
+    weight = torch.empty(shape, dtype=dtype, device="cpu")
     source = torch.float32 if dtype in QUANTISED else dtype
     try:
         # Not under autocast, which would round the products.

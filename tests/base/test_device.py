@@ -22,6 +22,15 @@ def test_unknown_devices_are_refused(device: str) -> None:
         usable_device(device)
 
 
+def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first one, which is what safetensors reads onto where no number says otherwise."""
+    monkeypatch.setattr("slidesparse.base.device.why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert usable_device("cuda") == torch.device("cuda:2")
+    assert usable_device("cuda:1") == torch.device("cuda:1")
+
+
 def test_too_old_a_driver_is_one_clear_line_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "init", too_old)
     words = "The NVIDIA driver on your system is too old (found version 11040)."

@@ -26,6 +26,7 @@ def test_options_are_read_strictly() -> None:
     for wrong in (
         {"back": "auto"},
         {"backend": "fast"},
+        {"backend": ["hopper"]},
         {"fallback": "sparse"},
         {"fuse": 1},
         {"tune": False},

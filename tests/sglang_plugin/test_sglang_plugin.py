@@ -29,7 +29,7 @@ REFERENCE = {"backend": "reference"}
 def test_options_are_read_strictly() -> None:
     assert SGLangOptions.parse(None) == SGLangOptions() == SGLangOptions.parse({})
     assert SGLangOptions.parse({"backend": "hopper", "fallback": "none"}) == SGLangOptions("hopper", "none")
-    for wrong in ({"fuse": False}, {"backend": "fast"}, {"fallback": "sparse"}, ["auto"]):
+    for wrong in ({"fuse": False}, {"backend": "fast"}, {"backend": ["hopper"]}, {"fallback": "sparse"}, ["auto"]):
         with pytest.raises(InputError, match="in --json-model-override-args"):
             SGLangOptions.parse(wrong)
 

@@ -31,7 +31,9 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """Return a device on which tensors can be made.
+    """Return a device on which tensors can be made; a CUDA device without a number is the current one.
+
+    Not every library takes ``cuda`` for the current device: safetensors reads onto the first.
 
     Raises:
         InputError: It is neither ``cpu`` nor ``cuda``.
@@ -49,6 +51,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise UnsupportedError("no CUDA device here", got=why, remedy="use device='cpu'")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"no device {where} here", needed=f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return where
 
 

@@ -80,8 +80,9 @@ class ExpertLoader:
         if any(len(found) != 1 for found in patterns.values()):
             return "not all of them were pruned to one pattern"
         ((gate_up,), (down,)) = patterns.values()
-        if not gate_up.is_uniform or gate_up == DENSE or down == DENSE:
-            return f"their pattern is {gate_up}"
+        for pattern in (gate_up, down):
+            if pattern == DENSE or not pattern.is_uniform:
+                return f"their pattern is {pattern}"
         _, out, columns = experts.weights["gate_up_proj"]
         product = self._product(Problem(gate_up, dtype, out, columns, self.device))
         if isinstance(product, str):

@@ -130,9 +130,9 @@ def cheapest_groups(groups: list[torch.Tensor], drops: list[torch.Tensor], patte
     rows are summed on the CPU, since a sum over many rows depends on its order.
     """
     n = groups[0].shape[1]
-    total = torch.zeros(n, dtype=torch.float64)
+    total = torch.zeros(n, dtype=torch.float64, device="cpu")  # others set a default device
     for group, drop in zip(groups, drops, strict=True):
         total += torch.where(drop, group.clamp(min=0), 0.0).sum(2, dtype=torch.float64).cpu().sum(0)
-    follows = torch.zeros(n, dtype=torch.bool)
+    follows = torch.zeros(n, dtype=torch.bool, device="cpu")
     follows[total.argsort(stable=True)[: pattern.following(n)]] = True
     return follows.to(groups[0].device)

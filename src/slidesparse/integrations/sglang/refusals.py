@@ -40,7 +40,7 @@ class SGLangOptions:
         if not isinstance(given, Mapping) or given.keys() - known:
             raise InputError(where, got=repr(given), needed=f"keys {sorted(known)}")
         options = cls(**given)
-        if options.backend != "auto" and options.backend not in BACKENDS:
+        if options.backend not in ("auto", *BACKENDS):
             raise InputError(f"backend of {where}", got=repr(options.backend), needed=f"auto, {', '.join(BACKENDS)}")
         check_fallback(options.fallback, f"fallback of {where}")
         return options

@@ -57,7 +57,7 @@ class Options:
         if not isinstance(given, Mapping) or given.keys() - known:
             raise InputError(f"{OPTIONS} in --additional-config", got=repr(given), needed=f"keys {sorted(known)}")
         options = cls(**given)
-        if options.backend != "auto" and options.backend not in BACKENDS:
+        if options.backend not in ("auto", *BACKENDS):
             _refuse("backend", options.backend, f"auto, {', '.join(BACKENDS)}")
         check_fallback(options.fallback, "fallback in --additional-config")
         if not isinstance(options.fuse, bool):
