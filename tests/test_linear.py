@@ -577,3 +577,11 @@ def test_a_shard_without_a_slid_group_chooses_and_runs_dense() -> None:
     assert layer.choice.reason == "no group of this weight is slid"
     x = torch.randn(3, 24)
     assert torch.equal(layer(x), SlideLinear(packed, backend="reference")(x))
+
+
+def test_a_layer_of_a_quantised_parameter_is_copied_and_its_outputs_require_no_gradient() -> None:
+    weight = torch.nn.Parameter(_pruned_linear("6:8").weight.detach())
+    values, scale = quantize_weight(weight, torch.int8)
+    layer, x = SlideLinear(pack(values, "6:8", scale=scale)), torch.randn(3, K)
+    assert not layer(x).requires_grad
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))

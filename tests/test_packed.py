@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -157,6 +158,15 @@ def test_scale_is_one_number_a_channel() -> None:
     assert packed.scale.tolist() == [1, 2, 3]
     with pytest.raises(InputError, match=r"scale of k_proj; got \[4\]"):
         pack(weight, "6:8", scale=torch.ones(4), name="k_proj")
+
+
+def test_a_scale_that_was_computed_with_gradients_leaves_them() -> None:
+    # A packed weight is data: with a graph on it a layer could not be copied, and its outputs would require gradients.
+    scale = torch.ones(3, requires_grad=True) * 2
+    packed = pack(torch.zeros(3, 8, dtype=torch.int8), "6:8", scale=scale)
+    assert packed.scale is not None
+    assert not packed.scale.requires_grad
+    assert copy.deepcopy(packed).scale.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_weights_keep_their_zeros(storage: torch.dtype) -> None:
     assert scale.shape == (16, 1)
 
 
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_scales_of_a_parameter_join_no_graph(storage: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.randn(8, 16))
+    values, scale = quantize_weight(parameter, storage)
+    assert (scale.requires_grad, values.requires_grad) == (False, False)
+    assert torch.equal(scale, quantize_weight(parameter.detach(), storage).scale)
+
+
 @pytest.mark.parametrize(
     ("weight", "message"),
     [

@@ -19,6 +19,7 @@ from slidesparse.expert_order import Arrangement, arrange, rows_needed
 from slidesparse.expert_sum import weighted_sum
 from slidesparse.gemm.grouped import GroupedProduct, TokenTile, TorchExperts
 from slidesparse.layout import Lifted
+from slidesparse.ops.inference_only import infer
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
 
@@ -102,7 +103,7 @@ class SlideExperts(nn.Module):
             chosen: Integers [M, k], the experts of every token; negative where one is not here.
 
         Returns:
-            [M, H] in x's type.
+            [M, H] in x's type, under ``torch.autocast`` too. A backward pass through it is an error.
 
         Raises:
             InputError: Sizes that do not fit each other.
@@ -114,6 +115,9 @@ class SlideExperts(nn.Module):
                 got=f"{list(x.shape)}, experts {list(chosen.shape)}, weights {list(weights.shape)}",
                 needed=f"[M, {self.hidden}], [M, k], [M, k]",
             )
+        return infer(self._sum, x, weights, chosen)
+
+    def _sum(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         if not chosen.numel():
             return torch.zeros_like(x)
         first, second = self.tiles(chosen.numel())

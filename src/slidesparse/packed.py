@@ -326,4 +326,4 @@ def _channel_scale(scale: torch.Tensor | None, out: int, name: str) -> torch.Ten
         raise InputError(
             f"scale of {name}", got=list(scale.shape), needed=f"one scale a channel, [{out}] or [{out}, 1]"
         )
-    return scale.reshape(out).to(torch.float32).contiguous()  # kernels read it by address
+    return scale.detach().reshape(out).to(torch.float32).contiguous()  # kernels read it by address

@@ -146,6 +146,7 @@ def quantize_weight(
     check_weight(weight, name)
     if weight.dtype in QUANTISED:
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
+    weight = weight.detach()  # a parameter's scales would join its graph, and keep a layer from being copied
     values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
     for rows in row_blocks(weight):
         block = weight[rows] if first is None else first(weight[rows])

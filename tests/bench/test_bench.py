@@ -295,9 +295,10 @@ def test_a_wrong_result_is_never_timed(wrong: torch.Tensor) -> None:
     assert (bad.why_not or "").startswith("WRONG RESULT")
 
 
-def test_a_refusal_of_the_library_is_a_reason_and_a_broken_device_is_not() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])  # torch's for scales that it does not take
+def test_a_refusal_of_the_library_is_a_reason_and_a_broken_device_is_not(error: type[Exception]) -> None:
     def refuse(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("self.size(0) needs to be greater than 16\nmore")
+        raise error("self.size(0) needs to be greater than 16\nmore")
 
     def exhaust(x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")

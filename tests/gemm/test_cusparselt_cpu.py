@@ -9,6 +9,7 @@ from importlib import metadata
 
 import pytest
 import torch
+from default_types import default_type
 
 from slidesparse import Pattern, UnsupportedError
 from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
@@ -17,6 +18,8 @@ from slidesparse.gemm.cusparselt import backend as cusparselt
 from slidesparse.gemm.cusparselt.backend import CuSparseLt, token_bucket
 from slidesparse.gemm.dense import padded_rows
 from slidesparse.layout import with_rows
+from slidesparse.packed import pack_segments
+from slidesparse.prune import prune_mask
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
@@ -75,6 +78,21 @@ def test_operators_leave_room_for_the_backend() -> None:
     assert values.shape == (3, 8)
     assert values.untyped_storage().nbytes() == 32 * 8
     assert scale.shape == (3, 1)
+
+
+# -- the operand ---------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_of_the_dense_segment_is_float32_whatever_the_default_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM packs layers while torch's default type is the model's; torch refuses a scale that is not float32.
+    monkeypatch.setattr(cusparselt, "compress_matrix", lambda matrix: matrix)
+    weight = torch.ones(32, 64) * prune_mask(torch.ones(32, 64), "4:6@50%")
+    packed = pack_segments(weight.to(FP8), "4:6@50%", scale=torch.ones(32))
+    with default_type(torch.bfloat16):
+        _, dense, one = CuSparseLt().prepare(packed)
+    assert (one.dtype, one.shape, one.item()) == (torch.float32, (), 1)
+    x = torch.ones(16, dense.shape[1]).to(FP8)
+    assert torch.equal(cusparselt._dense_product(x, dense, one), x.float() @ dense.float().T)
 
 
 # -- why not -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_types import default_type
 
 from slidesparse.base.log import log_once
 from slidesparse.gemm import dense
@@ -15,6 +16,8 @@ from slidesparse.gemm.dense import DenseLinear
 from slidesparse.kernels.lift_addresses import LiftInputs
 from slidesparse.layout import LinearTensors
 from slidesparse.lifting import TorchLift
+from slidesparse.linear import SlideLinear
+from slidesparse.packed import pack_segments
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 TOKENS, OUT, COLUMNS = 40, 32, 64
@@ -180,3 +183,35 @@ def test_where_there_is_a_whole_linear(monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs_by_parts(SimpleNamespace(**vars(lift) | {name: other}))
     monkeypatch.setattr(dense, "_capability", lambda _: (7, 5))
     assert runs_by_parts(lift)
+
+
+def fp8_layer() -> SlideLinear:
+    """A layer whose backend is the dense one."""
+    return SlideLinear.from_linear(torch.nn.Linear(COLUMNS, OUT), "6:8", "fp8", method="magnitude", backend="dense")
+
+
+@pytest.mark.parametrize("default", [torch.float32, BF16], ids=str)
+def test_the_scale_of_fp8_is_float32_whatever_the_default_type(default: torch.dtype) -> None:
+    # vLLM packs layers while torch's default type is the model's; torch refuses a scale that is not float32.
+    packed = pack_segments(torch.zeros(OUT, COLUMNS).to(FP8), "6:8", scale=torch.ones(OUT))
+    with default_type(default):
+        _, one = dense.Dense().prepare(packed)
+    assert (one.dtype, one.shape, one.item()) == (torch.float32, (), 1)
+
+
+def test_a_layer_built_on_a_cpu_has_what_a_gpu_multiplies_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fp8_layer().half()  # moves of a model leave the scale's type alone
+    x = torch.randn(TOKENS, COLUMNS).to(FP8)
+    monkeypatch.setattr(dense, "fused_product", lambda *_: None)
+    monkeypatch.setattr("slidesparse.kernels.scale.scale_rows", lambda acc, *_: acc)
+    operand = layer.forms[0].operand
+    y = dense._quantised(x, torch.ones(TOKENS, 1), operand, layer.weight_scale, None, OUT, torch.float32)
+    torch.testing.assert_close(y, x.float() @ layer.unpack().float().T)
+
+
+def test_what_the_scale_adds_is_in_no_state_dict() -> None:
+    layer, other = fp8_layer(), fp8_layer()
+    state, x = layer.state_dict(), torch.randn(TOKENS, COLUMNS)
+    assert set(state) == {"weight", "weight_scale", "bias"}
+    other.load_state_dict(state)
+    assert torch.equal(other(x), layer(x))

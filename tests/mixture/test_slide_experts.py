@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from slidesparse.expert_order import Arrangement
 from slidesparse.experts import SlideExperts, split_rows
 from slidesparse.gemm.grouped import Rows, TokenTile, TorchExperts
 from slidesparse.layout import Lifted
+from slidesparse.models.packed_mixture import PackedMixture
 from slidesparse.packed import pack_segments
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -139,3 +141,68 @@ def test_experts_may_be_packed_as_one() -> None:
         assert torch.equal(part.scale, one.scale)
     with pytest.raises(InputError, match="rows of experts packed as one; got 48; needed a multiple of 5"):
         split_rows(pack_segments(weight, "6:8", scale=scale), 5)
+
+
+# -- inference -------------------------------------------------------------------------------------------------------
+
+
+def tokens_to_run(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """What the layer is called with."""
+    return {"x": torch.randn(9, HIDDEN, dtype=dtype), "weights": torch.rand(9, 2), "chosen": routed(9, EXPERTS, 2)}
+
+
+@pytest.mark.parametrize("trained", ["x", "weights"])
+def test_a_gradient_is_refused_in_the_backward_pass(trained: str) -> None:
+    made, tokens = SlideExperts(*experts()), tokens_to_run()
+    expected = made(**tokens)
+    tokens[trained].requires_grad_()
+    y = made(**tokens)
+    assert torch.equal(y, expected)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        y.sum().backward()
+    with pytest.raises(UnsupportedError, match="for inference"):
+        made(tokens["x"][:0], tokens["weights"][:0], tokens["chosen"][:0]).sum().backward()
+
+
+def test_a_mixture_of_transformers_refuses_gradients_too() -> None:
+    tokens = tokens_to_run()
+    y = PackedMixture(SlideExperts(*experts()))(tokens["x"], tokens["chosen"], tokens["weights"].requires_grad_())
+    with pytest.raises(UnsupportedError, match="train the dense model"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_joins_a_graph(mode: Callable[[], Any]) -> None:
+    made, tokens = SlideExperts(*experts()), tokens_to_run()
+    tokens["x"].requires_grad_()
+    with mode():
+        y = made(**tokens)
+    assert not y.requires_grad
+    assert not made(**tokens_to_run()).requires_grad
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiled_experts_refuse_gradients_too(compiler: str) -> None:
+    torch._dynamo.reset()
+    made, tokens = SlideExperts(*experts()), tokens_to_run()
+    expected, run = made(**tokens), torch.compile(made, backend=compiler)
+    with torch.no_grad():
+        assert torch.equal(run(**tokens), expected)
+    tokens["x"].requires_grad_()
+    y = run(**tokens)
+    assert torch.equal(y, expected)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_autocast_changes_no_bit(dtype: torch.dtype, given: torch.dtype) -> None:
+    made, tokens = SlideExperts(*experts(dtype)), tokens_to_run(given)
+    expected = made(**tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = made(**tokens)
+        trained = made(tokens["x"].requires_grad_(), tokens["weights"], tokens["chosen"])
+    assert y.dtype == given
+    assert torch.equal(y, expected)
+    assert torch.equal(trained, expected)

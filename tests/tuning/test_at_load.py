@@ -288,9 +288,12 @@ def test_who_waits_for_another_process_learns_who_was_wrong(monkeypatch: pytest.
     assert choose(PROBLEM).backends == ("dense",)
 
 
-def test_a_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])  # torch's for scales that it does not take
+def test_a_failure_is_one_line(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("CUDA error: unknown\nmore")
+        raise error("CUDA error: unknown\nmore")
 
     monkeypatch.setattr(at_load.LayerMeasurement, "measure", fail)
     loaded(tuner())

@@ -195,7 +195,7 @@ def _prepare(stopwatch: Stopwatch, subject: Subject, rivals: int) -> _Attempt:
         attempt.why_not = "out of memory"
     except SlideSparseError as error:
         attempt.why_not = str(error)
-    except RuntimeError as error:  # torch and vLLM refuse a shape so
+    except (RuntimeError, ValueError) as error:  # torch and vLLM refuse a shape so, and torch scales
         stopwatch.wait()  # raises when the device failed: no result after that would be right
         attempt.why_not = str(error).partition("\n")[0]
     return attempt

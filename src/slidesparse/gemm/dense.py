@@ -72,14 +72,16 @@ class Dense(Reference):
         return torchs if vllm_scaled_mm() is None else f"{release('vLLM', metadata.version('vllm'))}, {torchs}"
 
     def prepare(self, packed: PackedWeight) -> Operand:
-        """Return the weight, zeros in place: [out, K], both padded; for FP8 on a GPU also a float32 1."""
+        """Return the weight, zeros in place: [out, K], both padded; for FP8 also a float32 1."""
         weight = as_bits(packed.unpack())
         padding = (0, -weight.shape[1] % MULTIPLE, 0, -weight.shape[0] % MULTIPLE)
         weight = F.pad(weight, padding).view(packed.dtype)
-        if packed.device.type != "cuda" or packed.dtype not in QUANTISED:
+        if packed.device.type == "cuda" and packed.dtype in QUANTISED:
+            vllm_scaled_mm()
+        if packed.dtype != torch.float8_e4m3fn:
             return (weight,)
-        vllm_scaled_mm()
-        return (weight,) if packed.dtype == torch.int8 else (weight, torch.ones((), device=packed.device))
+        # On a CPU too, from where the layer may move to a GPU. With a type: vLLM changes the default while it loads.
+        return weight, torch.ones((), dtype=torch.float32, device=packed.device)
 
     def accumulator_bytes(self, dtype: torch.dtype, out_dtype: torch.dtype, tokens: int, device: torch.device) -> int:
         """See :class:`slidesparse.gemm.backend.Backend`: 4 where no kernel applies the scales itself."""

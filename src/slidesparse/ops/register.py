@@ -12,30 +12,13 @@ from typing import Any
 import torch
 
 from slidesparse.base import torch_private
-from slidesparse.errors import UnsupportedError
+from slidesparse.ops.inference_only import NoBackward, inference_only
 
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
 
 
-class _NoBackward(torch.autograd.Function):
-    """An operator on tensors that require gradients: its results join the graph, and the backward pass is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, operator: Any, below_autograd: Any, keys: Any, *arguments: Any) -> Any:
-        with below_autograd():
-            return operator.redispatch(keys, *arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise _inference_only()
-
-
 def _refuse_gradients(ctx: Any, *gradients: Any) -> Any:
-    raise _inference_only()
-
-
-def _inference_only() -> UnsupportedError:
-    return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+    raise inference_only()
 
 
 _EAGER: dict[int, bool] = {}
@@ -60,12 +43,16 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
     operator = getattr(torch.ops.slidesparse, name).default
     after_autograd = dispatch.after_autograd
 
+    def below_autograd(keys: Any, *arguments: Any) -> Any:
+        with dispatch.below_autograd():
+            return operator.redispatch(keys, *arguments)
+
     def run(keys: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
-            return _NoBackward.apply(operator, dispatch.below_autograd, keys & after_autograd, *arguments)
+            return NoBackward.apply(below_autograd, keys & after_autograd, *arguments)
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
-            raise _inference_only()
+            raise inference_only()
         if _is_eager(keys, dispatch):
             return kernel(*arguments)
         return operator.redispatch(keys & after_autograd, *arguments)

@@ -148,7 +148,7 @@ class LoadTuner:
             with _current(device), torch.no_grad(), ExitStack() as stack:
                 if self._is_alone(stack, device, end):
                     measure(end)
-        except (RuntimeError, SlideSparseError) as error:  # a broken device fails again where the layer runs
+        except (RuntimeError, ValueError, SlideSparseError) as error:  # a broken device fails again where it runs
             self.log.warning("slidesparse: %s is not measured: %s", name, str(error).partition("\n")[0])
         self.spent_s += self._clock() - start
 

@@ -242,7 +242,7 @@ class LayerMeasurement:
             except SlideSparseError as error:
                 self._faults[form.backend] = str(error)
                 self._wrong |= {form.backend} if isinstance(error, WrongResult) else set()
-            except RuntimeError as error:  # torch and vLLM refuse a shape so
+            except (RuntimeError, ValueError) as error:  # torch and vLLM refuse a shape so, and torch scales
                 self.stopwatch.wait()  # raises when the device failed: no result after that would be right
                 self._faults[form.backend] = str(error).partition("\n")[0]
             if form.backend == DENSE and DENSE not in passes:

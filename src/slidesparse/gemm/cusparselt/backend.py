@@ -162,7 +162,8 @@ class CuSparseLt(Backend):
             )
         operand = [compress_matrix(matrices["2:4"])]
         if "dense" in matrices:
-            operand += [matrices["dense"], torch.ones((), device=packed.device)]
+            # With a type: vLLM packs layers while the model's type is torch's default, and torch refuses such a scale.
+            operand += [matrices["dense"], torch.ones((), dtype=torch.float32, device=packed.device)]
         return tuple(operand)
 
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:

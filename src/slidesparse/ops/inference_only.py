@@ -1,0 +1,58 @@
+"""Run a computation as inference: autocast is off inside, and a backward pass through it is an error.
+
+Rounding has no gradient, so what autograd would find is wrong or nothing at all. A forward pass alone is no mistake:
+whoever evaluates a model outside of ``torch.no_grad`` has parameters that require gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slidesparse.errors import UnsupportedError
+
+
+def inference_only() -> UnsupportedError:
+    """Return the error of a backward pass."""
+    return UnsupportedError("slidesparse layers are for inference", remedy="train the dense model, with its zeros held")
+
+
+class NoBackward(torch.autograd.Function):
+    """A computation on tensors that require gradients: its results join the graph, and the backward pass is an error.
+
+    Called as ``NoBackward.apply(compute, *arguments)``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``compute(*arguments)``, in which autograd records nothing."""
+        return compute(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise inference_only()
+
+
+def infer(compute: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return ``compute(x, *others)``, for what is not one operator.
+
+    Args:
+        compute: What runs; autocast would round its products to 16 bits.
+        x: The activations, on whose device it runs.
+        others: Its other tensors.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return infer(compute, x, *others)
+    if torch.is_grad_enabled() and (x.requires_grad or any(other.requires_grad for other in others)):
+        y: torch.Tensor = NoBackward.apply(compute, x, *others)
+        return y
+    return compute(x, *others)
