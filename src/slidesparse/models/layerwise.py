@@ -121,6 +121,7 @@ def prune_layers(
                 if matching is not None and examples:
                     _fill(linears, pruned)
                     pruned = _matched(layer, linears, pruned, examples, matching)
+                del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
             _advance(layer, index, samples)
