@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,13 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models import layerwise
+from slidesparse.models.hooks import hooked
+from slidesparse.models.layer_stack import Sample, find_layer_list, record_inputs
+from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.match_layer import Example, Matching, match_layer
+from slidesparse.pattern import Pattern
+from slidesparse.prune import get_pruner
 from slidesparse.support import check_pattern
 
 COLUMNS = 32
@@ -170,3 +178,116 @@ def test_what_cannot_be_matched_is_refused_in_one_line(tmp_path: Path) -> None:
             prune_checkpoint(source, tmp_path / "s", wanted, ranks=Ranks(world=world))
         assert "\n" not in str(error.value)
         assert not list(tmp_path.glob("s*"))
+
+
+class Sharing(nn.Module):
+    """A layer that hands its input on in a dict, and reads what the first one handed on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.linear = index, nn.Linear(COLUMNS, COLUMNS, bias=False)
+
+    def forward(self, hidden: torch.Tensor, shared: Any) -> torch.Tensor:
+        found = hidden + self.linear(hidden)
+        shared[self.index] = (found,)
+        return found + shared[0][0]
+
+
+class SharingStack(nn.Module):
+    """Three such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sharing(index) for index in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: Any = UserDict()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x
+
+
+def test_the_dense_layers_read_nothing_of_the_pruned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n and 4 have layers that read the keys and values of earlier ones, out of a dict among their arguments."""
+    torch.manual_seed(0)
+    stack, x = SharingStack(), torch.randn(2, 16, COLUMNS)
+    wanted: list[torch.Tensor] = []
+    with (
+        torch.no_grad(),
+        hooked(one.register_forward_hook(lambda *found: wanted.append(found[-1])) for one in stack.layers),
+    ):
+        stack(x)
+    seen, made = [], layerwise._examples
+
+    def see(layer: Any, index: int, samples: Any, dense: Any) -> list[Example]:
+        seen.append(dense[0].hidden)
+        return made(layer, index, samples, dense)
+
+    monkeypatch.setattr(layerwise, "_examples", see)
+    names = [f"layers.{index}.linear" for index in range(3)]
+    layers = find_layer_list(stack, names)
+    samples, patterns = record_inputs(stack, layers, [{"x": x}]), dict.fromkeys(names, Pattern.parse("2:4"))
+    alone, method = [[name] for name in names], get_pruner("wanda")
+    steps = prune_layers(stack, layers, alone, patterns, method, samples, matching=Matching(2))
+    assert len(list(steps)) == 3
+    for found, dense in zip(seen, wanted, strict=True):
+        assert torch.equal(found, dense)
+    with torch.no_grad():  # and the samples have gone through the pruned ones
+        torch.testing.assert_close(samples[0].hidden, stack(x))
+
+
+def test_layers_share_a_dict_as_before_once_a_sample_is_apart() -> None:
+    tensor, shared = torch.ones(1), {"a": [1]}
+    sample = Sample(tensor, [((tensor, shared), {"more": [shared]}), ((shared,), {})])
+    apart = sample.apart()
+    (same, own), kwargs = apart.arguments[0]
+    assert same is tensor
+    assert own is not shared
+    assert own is kwargs["more"][0]
+    assert own is apart.arguments[1][0][0]
+    own["a"].append(2)
+    assert shared == {"a": [1]}
+
+
+class PlainStack(nn.Module):
+    """Three layers that hand nothing on but a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            found = layer(x, 0.5, shift=0.0)
+            x = found[0] if isinstance(found, tuple) else found  # while inputs are recorded, layers give a state alone
+        return x
+
+
+def test_three_copies_of_the_hidden_states_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page says: a text's states as the pruned layers gave them, as the dense ones did, and the aim."""
+    torch.manual_seed(0)
+    stack, shape, count = PlainStack(), (2, 17, COLUMNS), 8
+    names = [f"layers.{index}.up" for index in range(3)]
+    layers = find_layer_list(stack, names)
+    samples = record_inputs(stack, layers, ({"x": torch.randn(shape)} for _ in range(count)))
+    copies, made = [], layerwise._examples
+
+    def see(*args: Any) -> list[Example]:
+        copies.append(held(shape) / count)
+        found = made(*args)
+        copies.append(held(shape) / count)
+        return found
+
+    monkeypatch.setattr(layerwise, "_examples", see)
+    patterns, method = dict.fromkeys(names, Pattern.parse("2:4")), get_pruner("wanda")
+    alone = [[name] for name in names]
+    assert len(list(prune_layers(stack, layers, alone, patterns, method, samples, matching=Matching(1)))) == 3
+    assert len(copies) == 6
+    assert max(copies) < 3.5
+
+
+def held(shape: tuple[int, ...]) -> int:
+    """Count the storages of tensors of a shape."""
+    gc.collect()
+    alive = (one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == shape)
+    return len({one.untyped_storage().data_ptr() for one in alive})

@@ -6,7 +6,8 @@ then on any one layer can run on its own, so that only its weights need be in me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,27 @@ class Sample:
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def apart(self) -> Sample:
+        """Return a sample that can go through other layers than this one.
+
+        Layers hand things on in dicts and lists among their arguments, such as the keys and values that later layers
+        of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own. Tensors are the same ones.
+        """
+        return Sample(self.hidden, _own_containers(self.arguments, {}))
+
+
+def _own_containers(value: Any, made: dict[int, Any]) -> Any:
+    """Copy dicts, lists and what is in them; ``made`` keeps one that several layers share a single one."""
+    if type(value) is tuple:
+        return tuple(_own_containers(one, made) for one in value)
+    if not isinstance(value, list | MutableMapping):
+        return value
+    if id(value) not in made:
+        own = made[id(value)] = copy.copy(value)
+        for key in range(len(own)) if isinstance(own, list) else list(own):
+            own[key] = _own_containers(own[key], made)
+    return made[id(value)]
 
 
 @dataclass(frozen=True)
@@ -164,9 +186,9 @@ def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torc
             del layer.forward  # the class's own shows again
 
 
-def run_layer(layer: nn.Module, sample: Sample, index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the hidden state that a layer computes from a sample's, or from another one in its place."""
+def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
+    """Return the hidden state that a layer computes from a sample's."""
     args, kwargs = sample.arguments[index]
-    out = layer(sample.hidden if hidden is None else hidden, *args, **kwargs)
+    out = layer(sample.hidden, *args, **kwargs)
     found: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return found

@@ -10,7 +10,7 @@ what these give is half of what a pruned layer is trained to give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def prune_layers(
             whose experts are pruned cannot be matched.
     """
     store, prune_layer, experts = store or LayerStore(), prune_layer or _prune_layer, experts or {}
-    dense = [] if matching is None else [sample.hidden for sample in samples]
+    dense = [] if matching is None else [sample.apart() for sample in samples]
     with torch.no_grad():
         for index, (name, layer) in enumerate(layer_list.items()):
             store.load(name, layer)
@@ -112,8 +112,7 @@ def prune_layers(
                 for names in here
                 for linear in names
             }
-            if matching is not None:
-                dense = [run_layer(layer, sample, index, hidden) for sample, hidden in zip(samples, dense, strict=True)]
+            _advance(layer, index, dense)
             pruned = store.finished(name)
             losses: list[SetLoss] = []
             if pruned is None:
@@ -122,12 +121,18 @@ def prune_layers(
                 if matching is not None and examples:
                     _fill(linears, pruned)
                     pruned = _matched(layer, linears, pruned, examples, matching)
+                del examples  # their memory is the next layer's, whose dense run comes first
                 store.keep(name, pruned, losses)
             _fill(linears, pruned)
-            for sample in samples:
-                sample.hidden = run_layer(layer, sample, index)
+            _advance(layer, index, samples)
             store.release(name, layer)
             yield losses
+
+
+def _advance(layer: nn.Module, index: int, samples: Iterable[Sample]) -> None:
+    """Run a layer on all samples: what it gives is what the next one reads."""
+    for sample in samples:
+        sample.hidden = run_layer(layer, sample, index)
 
 
 def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
@@ -135,14 +140,14 @@ def _fill(linears: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> No
         linears[name].weight.data.copy_(weight)
 
 
-def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Sequence[torch.Tensor]) -> list[Example]:
+def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Sequence[Sample]) -> list[Example]:
     """Return what a layer reads, and what it shall give once it is pruned; it still is dense.
 
     That is the mean of what the dense model gives there and of what the dense layer makes of the inputs as they are.
     The first alone asks a layer to undo what the layers before have lost, which it learns by heart from little text.
     """
     return [
-        Example(sample.hidden, sample.arguments[index], (wanted + run_layer(layer, sample, index)) / 2)
+        Example(sample.hidden, sample.arguments[index], (wanted.hidden + run_layer(layer, sample, index)) / 2)
         for sample, wanted in zip(samples, dense, strict=True)
     ]
 
