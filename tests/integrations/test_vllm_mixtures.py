@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,9 +253,8 @@ def test_auto_goes_by_the_times_of_both_forms(
 
     monkeypatch.setattr(method, "process_weights_after_loading", process)
     shared: list[torch.Tensor | None] = [None, torch.ones(1)]
-    workspace = ModuleType("vllm.v1.worker.workspace")
-    vars(workspace)["_manager"] = SimpleNamespace(_current_workspaces=shared)
-    monkeypatch.setitem(sys.modules, workspace.__name__, workspace)
+    workspace = import_module("vllm.v1.worker.workspace")  # the real one: models that are imported from now on need it
+    monkeypatch.setattr(workspace, "_manager", SimpleNamespace(_current_workspaces=shared))
 
     def apply(self: Any, layer: Any, x: torch.Tensor, *_: Any) -> torch.Tensor:
         shared[0] = torch.ones(9)  # as vLLM's experts do
@@ -555,3 +553,11 @@ def test_tokens_of_other_gpus_reach_packed_experts_or_these_stay_dense(
     assert is_alone(layer) == ("dp_size" not in changed)
     if why is not None:
         assert find_experts(layer, NamedExperts("experts", None)) == why
+
+
+def test_the_warning_knows_experts_that_cannot_be_measured() -> None:
+    """It tells them by words of the reason, which stand in one piece there: a page is held to them."""
+    from slidesparse.integrations.vllm.experts import NOT_ALONE
+    from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED
+
+    assert CANNOT_BE_MEASURED in NOT_ALONE

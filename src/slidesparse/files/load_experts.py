@@ -15,7 +15,7 @@ from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.gemm import Problem
-from slidesparse.gemm.grouped import GroupedProduct, TorchExperts
+from slidesparse.gemm.grouped import GroupedProduct, TorchExperts, grouped_patterns
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.select_grouped import grouped_product
 from slidesparse.models.experts import Experts, find_experts
@@ -77,18 +77,17 @@ class ExpertLoader:
         if any(one.transposed or f"{name}_scale" not in self.checkpoint.files for name, one in tensors.items()):
             return "their weights are transposed, or have no scales"
         patterns = {leaf: self._patterns(experts.layer(leaf), tensors) for leaf in PARAMETERS}
-        if any(len(found) != 1 for found in patterns.values()):
-            return "not all of them were pruned to one pattern"
-        ((gate_up,), (down,)) = patterns.values()
-        for pattern in (gate_up, down):
-            if pattern == DENSE or not pattern.is_uniform:
-                return f"their pattern is {pattern}"
+        found = grouped_patterns(*patterns.values())
+        if isinstance(found, str):
+            return found
+        gate_up, _ = found
         _, out, columns = experts.weights["gate_up_proj"]
         product = self._product(Problem(gate_up, dtype, out, columns, self.device))
         if isinstance(product, str):
             return product
         packed = [
-            self._read(f"{experts.name}.{leaf}", next(iter(patterns[leaf])), experts.count) for leaf in PARAMETERS
+            self._read(f"{experts.name}.{leaf}", pattern, experts.count)
+            for leaf, pattern in zip(PARAMETERS, found, strict=True)
         ]
         return SlideExperts(packed[0], packed[1], product)
 

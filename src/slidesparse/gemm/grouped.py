@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,26 @@ from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Layout, Lifted
 from slidesparse.packed import PackedWeight
+from slidesparse.pattern import DENSE, Pattern
+
+
+def grouped_patterns(gate_up: Collection[Pattern], down: Collection[Pattern]) -> tuple[Pattern, Pattern] | str:
+    """Return the pattern of gate and up and that of down, or why experts with these run dense, in words.
+
+    Args:
+        gate_up: The different patterns to which gate and up of all experts of a layer were pruned.
+        down: Those of down.
+
+    >>> grouped_patterns({Pattern(6, 8), DENSE}, {Pattern(6, 8)})
+    'not all of them were pruned to one pattern'
+    """
+    if len(gate_up) != 1 or len(down) != 1:
+        return "not all of them were pruned to one pattern"
+    (of_gate_up,), (of_down,) = gate_up, down
+    for pattern in (of_gate_up, of_down):
+        if pattern == DENSE or not pattern.is_uniform:
+            return f"their pattern is {pattern}"
+    return of_gate_up, of_down
 
 
 class TokenTile(Protocol):

@@ -12,10 +12,11 @@ from typing import Any
 
 from slidesparse.errors import CheckpointError
 from slidesparse.files.marker import Marker
+from slidesparse.gemm.grouped import grouped_patterns
 from slidesparse.integrations.vllm import NAME
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.pattern import Pattern
 
 COMPRESSED_TENSORS = "compressed-tensors"
 """The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""
@@ -54,8 +55,6 @@ DOWN = ("down_proj", "w2")
 
 JOINED = "gate_up_proj"
 """The name in checkpoints of gate and up as one weight."""
-
-NOT_ONE_PATTERN = "not all of them were pruned to one pattern"
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,10 @@ def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:
     found = {weight.rpartition(".")[2]: p for weight, p in marker.experts.items() if weight.startswith(prefix)}
     if not found:
         return None
-    down = [pattern for leaf, pattern in found.items() if leaf in DOWN]
+    down = {pattern for leaf, pattern in found.items() if leaf in DOWN}
     gate_up = [pattern for leaf, pattern in found.items() if leaf not in DOWN]
-    complete = len(gate_up) == 2 or JOINED in found
-    if not complete or not down or len(set(gate_up)) > 1:
-        return NamedExperts(name, NOT_ONE_PATTERN)
-    for pattern in (gate_up[0], down[0]):
-        if pattern == DENSE or not pattern.is_uniform:
-            return NamedExperts(name, f"their pattern is {pattern}")
-    return NamedExperts(name, (gate_up[0], down[0]))
+    both = len(gate_up) == 2 or JOINED in found
+    return NamedExperts(name, grouped_patterns(set(gate_up) if both else set(), down))
 
 
 def rename_layers(marker: Marker, names: Mapping[str, str | None]) -> Marker:
