@@ -132,7 +132,8 @@ def subject(variant: str, result: torch.Tensor, algorithm: str = "only", backend
 
 def test_shapes_are_those_of_the_paper() -> None:
     assert problems.MODELS["Qwen2.5-7B"][LAYERS.index("gate_up")] == (2 * 18944, 3584)
-    assert set(problems.MODELS) == {"Llama-3.2-1B", "Llama-3.2-3B", "Qwen2.5-7B", "Qwen2.5-14B", "BitNet-2B"}
+    expected = {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3-8B", "Qwen2.5-7B", "Qwen2.5-14B", "BitNet-2B"}
+    assert set(problems.MODELS) == expected
     for qkv, o, gate_up, down in problems.MODELS.values():
         hidden = o[0]
         assert o == (hidden, hidden)

@@ -74,6 +74,7 @@ class Architecture:
 ARCHITECTURES = {
     "Llama-3.2-1B": Architecture("llama", 16, 32, 128256, 64),
     "Llama-3.2-3B": Architecture("llama", 28, 24, 128256),
+    "Llama-3-8B": Architecture("llama", 32, 32, 128256),
     "Qwen2.5-7B": Architecture("qwen2", 28, 28, 152064),
     "Qwen2.5-14B": Architecture("qwen2", 48, 40, 152064),
     "BitNet-2B": Architecture("llama", 30, 20, 128256),  # its shapes; SiLU in place of its squared ReLU
