@@ -326,6 +326,22 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--dtype fp8" in words
 
 
+def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No causal model of transformers has such layers; this one runs twice whenever it is run."""
+
+    def twice(model: Any) -> Any:
+        run = run_once(model)
+        assert run is not None
+        return lambda: (run(), run())
+
+    monkeypatch.setattr(planning, "run_once", twice)
+    with pytest.raises(InputError, match=r"got model\.layers\.0, which runs 2 times; .*; use --method magnitude"):
+        plan_checkpoint(source, source.parent / "plan.json", options(source))
+    assert not (source.parent / "plan.json").exists()
+    by_magnitude = options(source, method="magnitude", patterns=("2:4",))
+    assert plan_checkpoint(source, source.parent / "plan.json", by_magnitude).patterns
+
+
 def test_loads_without_times(source: Path) -> None:
     """The layers of the model are smaller than any that was measured."""
     out = source.parent / "plan.json"

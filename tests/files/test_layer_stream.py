@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import ARCHITECTURES
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, reverse_letters, write_text
+from small_models import make
 from torch import nn
 
 import slidesparse
@@ -447,6 +449,24 @@ def test_models_that_cannot_be_walked() -> None:
     odd = Odd(2)
     with pytest.raises(InputError, match="does not run layers one after the other"):
         record_inputs(odd, find_layer_list(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_layer_that_runs_several_times_is_not_calibrated_on_one_of_them(tmp_path: Path, method: str) -> None:
+    """ALBERT has one layer, which each of its passes calls."""
+    make(tmp_path / "m", ARCHITECTURES["albert"], torch.float32, num_hidden_layers=3)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    outside = ("re:.*mapping_in", "re:predictions.*")
+    options = PruneOptions("6:8", "int8", method, calibration(tmp_path), ignore=outside)
+    told = (
+        "cannot calibrate AlbertForMaskedLM layer by layer; got albert.encoder.albert_layer_groups.0, which runs 3 times; "
+        "needed layers that run once in a forward pass; use --method magnitude"
+    )
+    refuse(tmp_path / "m", re.escape(told), options)
+    refuse(tmp_path / "m", re.escape(told), replace(options, match=2))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(options, method="magnitude", calibration=None))
+    assert summary.patterns
 
 
 def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ from slidesparse.models.experts import (
     find_routers,
     linears_inside,
 )
-from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.parts import text_config
 from slidesparse.models.sensitivity import damage_together, may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
@@ -127,6 +127,8 @@ def plan_checkpoint(
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
     layers = find_layer_list(meta.model, shapes)
+    if pruner.needs_calibration:
+        require_single_passes(meta.model, layers, run)
     times, patterns, basis = _times(
         options, _plan_sets(sets, shapes, (), {}, reached), patterns, len(layers.layers), device
     )

@@ -7,6 +7,7 @@ then on any one layer can run on its own, so that only its weights need be in me
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,13 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, first_line
+from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward."""
+
+CHAIN = "layers that take a hidden state and return the next"
 
 
 @dataclass
@@ -79,11 +83,8 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
     inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
     best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
     if best is None or not inside[best]:
-        raise InputError(
-            f"cannot calibrate {type(model).__name__} layer by layer",
-            got="no list of layers with linears to prune",
-            needed="a model whose layers are in one nn.ModuleList",
-            remedy="use --method magnitude",
+        raise _cannot_calibrate(
+            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList"
         )
     outside = [name for name in names if name not in inside[best]]
     if outside:
@@ -93,6 +94,46 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
             remedy="put them on the ignore list, or use --method magnitude",
         )
     return LayerList(best, list(lists[best]))
+
+
+def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
+    """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
+
+    Args:
+        model: May be on the meta device.
+        layer_list: From :func:`find_layer_list`.
+        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is refused here.
+
+    Raises:
+        InputError: Naming such a layer.
+    """
+    if run is None:
+        return
+    names = {layer: name for name, layer in layer_list.items()}
+    passes = Counter[str]()
+
+    def count(layer: nn.Module, _: object) -> None:
+        passes[names[layer]] += 1
+
+    try:
+        with hooked(layer.register_forward_pre_hook(count) for layer in names), torch.no_grad():
+            run()
+    except InputError:
+        return
+    for name, times in passes.items():
+        if times > 1:
+            raise _cannot_calibrate(
+                model, f"{name}, which runs {times} times", "layers that run once in a forward pass"
+            )
+
+
+def _cannot_calibrate(model: nn.Module, got: str, needed: str) -> InputError:
+    return InputError(
+        f"cannot calibrate {type(model).__name__} layer by layer",
+        got=got,
+        needed=needed,
+        remedy="use --method magnitude",
+    )
 
 
 def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
@@ -148,12 +189,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
-                raise InputError(
-                    f"cannot calibrate {type(model).__name__} layer by layer",
-                    got=first_line(error),
-                    needed="layers that take a hidden state and return the next",
-                    remedy="use --method magnitude",
-                ) from error
+                raise _cannot_calibrate(model, first_line(error), CHAIN) from error
             if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
                 raise InputError(
                     f"{type(model).__name__} does not run {layer_list.name} one after the other",
