@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,37 +165,82 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
         layer_list: From :func:`find_layer_list`.
         batches: Inputs.
     """
-    samples: list[Sample] = []
     _, stack = stack_around(model, layer_list)
+    samples: list[Sample] = []
+    for batch in batches:
+        found = _recorded_either_way(model, stack, layer_list, batch)
+        if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
+            raise InputError(
+                f"{type(model).__name__} does not run {layer_list.name} one after the other",
+                remedy="use --method magnitude",
+            )
+        samples += found
+    return samples
 
-    def stand_in(index: int) -> Callable[..., torch.Tensor]:
-        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+
+def _recorded_either_way(model: nn.Module, stack: nn.Module, layer_list: LayerList, batch: Batch) -> list[Sample]:
+    """Record a batch; the layers give a hidden state as it is, or where that does not work a tuple that begins with it.
+
+    Nobody can tell which before they have weights. A stack that reads more of the tuple is no plain chain.
+    """
+    errors: list[Exception] = []
+    for give in (_alone, _in_a_tuple):
+        try:
+            return _recorded(stack, layer_list, batch, give)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
+            errors.append(error)
+    raise _cannot_calibrate(model, first_line(errors[0]), CHAIN) from errors[0]
+
+
+def _alone(hidden: torch.Tensor) -> object:
+    return hidden
+
+
+def _in_a_tuple(hidden: torch.Tensor) -> object:
+    return (hidden,)
+
+
+def _recorded(
+    stack: nn.Module, layer_list: LayerList, batch: Batch, give: Callable[[torch.Tensor], object]
+) -> list[Sample]:
+    samples: list[Sample] = []
+
+    def stand_in(index: int) -> Callable[..., object]:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
             if index == 0:
                 samples.append(Sample(hidden))
+            _require_handed_on(samples[-1].hidden, hidden, [*args, *kwargs.values()])
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
                 raise _Recorded
-            return hidden
+            return give(hidden)
 
         return forward
 
-    with _forwards(layer_list.layers, [stand_in(index) for index in range(len(layer_list.layers))]):
-        for batch in batches:
-            before = len(samples)
-            try:
-                stack(**batch)
-            except _Recorded:
-                pass
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
-                raise _cannot_calibrate(model, first_line(error), CHAIN) from error
-            if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
-                raise InputError(
-                    f"{type(model).__name__} does not run {layer_list.name} one after the other",
-                    remedy="use --method magnitude",
-                )
+    stand_ins = [stand_in(index) for index in range(len(layer_list.layers))]
+    with _forwards(layer_list.layers, stand_ins), suppress(_Recorded):
+        stack(**batch)
     return samples
+
+
+def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterable[object]) -> None:
+    """Refuse what a stack makes of a hidden state that it takes for several things, which its layers would give.
+
+    T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
+
+    Raises:
+        ValueError: A window is read in place of the hidden state, or next to it.
+    """
+    cut = [one for one in others if isinstance(one, torch.Tensor) and _is_cut_from(one, given)]
+    for one in (hidden, *cut):
+        if one.shape != given.shape:
+            raise ValueError(f"a layer reads {list(one.shape)} of a hidden state {list(given.shape)}")
+
+
+def _is_cut_from(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
@@ -212,7 +257,7 @@ def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.T
 
 
 @contextmanager
-def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torch.Tensor]]) -> Iterator[None]:
+def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> Iterator[None]:
     for layer, forward in zip(layers, forwards, strict=True):
         layer.forward = forward
     try:
