@@ -48,7 +48,9 @@ def add_prune(commands: Commands) -> None:
         " (default: 0, none)",
     )
     prune.add_argument(
-        "--smooth", action="store_true", help="fold outliers of activations into weights, exactly, before rounding"
+        "--smooth",
+        action="store_true",
+        help="fold outliers of activations into weights before rounding, by powers of two",
     )
     prune.add_argument(
         "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
