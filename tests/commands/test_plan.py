@@ -236,6 +236,23 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
 
 
+def test_the_dense_predictions_are_kept_in_the_type_of_the_model(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many words as a model knows, for each token of the windows: gigabytes."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    linears, pruner, two_of_four = find_targets(model).linears, get_pruner("magnitude"), Pattern.parse("2:4")
+    seen, made = [], sensitivity.mean_divergence
+
+    def see(dense: Any, *others: Any) -> float:
+        seen.extend(one.dtype for one in dense)
+        return made(dense, *others)
+
+    monkeypatch.setattr(sensitivity, "mean_divergence", see)
+    groups, ids = [[name] for name in list(linears)[:2]], [{"input_ids": torch.randint(3, 70, (2, 16))}]
+    assert len(list(measure_sensitivities(model, groups, [two_of_four], pruner, ids, ids))) == 2
+    assert damage_together(model, groups, dict.fromkeys(linears, two_of_four), pruner, ids, ids) > 0
+    assert seen == [torch.bfloat16] * 3
+
+
 def options(source: Path, **changes: Any) -> PlanOptions:
     given: dict[str, Any] = {
         "target": Target(speedup=1.2),

@@ -25,6 +25,9 @@ from slidesparse.models.layerwise import prune_layers
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
 
+TOKENS_AT_ONCE = 128
+"""Tokens whose predictions are in float32 at a time: with 152,000 words a copy takes 78 MB, and a window's 1.2 GB."""
+
 
 @dataclass(frozen=True)
 class Sensitivity:
@@ -83,7 +86,7 @@ def measure_sensitivities(
     known, experts = known or {}, experts or {}
     layer_list = find_layer_list(model, [name for names in sets for name in names])
     samples = record_inputs(model, layer_list, batches)
-    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    dense = [model(**batch).logits for batch in held_out]
     for index, (layer_name, layer) in enumerate(layer_list.items()):
         here = {tuple(names): _together(names, experts) for names in sets if names[0].startswith(f"{layer_name}.")}
         weights: dict[str, Any] = {
@@ -131,7 +134,7 @@ def damage_together(
         InputError: The divergence is NaN or Inf.
     """
     experts = experts or {}
-    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    dense = [model(**batch).logits for batch in held_out]
     alone = [several for names in sets for several in _together(names, experts)]
     layer_of = {several[0]: names[0] for names in sets for several in _together(names, experts)}
     of_all = {name: patterns[layer_of[several[0]]] for several in alone for name in several}
@@ -171,7 +174,7 @@ def _damage(
         pruner: The method.
         inputs: First name -> what the method knows of the inputs.
         held_out: Inputs on which predictions are compared.
-        dense: Predictions of the dense model.
+        dense: Logits of the dense model.
     """
     kept = {name: weight.detach().clone() for weights in sets.values() for name, weight in weights.items()}
     try:
@@ -193,19 +196,25 @@ def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch
     ``sum p (exp(d) - 1 - d)`` with ``d = log q - log p``: no term is negative, so float32 keeps its digits.
 
     Args:
-        dense: Log-probabilities ``log p`` of every batch, float32 [..., vocabulary].
+        dense: Logits of ``p`` of every batch [..., vocabulary], in the type in which the model gives them.
         logits: Number of a batch -> logits of ``q``, like ``dense``.
 
     Raises:
         InputError: It is NaN or Inf.
     """
     total, tokens = 0.0, 0
-    for i, log_p in enumerate(dense):
-        log_q = F.log_softmax(logits(i).to(torch.float32), -1)
-        p, d = log_p.exp(), log_q - log_p
-        terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
-        total += float(terms.sum(dtype=torch.float64))
-        tokens += log_p.shape[:-1].numel()
+    for i, of_p in enumerate(dense):
+        several = (one.flatten(0, -2).split(TOKENS_AT_ONCE) for one in (of_p, logits(i)))
+        total += math.fsum(_divergence(*both) for both in zip(*several, strict=True))
+        tokens += of_p.shape[:-1].numel()
     if not math.isfinite(total):
         raise InputError("the model's predictions are NaN or Inf", remedy="check the checkpoint with slidesparse eval")
     return max(total / tokens, 0.0)
+
+
+def _divergence(of_p: torch.Tensor, of_q: torch.Tensor) -> float:
+    """Return the sum over some tokens, of whose logits there are several copies in float32 meanwhile."""
+    log_p, log_q = (F.log_softmax(logits.to(torch.float32), -1) for logits in (of_p, of_q))
+    p, d = log_p.exp(), log_q - log_p
+    terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
+    return float(terms.sum(dtype=torch.float64))
