@@ -41,7 +41,7 @@ def test_the_same_model_and_one_that_is_broken() -> None:
 
 
 def test_few_tokens_are_in_float32_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of a window may be hundreds of megabytes in 16 bits, and what is computed of them is several copies."""
+    """The logits of a window may be hundreds of megabytes in 16 bits, and several copies are computed of them."""
     torch.manual_seed(0)
     p = torch.randn(2, 3 * TOKENS_AT_ONCE + 5, 40, dtype=torch.bfloat16)
     q = p + 0.1 * torch.randn_like(p)

@@ -135,7 +135,7 @@ def plan_checkpoint(
     undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
     require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, times)
     config: Any = meta.model.config
-    windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
+    windows = calibration_windows(checkpoint.path, config, _windows_of(options)).to(device)
     model = load_any(source, device)
     require_causal(model)
     weights = calibrated_experts(model, reached)
@@ -281,8 +281,10 @@ def _calibration_words(calibration: Calibration) -> str:
     )
 
 
-def _with_held_out(calibration: Calibration) -> Calibration:
-    return Calibration(calibration.file, calibration.samples + HELD_OUT, calibration.length, calibration.seed)
+def _windows_of(options: PlanOptions) -> Calibration:
+    """Return the text: the windows on which damage is measured come first, then those that the method sees."""
+    seen = options.calibration.samples if get_pruner(options.method).needs_calibration else 0
+    return replace(options.calibration, samples=HELD_OUT + seen)
 
 
 def _require_backend(
