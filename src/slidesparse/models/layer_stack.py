@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +23,11 @@ from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward."""
+
+Give = Callable[[torch.Tensor], object]
+"""What a layer gives for the next hidden state."""
+
+Found = TypeVar("Found")
 
 CHAIN = "layers that take a hidden state and return the next"
 
@@ -168,7 +174,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     _, stack = stack_around(model, layer_list)
     samples: list[Sample] = []
     for batch in batches:
-        found = _recorded_either_way(model, stack, layer_list, batch)
+        found = _either_way(model, partial(_recorded, stack, layer_list, batch))
         if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
             raise InputError(
                 f"{type(model).__name__} does not run {layer_list.name} one after the other",
@@ -178,15 +184,15 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
     return samples
 
 
-def _recorded_either_way(model: nn.Module, stack: nn.Module, layer_list: LayerList, batch: Batch) -> list[Sample]:
-    """Record a batch; the layers give a hidden state as it is, or where that does not work a tuple that begins with it.
+def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
+    """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
 
     Nobody can tell which before they have weights. A stack that reads more of the tuple is no plain chain.
     """
     errors: list[Exception] = []
     for give in (_alone, _in_a_tuple):
         try:
-            return _recorded(stack, layer_list, batch, give)
+            return run(give)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
@@ -202,9 +208,7 @@ def _in_a_tuple(hidden: torch.Tensor) -> object:
     return (hidden,)
 
 
-def _recorded(
-    stack: nn.Module, layer_list: LayerList, batch: Batch, give: Callable[[torch.Tensor], object]
-) -> list[Sample]:
+def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> list[Sample]:
     samples: list[Sample] = []
 
     def stand_in(index: int) -> Callable[..., object]:
@@ -247,9 +251,16 @@ def _is_cut_from(one: torch.Tensor, other: torch.Tensor) -> bool:
 def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.Tensor:
     """Return what the stack gives for a batch when its layers give what they read; they may have no weights yet."""
     _, stack = stack_around(model, layer_list)
+    return _either_way(model, partial(_passed, stack, layer_list, batch))
 
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
+
+def _passed(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> torch.Tensor:
+    read: list[torch.Tensor] = []
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        read.append(hidden)
+        _require_handed_on(read[0], hidden, ())
+        return give(hidden)
 
     with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
         found: torch.Tensor = stack(**batch)[0]
