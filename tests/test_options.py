@@ -36,6 +36,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no type": ([*PRUNE, "--dtype", "int4"], "unknown weight type; got 'int4'"),
     "no samples": ([*WANDA, "--samples", "0"], "calibration windows (--samples); got 0; needed 1 or more"),
     "no pattern of a plan": ([*PLAN, "--patterns", "6:8", "6_8"], "not a pattern; got '6_8'"),
+    "samples of a plan by magnitude": (
+        [*PLAN, "--method", "magnitude", "--samples", "64"],
+        "options without effect; got --samples with --method magnitude; needed a method that sees calibration windows",
+    ),
     "no load": ([*PLAN, "--at", "mix"], "load of a plan; got 'mix'"),
     "no backend": ([*PLAN, "--backend", "magic"], "unknown backend; got 'magic'"),
     "windows of tasks": (

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import slidesparse.commands.plan as planning
 from slidesparse.cli import main
 from slidesparse.commands.plan import describe, plan_checkpoint
 from slidesparse.commands.plan_file import as_options, read_plan
-from slidesparse.commands.plan_options import PlanOptions, parse_gain
+from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.commands.sensitivity_file import opened_measurements
 from slidesparse.commands.step_time import LayerTimes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.calibration import Calibration
+from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer
@@ -236,6 +237,23 @@ def test_damage_by_definition_and_the_model_is_as_before(source: Path) -> None:
             assert one.damage == pytest.approx(expected, rel=1e-3, abs=1e-7)  # float32 softmax
 
 
+def test_the_dense_predictions_are_kept_in_the_type_of_the_model(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many words as a model knows, for each token of the windows: gigabytes."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    linears, pruner, two_of_four = find_targets(model).linears, get_pruner("magnitude"), Pattern.parse("2:4")
+    seen, made = [], sensitivity.mean_divergence
+
+    def see(dense: Any, *others: Any) -> float:
+        seen.extend(one.dtype for one in dense)
+        return made(dense, *others)
+
+    monkeypatch.setattr(sensitivity, "mean_divergence", see)
+    groups, ids = [[name] for name in list(linears)[:2]], [{"input_ids": torch.randint(3, 70, (2, 16))}]
+    assert len(list(measure_sensitivities(model, groups, [two_of_four], pruner, ids, ids))) == 2
+    assert damage_together(model, groups, dict.fromkeys(linears, two_of_four), pruner, ids, ids) > 0
+    assert seen == [torch.bfloat16] * 3
+
+
 def options(source: Path, **changes: Any) -> PlanOptions:
     given: dict[str, Any] = {
         "target": Target(speedup=1.2),
@@ -324,6 +342,46 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
+
+
+def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No causal model of transformers has such layers; this one runs twice whenever it is run."""
+
+    def twice(model: Any) -> Any:
+        run = run_once(model)
+        assert run is not None
+        return lambda: (run(), run())
+
+    monkeypatch.setattr(planning, "run_once", twice)
+    with pytest.raises(InputError, match=r"got model\.layers\.0, which runs 2 times; .*; use --method magnitude"):
+        plan_checkpoint(source, source.parent / "plan.json", options(source))
+    assert not (source.parent / "plan.json").exists()
+    by_magnitude = options(source, method="magnitude", patterns=("2:4",))
+    assert plan_checkpoint(source, source.parent / "plan.json", by_magnitude).patterns
+
+
+def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text may be that short, and no window goes through the layers for statistics that nobody reads."""
+    for module in (sensitivity, planning):
+        for name in ("collect_grams", "record_inputs", "prune_layers"):
+            monkeypatch.setattr(module, name, lambda *_: pytest.fail("the method is calibrated"), raising=False)
+    text = source.parent / "short.txt"
+    text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])
+    wanted = options(source, method="magnitude", patterns=("6:8", "2:4"), calibration=Calibration(str(text), length=32))
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    assert plan.damage > 0
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    windows = calibration_windows(source, model.config, replace(wanted.calibration, samples=HELD_OUT))
+    with torch.no_grad():
+        before = [model(ids[None]).logits for ids in windows]
+        for name, pattern in plan.patterns.items():
+            weight = model.get_submodule(name).weight
+            if pattern != DENSE:
+                weight.copy_(get_pruner("magnitude").prune(Linears({name: weight}, pattern))[name])
+        found = sensitivity.mean_divergence(before, lambda i: model(windows[i][None]).logits)
+    assert plan.together == pytest.approx(found, rel=1e-4)
 
 
 def test_loads_without_times(source: Path) -> None:
@@ -487,7 +545,7 @@ def test_json_is_not_mixed_with_what_the_solver_prints(
 
     monkeypatch.setattr(scipy.optimize, "milp", chatty)
     command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
-    command += ["--calibration", str(source.parent / "text.txt"), "--samples", "4", "--length", "16", "--device", "cpu"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--device", "cpu"]
     assert main([*command, "--patterns", "6:8", "--speedup", "1.1", "--json"]) == 0
     libc.fflush(None)
     told = capfd.readouterr()

@@ -104,6 +104,7 @@ def test_the_float_model_computes_what_it_did(
         ("cohere", {"tie_word_embeddings": False}, "another result of model.norm"),
         ("gpt-neox", {}, "gpt_neox.layers.0.input_layernorm with a bias; needed RMSNorms with a gain"),
         ("opt", {"tie_word_embeddings": False}, "with a bias"),
+        ("mpt", {"n_layers": 6, "tie_word_embeddings": False}, "another result of transformer.norm_f"),
         ("bloom", {}, "transformer.word_embeddings_layernorm, which not only linears read"),
         ("mixtral", {}, "routers that read it"),
     ],

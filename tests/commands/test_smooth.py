@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import add_tokenizer, make_source, write_text
+from checkpoints import SMALL, add_tokenizer, make_source, write_text
 from interrupted_reads import interrupt
 from small_models import make
+from torch import nn
 
 from slidesparse.commands.prune import prune_checkpoint
 from slidesparse.commands.prune_options import PruneOptions
@@ -20,8 +21,10 @@ from slidesparse.errors import InputError
 from slidesparse.files import smoothing
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.smoothing import SmoothedCheckpoint, find_smoothing, smooth_checkpoint
+from slidesparse.models.hooks import hooked
 from slidesparse.models.layerwise import SetLoss
 from slidesparse.models.smooth import MOST, Fold, exponents, find_folds
 from slidesparse.models.sparsify import run_once
@@ -32,13 +35,19 @@ from slidesparse.quant import dequantize, quantize_rows
 CPU = torch.device("cpu")
 
 
-def with_outliers(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Path:
-    """A model in which two channels of every norm are forty times as large as the others."""
-    source = make_source(folder, kind, dtype)
+def with_outliers(folder: Path, dtype: torch.dtype = torch.bfloat16, small: bool = False) -> Path:
+    """A model in which two channels of every norm are forty times as large as the others.
+
+    With ``small``, others are small in their turn, and so are weights, as those of large models.
+    """
+    source = make_source(folder, "llama", dtype)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     for name, value in model.named_parameters():
         if "norm" in name and value.dim() == 1:
             value.data[[3, 17]] *= 40
+            value.data[20:36] *= 0.02 if small else 1
+        elif "_proj" in name:
+            value.data *= (100 if "o_proj" in name or "down_proj" in name else 0.01) if small else 1
     model.save_pretrained(source)
     return source
 
@@ -71,6 +80,34 @@ def test_the_float_model_is_the_same_bit_for_bit(dtype: torch.dtype, tmp_path: P
         assert not torch.equal(smoothed.tensor(name), Checkpoint(source).tensor(name))
         model.get_parameter(name).data.copy_(smoothed.tensor(name))
     assert torch.equal(logits(model, ids), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_trials_in_16_bits_find_all_norms(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU layers run in the model's type, in which factors took bits off small FP16 weights: nothing was found."""
+
+    def as_on_a_gpu(*given: Any, compute: torch.dtype | None = None) -> DenseLayers:
+        return DenseLayers(*given, compute=compute or dtype)
+
+    monkeypatch.setattr(smoothing, "DenseLayers", as_on_a_gpu)
+    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
+    smoothed = smoothed_by(with_outliers(tmp_path, dtype, small=True), ids, tmp_path / "kept")
+    assert len([name for name in smoothed.factors if "norm" in name]) == 2 * SMALL["num_hidden_layers"]
+
+
+def test_fp16_loses_no_more_than_the_page_says(tmp_path: Path) -> None:
+    source = with_outliers(tmp_path, torch.float16, small=True)
+    ids = torch.randint(3, 70, (6, 16), generator=torch.Generator().manual_seed(0))
+    smoothed = smoothed_by(source, ids, tmp_path / "kept")
+    lost = 0
+    for name, factor in smoothed.factors.items():
+        found, exact = smoothed.tensor(name), Checkpoint(source).tensor(name).double() * factor
+        assert found.dtype == torch.float16
+        wrong = found.double() != exact
+        assert bool((exact[wrong].abs() < 2**-14).all())
+        assert float((found.double() - exact).abs().max()) <= 2**-25
+        lost += int(wrong.sum())
+    assert lost
 
 
 def test_int8_of_a_model_with_outliers_is_better(tmp_path: Path) -> None:
@@ -209,6 +246,30 @@ def test_a_norm_whose_output_the_next_layer_reads_is_left_alone(tmp_path: Path) 
     with pytest.raises(InputError, match=r"no norm of BertModel can be smoothed"):
         prune_checkpoint(tmp_path / "m", tmp_path / "made", options(tmp_path / "m", ignore=("pooler.dense",)))
     assert not (tmp_path / "made").exists()
+
+
+@torch.no_grad()
+def test_a_trial_leaves_no_keys_and_values(tmp_path: Path) -> None:
+    """Later layers of Gemma 4 read those of earlier ones, out of a dict: those of a rejected trial would be others."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    changes = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
+    model = make(tmp_path / "m", ARCHITECTURES["gemma4-text"], torch.float32, **changes)
+    ids = torch.randint(3, 70, (2, 16), generator=torch.Generator().manual_seed(0))
+    wanted: list[torch.Tensor] = []
+
+    def see(_: nn.Module, __: Any, out: Any) -> None:
+        wanted.append(out[0] if isinstance(out, tuple) else out)
+
+    with hooked(layer.register_forward_hook(see) for layer in model.model.layers):
+        model(ids, use_cache=False)
+    linears = [name for name in find_targets(model).linears if name.startswith("model.layers.")]
+    layers = DenseLayers(Checkpoint(tmp_path / "m"), linears, ids, CPU)
+    for name, index in layers.walk("try", progress=False):
+        torch.testing.assert_close(torch.cat(layers.outputs(index)), wanted[index])
+        weights = [module.weight for module in layers.modules([name])[name].modules() if isinstance(module, nn.Linear)]
+        for weight in weights:
+            weight.copy_(weight.flip(0))
+        assert not torch.equal(layers.output(index), wanted[index][:1])
 
 
 def test_only_norms_that_linears_alone_read(tmp_path: Path) -> None:

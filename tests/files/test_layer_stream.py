@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from architectures import ARCHITECTURES
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, reverse_letters, write_text
+from small_models import make
 from torch import nn
 
 import slidesparse
@@ -26,7 +28,8 @@ from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.texts import read_text
-from slidesparse.models.layer_stack import find_layer_list, record_inputs
+from slidesparse.models.hooks import hooked
+from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.models.sparsify import run_once, sets_to_prune
 from slidesparse.models.targets import find_targets, input_sets
@@ -447,6 +450,96 @@ def test_models_that_cannot_be_walked() -> None:
     odd = Odd(2)
     with pytest.raises(InputError, match="does not run layers one after the other"):
         record_inputs(odd, find_layer_list(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
+
+
+def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
+    """A random model of an architecture in memory, and its layers."""
+    found = ARCHITECTURES[name]
+    known = getattr(transformers, found.model, None)
+    if known is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {found.model}")
+    torch.manual_seed(0)
+    model = known(known.config_class(**{**found.config, **changes})).float().eval()
+    linears = list(find_targets(model).linears)
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    most = max(lists, key=lambda outer: sum(name.startswith(f"{outer}.") for name in linears))
+    return model, find_layer_list(model, [name for name in linears if name.startswith(f"{most}.")])
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["t5", "t5-encoder", "xlnet", "deberta-v2", "rwkv", "bamba"])
+def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: int) -> None:
+    """Its layers give several things; a batch with as many windows would pass for these."""
+    model, layers = make_stack(name)
+    ids = torch.randint(3, 90, (windows, 32), generator=torch.Generator().manual_seed(0))
+    told = f"cannot calibrate {type(model).__name__} layer by layer; got ValueError: .*; use --method magnitude"
+    with pytest.raises(InputError, match=told):
+        record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [
+        ("mpt", "n_layers"),
+        ("bloom", "num_hidden_layers"),
+        ("falcon", "num_hidden_layers"),
+        ("gpt-j", "n_layer"),
+        ("llama", "num_hidden_layers"),
+    ],
+)
+def test_deep_stacks_whose_layers_give_a_tuple(name: str, depth: str) -> None:
+    """One window of the hidden state, then one token of it, then one number was taken for the next hidden state."""
+    model, layers = make_stack(name, **{depth: 6})
+    ids = torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(0))
+    wanted: list[torch.Tensor] = []
+
+    def see(_: nn.Module, __: Any, out: Any) -> None:
+        wanted.append(out[0] if isinstance(out, tuple) else out)
+
+    with torch.no_grad(), hooked(layer.register_forward_hook(see) for layer in layers.layers):
+        model(ids, use_cache=False)
+    [sample] = record_inputs(model, layers, [{"input_ids": ids, "use_cache": False}])
+    with torch.no_grad():
+        for index, layer in enumerate(layers.layers):
+            sample.hidden = run_layer(layer, sample, index)
+            torch.testing.assert_close(sample.hidden, wanted[index])
+
+
+def test_a_stack_that_takes_an_argument_out_of_the_hidden_state_is_refused() -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bias = None
+            for layer in self.layers:
+                out = layer(x, bias)
+                x, bias = (out, out[1]) if isinstance(out, torch.Tensor) else out
+            return x
+
+    stack = Biased()
+    layers = find_layer_list(stack, [f"layers.{index}" for index in range(3)])
+    with pytest.raises(InputError, match=r"cannot calibrate Biased layer by layer; got .*; use --method magnitude"):
+        record_inputs(stack, layers, [{"x": torch.ones(2, 8, 32)}])
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_layer_that_runs_several_times_is_not_calibrated_on_one_of_them(tmp_path: Path, method: str) -> None:
+    """ALBERT has one layer, which each of its passes calls."""
+    make(tmp_path / "m", ARCHITECTURES["albert"], torch.float32, num_hidden_layers=3)
+    add_tokenizer(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    outside = ("re:.*mapping_in", "re:predictions.*")
+    options = PruneOptions("6:8", "int8", method, calibration(tmp_path), ignore=outside)
+    told = (
+        "cannot calibrate AlbertForMaskedLM layer by layer; got albert.encoder.albert_layer_groups.0, "
+        "which runs 3 times; needed layers that run once in a forward pass; use --method magnitude"
+    )
+    refuse(tmp_path / "m", re.escape(told), options)
+    refuse(tmp_path / "m", re.escape(told), replace(options, match=2))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(options, method="magnitude", calibration=None))
+    assert summary.patterns
 
 
 def test_the_bar_shows_the_loss(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

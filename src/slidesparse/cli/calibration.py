@@ -48,3 +48,20 @@ def calibration_of(options: argparse.Namespace) -> Calibration | None:
             remedy="add --calibration FILE, with --method wanda or sparsegpt, or leave them out",
         )
     return None
+
+
+def refuse_samples(options: argparse.Namespace) -> None:
+    """Refuse a number of windows for a method that sees none, where others read the text all the same.
+
+    Raises:
+        InputError: ``--samples`` is given.
+    """
+    from slidesparse.prune import get_pruner
+
+    if options.samples is not None and not get_pruner(options.method).needs_calibration:
+        raise InputError(
+            "options without effect",
+            got=f"--samples with --method {options.method}",
+            needed="a method that sees calibration windows",
+            remedy="use --method sparsegpt or wanda, or leave out --samples",
+        )

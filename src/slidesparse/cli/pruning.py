@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
-from slidesparse.cli.calibration import add_calibration, calibration_of
+from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
 from slidesparse.cli.together import add_join_timeout, one_voice, own_device
 from slidesparse.errors import InputError
 
@@ -48,7 +48,9 @@ def add_prune(commands: Commands) -> None:
         " (default: 0, none)",
     )
     prune.add_argument(
-        "--smooth", action="store_true", help="fold outliers of activations into weights, exactly, before rounding"
+        "--smooth",
+        action="store_true",
+        help="fold outliers of activations into weights before rounding, by powers of two",
     )
     prune.add_argument(
         "--reorder", action="store_true", help="put channels inside MLPs into an order in which groups lose less"
@@ -207,6 +209,7 @@ def _plan(options: argparse.Namespace) -> int:
     from slidesparse.commands.plan_options import CANDIDATES, PlanOptions, parse_gain
     from slidesparse.models.choose_patterns import Target
 
+    refuse_samples(options)
     wanted = PlanOptions(
         target=Target(options.speedup, options.sparsity, options.memory),
         calibration=cast("Calibration", calibration_of(options)),  # argparse requires it

@@ -56,7 +56,7 @@ from slidesparse.models.experts import (
     find_routers,
     linears_inside,
 )
-from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.parts import text_config
 from slidesparse.models.sensitivity import damage_together, may_have, measure_sensitivities
 from slidesparse.models.sparsify import require_alike, run_once, sets_to_prune
@@ -127,13 +127,15 @@ def plan_checkpoint(
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
     layers = find_layer_list(meta.model, shapes)
+    if pruner.needs_calibration:
+        require_single_passes(meta.model, layers, run)
     times, patterns, basis = _times(
         options, _plan_sets(sets, shapes, (), {}, reached), patterns, len(layers.layers), device
     )
     undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
     require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, times)
     config: Any = meta.model.config
-    windows = calibration_windows(checkpoint.path, config, _with_held_out(options.calibration)).to(device)
+    windows = calibration_windows(checkpoint.path, config, _windows_of(options)).to(device)
     model = load_any(source, device)
     require_causal(model)
     weights = calibrated_experts(model, reached)
@@ -279,8 +281,10 @@ def _calibration_words(calibration: Calibration) -> str:
     )
 
 
-def _with_held_out(calibration: Calibration) -> Calibration:
-    return Calibration(calibration.file, calibration.samples + HELD_OUT, calibration.length, calibration.seed)
+def _windows_of(options: PlanOptions) -> Calibration:
+    """Return the text: the windows on which damage is measured come first, then those that the method sees."""
+    seen = options.calibration.samples if get_pruner(options.method).needs_calibration else 0
+    return replace(options.calibration, samples=HELD_OUT + seen)
 
 
 def _require_backend(

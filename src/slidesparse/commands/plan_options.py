@@ -31,7 +31,8 @@ class PlanOptions:
 
     Attributes:
         target: The speed-up, share of zeros or size to reach.
-        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured.
+        calibration: Text that the method sees, and ``HELD_OUT`` windows more on which damage is measured. A method that
+            needs no calibration sees none of its ``samples``.
         method: Pruning method that will be used.
         patterns: Patterns that linears may get, besides staying dense.
         mma_gain: How much faster a 2:4 multiply is than a dense one of the same size: 2, or about 1.6 on Hopper. It

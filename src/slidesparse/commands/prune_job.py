@@ -25,7 +25,7 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
-from slidesparse.models.layer_stack import find_layer_list
+from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
 from slidesparse.models.weight_reads import read_without_calling
@@ -72,7 +72,7 @@ class PruneJob:
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.pruner = get_pruner(options.method)
-        self.windows = self._calibration_windows(options)
+        self.windows = self._calibration_windows(options, run)
         self.expert_rows = None if self.windows is None else self.experts.to_calibrate()
         self.source = Source(checkpoint, self.meta, self.experts, self.source_dtype, self.patterns, run)
         self.steps = steps_of(options, self.source, self.dtype)
@@ -128,11 +128,11 @@ class PruneJob:
             return None
         return set() if self.steps.smooth is not None else self.source.foldable()
 
-    def _calibration_windows(self, options: PruneOptions) -> torch.Tensor | None:
+    def _calibration_windows(self, options: PruneOptions, run: Callable[[], object] | None) -> torch.Tensor | None:
         """Return the windows of calibration text, or None; refuse unusable ones before anything is written."""
         if options.calibration is None:
             return None
-        find_layer_list(self.meta.model, self.patterns)
+        require_single_passes(self.meta.model, find_layer_list(self.meta.model, self.patterns), run)
         return calibration_windows(self.checkpoint.path, getattr(self.meta.model, "config", None), options.calibration)
 
     def _check_tensors(self) -> None:

@@ -67,8 +67,8 @@ class DenseLayers:
         return self._outputs
 
     def output(self, index: int) -> torch.Tensor:
-        """Run a layer on the first sample, as it is now."""
-        return run_layer(self.layer_list.layers[index], self.samples[0], index)
+        """Run a layer on the first sample, as it is now; what later layers read of this one stays what it was."""
+        return run_layer(self.layer_list.layers[index], self.samples[0].apart(), index)
 
     def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
         """Return modules of the model by name."""

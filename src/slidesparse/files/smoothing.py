@@ -14,6 +14,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
+from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import find_layer_list
 from slidesparse.models.smooth import Fold, exponents, find_folds, fold
@@ -22,7 +23,7 @@ KEPT = "smoothing.safetensors"
 
 
 class SmoothedCheckpoint(Checkpoint):
-    """A checkpoint whose norms and linears are scaled when they are read.
+    """A checkpoint whose norms and linears are scaled when they are read, in their own type.
 
     Args:
         source: The checkpoint on disk, whose files are left as they are.
@@ -106,9 +107,20 @@ def smooth_checkpoint(
     """
 
     def find() -> dict[str, torch.Tensor]:
-        return _find_factors(DenseLayers(checkpoint, linears, windows, device), folds, progress)
+        layers = DenseLayers(checkpoint, linears, windows, device, compute=_type_of_trials(checkpoint))
+        return _find_factors(layers, folds, progress)
 
     return SmoothedCheckpoint(checkpoint, kept_tensors(folder / KEPT, find))
+
+
+def _type_of_trials(checkpoint: Checkpoint) -> torch.dtype | None:
+    """Return the type in which layers are tried; None: the usual one.
+
+    A norm that does not multiply shows in any type. In FP16 a trial would refuse others as well, since factors round
+    weights below 2^-14.
+    """
+    stored = {checkpoint.stored(name).dtype for name in checkpoint.files}
+    return torch.float32 if STORED_NAMES[torch.float16] in stored else None
 
 
 @torch.no_grad()

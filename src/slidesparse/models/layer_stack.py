@@ -7,19 +7,29 @@ then on any one layer can run on its own, so that only its weights need be in me
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from slidesparse.errors import InputError, first_line
+from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
 
 Batch = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward."""
+
+Give = Callable[[torch.Tensor], object]
+"""What a layer gives for the next hidden state."""
+
+Found = TypeVar("Found")
+
+CHAIN = "layers that take a hidden state and return the next"
 
 
 @dataclass
@@ -79,11 +89,8 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
     inside = {layer_list: [name for name in names if name.startswith(f"{layer_list}.")] for layer_list in lists}
     best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
     if best is None or not inside[best]:
-        raise InputError(
-            f"cannot calibrate {type(model).__name__} layer by layer",
-            got="no list of layers with linears to prune",
-            needed="a model whose layers are in one nn.ModuleList",
-            remedy="use --method magnitude",
+        raise _cannot_calibrate(
+            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList"
         )
     outside = [name for name in names if name not in inside[best]]
     if outside:
@@ -93,6 +100,46 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
             remedy="put them on the ignore list, or use --method magnitude",
         )
     return LayerList(best, list(lists[best]))
+
+
+def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable[[], object] | None) -> None:
+    """Refuse layers that run several times in one forward pass, as ALBERT's do: calibration would see one pass alone.
+
+    Args:
+        model: May be on the meta device.
+        layer_list: From :func:`find_layer_list`.
+        run: Runs the model once, on any input; None where it cannot be run. Where it fails, nothing is refused here.
+
+    Raises:
+        InputError: Naming such a layer.
+    """
+    if run is None:
+        return
+    names = {layer: name for name, layer in layer_list.items()}
+    passes = Counter[str]()
+
+    def count(layer: nn.Module, _: object) -> None:
+        passes[names[layer]] += 1
+
+    try:
+        with hooked(layer.register_forward_pre_hook(count) for layer in names), torch.no_grad():
+            run()
+    except InputError:
+        return
+    for name, times in passes.items():
+        if times > 1:
+            raise _cannot_calibrate(
+                model, f"{name}, which runs {times} times", "layers that run once in a forward pass"
+            )
+
+
+def _cannot_calibrate(model: nn.Module, got: str, needed: str) -> InputError:
+    return InputError(
+        f"cannot calibrate {type(model).__name__} layer by layer",
+        got=got,
+        needed=needed,
+        remedy="use --method magnitude",
+    )
 
 
 def stack_around(model: nn.Module, layer_list: LayerList) -> tuple[str, nn.Module]:
@@ -124,51 +171,96 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
         layer_list: From :func:`find_layer_list`.
         batches: Inputs.
     """
-    samples: list[Sample] = []
     _, stack = stack_around(model, layer_list)
+    samples: list[Sample] = []
+    for batch in batches:
+        found = _either_way(model, partial(_recorded, stack, layer_list, batch))
+        if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
+            raise InputError(
+                f"{type(model).__name__} does not run {layer_list.name} one after the other",
+                remedy="use --method magnitude",
+            )
+        samples += found
+    return samples
 
-    def stand_in(index: int) -> Callable[..., torch.Tensor]:
-        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+
+def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
+    """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
+
+    Nobody can tell which before they have weights. A stack that reads more of the tuple is no plain chain.
+    """
+    errors: list[Exception] = []
+    for give in (_alone, _in_a_tuple):
+        try:
+            return run(give)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
+            errors.append(error)
+    raise _cannot_calibrate(model, first_line(errors[0]), CHAIN) from errors[0]
+
+
+def _alone(hidden: torch.Tensor) -> object:
+    return hidden
+
+
+def _in_a_tuple(hidden: torch.Tensor) -> object:
+    return (hidden,)
+
+
+def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> list[Sample]:
+    samples: list[Sample] = []
+
+    def stand_in(index: int) -> Callable[..., object]:
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
             if index == 0:
                 samples.append(Sample(hidden))
+            _require_handed_on(samples[-1].hidden, hidden, [*args, *kwargs.values()])
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
                 raise _Recorded
-            return hidden
+            return give(hidden)
 
         return forward
 
-    with _forwards(layer_list.layers, [stand_in(index) for index in range(len(layer_list.layers))]):
-        for batch in batches:
-            before = len(samples)
-            try:
-                stack(**batch)
-            except _Recorded:
-                pass
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except Exception as error:  # a stack that is no plain chain can stumble over the stand-ins in any way
-                raise InputError(
-                    f"cannot calibrate {type(model).__name__} layer by layer",
-                    got=first_line(error),
-                    needed="layers that take a hidden state and return the next",
-                    remedy="use --method magnitude",
-                ) from error
-            if len(samples) != before + 1 or len(samples[-1].arguments) != len(layer_list.layers):
-                raise InputError(
-                    f"{type(model).__name__} does not run {layer_list.name} one after the other",
-                    remedy="use --method magnitude",
-                )
+    stand_ins = [stand_in(index) for index in range(len(layer_list.layers))]
+    with _forwards(layer_list.layers, stand_ins), suppress(_Recorded):
+        stack(**batch)
     return samples
+
+
+def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterable[object]) -> None:
+    """Refuse what a stack makes of a hidden state that it takes for several things, which its layers would give.
+
+    T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
+
+    Raises:
+        ValueError: A window is read in place of the hidden state, or next to it.
+    """
+    cut = [one for one in others if isinstance(one, torch.Tensor) and _is_cut_from(one, given)]
+    for one in (hidden, *cut):
+        if one.shape != given.shape:
+            raise ValueError(f"a layer reads {list(one.shape)} of a hidden state {list(given.shape)}")
+
+
+def _is_cut_from(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
 def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.Tensor:
     """Return what the stack gives for a batch when its layers give what they read; they may have no weights yet."""
     _, stack = stack_around(model, layer_list)
+    return _either_way(model, partial(_passed, stack, layer_list, batch))
 
-    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
+
+def _passed(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> torch.Tensor:
+    read: list[torch.Tensor] = []
+
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        read.append(hidden)
+        _require_handed_on(read[0], hidden, ())
+        return give(hidden)
 
     with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
         found: torch.Tensor = stack(**batch)[0]
@@ -176,7 +268,7 @@ def run_around(model: nn.Module, layer_list: LayerList, batch: Batch) -> torch.T
 
 
 @contextmanager
-def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., torch.Tensor]]) -> Iterator[None]:
+def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., object]]) -> Iterator[None]:
     for layer, forward in zip(layers, forwards, strict=True):
         layer.forward = forward
     try:

@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_grams import Inputs
 from slidesparse.models.expert_weights import ExpertWeight
 from slidesparse.models.grams import collect_grams, take_inputs
 from slidesparse.models.layer_stack import Batch, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
+
+TOKENS_AT_ONCE = 128
+"""Tokens whose predictions are in float32 at a time: with 152,000 words a copy takes 78 MB, and a window's 1.2 GB."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def measure_sensitivities(
         sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
         patterns: The patterns to try; ``DENSE`` needs no measuring and is skipped, and so are partial ones for experts.
         pruner: The method that will prune.
-        batches: Inputs whose statistics the method sees.
+        batches: Inputs whose statistics the method sees, if it needs calibration.
         held_out: Inputs on which predictions are compared.
         known: (first linear of a set, pattern) -> damage that was measured before.
         experts: Weights of the experts among the sets, by name.
@@ -82,8 +84,8 @@ def measure_sensitivities(
     """
     known, experts = known or {}, experts or {}
     layer_list = find_layer_list(model, [name for names in sets for name in names])
-    samples = record_inputs(model, layer_list, batches)
-    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    samples = record_inputs(model, layer_list, batches) if pruner.needs_calibration else []
+    dense = [model(**batch).logits for batch in held_out]
     for index, (layer_name, layer) in enumerate(layer_list.items()):
         here = {tuple(names): _together(names, experts) for names in sets if names[0].startswith(f"{layer_name}.")}
         weights: dict[str, Any] = {
@@ -93,16 +95,17 @@ def measure_sensitivities(
             for name in several
         }
         heads = [several[0] for together in here.values() for several in together]
-        grams = collect_grams(layer, index, {head: weights[head] for head in heads}, samples)
+        grams = collect_grams(layer, index, {head: weights[head] for head in heads}, samples) if samples else {}
         for sample in samples:
             sample.hidden = run_layer(layer, sample, index)
         for names, together in here.items():
-            inputs = {several[0]: take_inputs(several[0], weights[several[0]], grams) for several in together}
+            read = [several[0] for several in together] if pruner.needs_calibration else []
+            of_inputs = {head: take_inputs(head, weights[head], grams).gram for head in read}
             for pattern in (one for one in patterns if may_have(one, experts=names not in together)):
                 damage = known.get((names[0], str(pattern)))
                 if damage is None:
                     found = {several[0]: {name: weights[name].weight for name in several} for several in together}
-                    damage = _damage(model, found, pattern, pruner, inputs, held_out, dense)
+                    damage = _damage(model, found, pattern, pruner, of_inputs, held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
 
 
@@ -123,7 +126,7 @@ def damage_together(
         sets: Linears that read one input; or the names under which the weights of all experts of a layer are pruned.
         patterns: Linear -> pattern.
         pruner: The method.
-        batches: Inputs whose statistics the method sees.
+        batches: Inputs whose statistics the method sees, if it needs calibration.
         held_out: Inputs on which predictions are compared.
         experts: Weights of the experts among the sets, by name.
 
@@ -131,15 +134,32 @@ def damage_together(
         InputError: The divergence is NaN or Inf.
     """
     experts = experts or {}
-    dense = [F.log_softmax(model(**batch).logits.to(torch.float32), -1) for batch in held_out]
+    dense = [model(**batch).logits for batch in held_out]
     alone = [several for names in sets for several in _together(names, experts)]
     layer_of = {several[0]: names[0] for names in sets for several in _together(names, experts)}
     of_all = {name: patterns[layer_of[several[0]]] for several in alone for name in several}
-    layer_list = find_layer_list(model, of_all)
-    samples = record_inputs(model, layer_list, batches)
-    for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
-        pass
+    if pruner.needs_calibration:
+        layer_list = find_layer_list(model, of_all)
+        samples = record_inputs(model, layer_list, batches)
+        for _ in prune_layers(model, layer_list, alone, of_all, pruner, samples, experts=experts):
+            pass
+    else:
+        _prune_without_text(model, alone, of_all, pruner, experts)
     return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
+
+
+def _prune_without_text(
+    model: Any,
+    sets: Sequence[Sequence[str]],
+    patterns: Mapping[str, Pattern],
+    pruner: Pruner,
+    experts: Mapping[str, ExpertWeight],
+) -> None:
+    """Prune a model in place by a method that needs no calibration."""
+    for names in (names for names in sets if patterns[names[0]] != DENSE):
+        weights = {name: (experts[name] if name in experts else model.get_submodule(name)).weight for name in names}
+        for name, pruned in pruner.prune(Linears(weights, patterns[names[0]])).items():
+            weights[name].data.copy_(pruned)
 
 
 def may_have(pattern: Pattern, *, experts: bool) -> bool:
@@ -158,7 +178,7 @@ def _damage(
     sets: Mapping[str, Mapping[str, torch.Tensor]],
     pattern: Pattern,
     pruner: Pruner,
-    inputs: Mapping[str, Inputs],
+    grams: Mapping[str, torch.Tensor],
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
@@ -169,14 +189,14 @@ def _damage(
         sets: First name of what the method sees together -> name -> weight, in the model's memory.
         pattern: Their pattern.
         pruner: The method.
-        inputs: First name -> what the method knows of the inputs.
+        grams: First name -> the gram matrix of the inputs; none where the method needs no calibration.
         held_out: Inputs on which predictions are compared.
-        dense: Predictions of the dense model.
+        dense: Logits of the dense model.
     """
     kept = {name: weight.detach().clone() for weights in sets.values() for name, weight in weights.items()}
     try:
         for head, weights in sets.items():
-            found = Linears({name: kept[name] for name in weights}, pattern, inputs[head].gram)
+            found = Linears({name: kept[name] for name in weights}, pattern, grams.get(head))
             for name, pruned in pruner.prune(found).items():
                 weights[name].data.copy_(pruned)
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
@@ -193,19 +213,25 @@ def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch
     ``sum p (exp(d) - 1 - d)`` with ``d = log q - log p``: no term is negative, so float32 keeps its digits.
 
     Args:
-        dense: Log-probabilities ``log p`` of every batch, float32 [..., vocabulary].
+        dense: Logits of ``p`` of every batch [..., vocabulary], in the type in which the model gives them.
         logits: Number of a batch -> logits of ``q``, like ``dense``.
 
     Raises:
         InputError: It is NaN or Inf.
     """
     total, tokens = 0.0, 0
-    for i, log_p in enumerate(dense):
-        log_q = F.log_softmax(logits(i).to(torch.float32), -1)
-        p, d = log_p.exp(), log_q - log_p
-        terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
-        total += float(terms.sum(dtype=torch.float64))
-        tokens += log_p.shape[:-1].numel()
+    for i, of_p in enumerate(dense):
+        several = (one.flatten(0, -2).split(TOKENS_AT_ONCE) for one in (of_p, logits(i)))
+        total += math.fsum(_divergence(*both) for both in zip(*several, strict=True))
+        tokens += of_p.shape[:-1].numel()
     if not math.isfinite(total):
         raise InputError("the model's predictions are NaN or Inf", remedy="check the checkpoint with slidesparse eval")
     return max(total / tokens, 0.0)
+
+
+def _divergence(of_p: torch.Tensor, of_q: torch.Tensor) -> float:
+    """Return the sum over some tokens, of whose logits there are several copies in float32 meanwhile."""
+    log_p, log_q = (F.log_softmax(logits.to(torch.float32), -1) for logits in (of_p, of_q))
+    p, d = log_p.exp(), log_q - log_p
+    terms = torch.where(d < 1, p * (d.expm1() - d), log_q.exp() - p - p * d)  # exp(d) may be too large where p is 0
+    return float(terms.sum(dtype=torch.float64))

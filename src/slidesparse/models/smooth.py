@@ -6,8 +6,9 @@ that the other channels round to few steps. Dividing channel ``j`` of the norm's
 and Efficient Post-Training Quantization for Large Language Models" (2023), with ``s_j = sqrt(max |x_j| / max |w_j|)``.
 
 Here ``s_j`` is rounded to a power of two, and one common power is taken out, which scales of tokens and rows absorb
-anyway. So folding is exact in every float type: a layer whose outputs do not stay the same bit for bit, as that of a
-norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros.
+anyway. So folding is exact in BF16 and float32: a layer whose outputs do not stay the same bit for bit, as that of a
+norm with a gain of ``1 + weight``, is left alone. Zeros stay zeros. FP16 has few exponents: what a factor takes below
+2^-14 is rounded to a multiple of 2^-24. So layers of an FP16 model are tried in float32.
 """
 
 from __future__ import annotations
