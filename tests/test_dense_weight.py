@@ -116,6 +116,8 @@ def test_torchs_transformer_runs_with_sparse_linears(compiled: bool) -> None:
         lambda w: w.data.zero_(),
         lambda w: w.detach().add_(1.0),
         lambda w: w.data.__setitem__(0, 1.0),
+        lambda w: torch.add(WEIGHT, 1.0, out=w),
+        lambda w: torch.clamp(w, min=0.0, out=w.data),
     ],
 )
 def test_writing_behind_it_is_refused_too(write: Callable[[torch.Tensor], object]) -> None:

@@ -28,7 +28,8 @@ class DenseWeight(torch.Tensor):
     """A weight [out, in] that is made by a function, anew for every torch function that needs its values.
 
     Shape, type and device are known before; strides are not, until it is made. A view is of a weight that was made, and
-    what is written into it is lost.
+    what is written into it is lost: a view that refuses would be a promise of its own, and every product with
+    ``weight.t()`` would make the weight twice.
     """
 
     make: Callable[[], torch.Tensor]
@@ -66,6 +67,8 @@ class DenseWeight(torch.Tensor):
         writes = name in ("__set__", "__setitem__") or re.fullmatch(r"[a-z].*_", name) is not None
         if writes and args and isinstance(args[0], cls):
             cls.refuse(name)
+        if isinstance((kwargs or {}).get("out"), cls):
+            cls.refuse(f"{name} with out=")
         return func(*_made(args), **_made(dict(kwargs or {})))
 
     @classmethod

@@ -21,9 +21,9 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem, speed_files
 from slidesparse.gemm.cusparselt import tune as cusparselt_tune
 from slidesparse.gemm.reference import Reference
-from slidesparse.gemm.speed import Installation, LayerSpeed
+from slidesparse.gemm.speed import Installation, LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import load_speeds, tuned_path
-from slidesparse.records import DENSE_VARIANT, Case, Record
+from slidesparse.records import DENSE_VARIANT, Case, Record, Tried
 
 GPU = "Test GPU"
 LIBRARIES = {"dense": "torch 2.11", "cusparselt": "cuSPARSELt 0.8"}
@@ -68,6 +68,41 @@ def test_layer_times_are_those_that_auto_may_take() -> None:
     assert speed.layer_speeds(records) == [
         LayerSpeed("int8", 48, 32, (64, 256), {"dense": (3.0, 10.0), "cusparselt 6:8": (None, 4.0)})
     ]
+
+
+WRONG = WrongForm("int8", 48, 32, "cusparselt 6:8")
+
+
+def _wrong(of: Case, **options: Any) -> list[Record]:
+    why = "WRONG RESULT; got relative error 0.1; needed at most 0.01"
+    return [
+        record(of, DENSE_VARIANT, 3.0, backend="dense", **options),
+        record(of, "6:8", None, backend="cusparselt", why_not=why, **options),
+    ]
+
+
+def test_a_form_that_is_wrong_at_one_number_of_tokens_has_no_time_at_any() -> None:
+    at_64, at_256 = _linear(64), _linear(256)
+    at_48 = replace(at_64, out_features=64)
+    records = [*_ours(at_256, 10.0, 4.0), *_wrong(at_64), *_ours(at_48, 3.0, 2.0)]
+    assert speed.wrong_forms(records) == [WRONG]
+    assert [layer.us["cusparselt 6:8"] for layer in speed.layer_speeds(records)] == [(None, None), (2.0,)]
+    others = [
+        record(at_64, DENSE_VARIANT, None, backend="dense", why_not="WRONG RESULT"),
+        record(at_64, "auto 6:8", None, backend="auto", why_not="WRONG RESULT"),
+        record(replace(at_64, benchmark="gemm"), "6:8", None, backend="cusparselt", why_not="WRONG RESULT"),
+    ]
+    assert speed.wrong_forms(others) == []
+    whole = Case("grouped", "Mixtral-8x7B", "experts, balanced", "int8", 64, 3 * 14336, 4096)
+    experts = record(whole, "6:8", None, backend="hopper", why_not="WRONG RESULT")
+    assert speed.wrong_forms([experts]) == [WrongForm("int8", 28672, 4096, "8 experts, 2 a token: hopper 6:8")]
+
+
+def test_a_later_comparison_that_is_right_is_believed() -> None:
+    old, new = "2026-11-20T10:00:00.000000+00:00", "2026-11-21T10:00:00.000000+00:00"
+    wrong, right = _wrong(_linear(64), started=old), _ours(_linear(64), 3.0, 2.0, started=new)
+    assert speed.wrong_forms(right + wrong) == []
+    assert speed.wrong_forms(_ours(_linear(64), 3.0, 2.0, started=old) + _wrong(_linear(64), started=new)) == [WRONG]
 
 
 def test_the_latest_comparison_counts() -> None:
@@ -117,7 +152,8 @@ def test_layers_are_measured_on_every_backend_that_auto_may_take(monkeypatch: py
     job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
     assert [[len(lap) for lap in laps] for laps in job.laps()] == [[3, 3]]  # at two M's; two layers have one size
     watched = session(FakeStopwatch())
-    (layers,) = tune.measure_layers(job, watched)
+    ((layers, wrong),) = tune.measure_layers(job, watched)
+    assert wrong == []
     assert [(layer.out, layer.columns, layer.tokens) for layer in layers] == [
         (48, 32, (32, 64)),
         (32, 32, (32, 64)),
@@ -136,8 +172,24 @@ def test_a_layer_that_a_backend_cannot_run_has_no_time_of_it(monkeypatch: pytest
     monkeypatch.setattr(Reference, "why_not", why_not)
     monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 64)))
     job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [32], ["reference"])
-    (layers,) = tune.measure_layers(job, session(FakeStopwatch()))
+    ((layers, _),) = tune.measure_layers(job, session(FakeStopwatch()))
     assert {layer.out: "reference 6:8" in layer.us for layer in layers} == {48: True, 96: False, 32: True}
+
+
+@pytest.mark.usefixtures("short_stretches")
+def test_a_layer_that_is_wrong_while_it_is_measured_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "accelerated", True)
+    monkeypatch.setitem(problems.MODELS, "Tiny", ((48, 32), (32, 32), (96, 32), (32, 32)))
+    right = Reference.matmul
+
+    def wrong_beyond_32_tokens(self: Reference, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return right(self, x, *arguments) * (1.1 if self.name == "reference" and len(x) > 32 else 1)
+
+    monkeypatch.setattr(Reference, "matmul", wrong_beyond_32_tokens)
+    job = tune.make_job(["Tiny"], ["6:8"], ["int8"], [64, 32])
+    ((layers, wrong),) = tune.measure_layers(job, session(FakeStopwatch()))
+    assert wrong == [WrongForm("int8", out, 32, "reference 6:8") for out in (48, 32, 96)]
+    assert {layer.us["reference 6:8"] for layer in layers} == {(None, None)}
 
 
 def test_without_cusparselt_no_algorithm_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +265,52 @@ def test_layer_times_of_records_become_the_users_table(tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("gpu")
+def test_wrong_forms_are_named_in_the_table_and_by_the_exit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(256), 4.0, 3.0) + _wrong(_linear(64))))
+    assert main(["tune", "--from", str(path)]) == 1
+    assert "WRONG RESULT: int8 48x32, cusparselt 6:8: auto does not take it here" in capsys.readouterr().out
+    table = load_speeds(tuned_path(HERE))
+    assert table is not None
+    assert table.wrong == (WRONG,)
+    assert table.layers[0].us["cusparselt 6:8"] == (None, None)
+    monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
+    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [([], [WRONG]), (list(table.layers), [])])
+    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
+    assert main(["tune", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["wrong"] == [
+        {"dtype": "int8", "out": 48, "columns": 32, "name": "cusparselt 6:8"}
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_bench_finds_wrong_is_marked(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
+    monkeypatch.setattr(problems, "cases", lambda name, profile: [_linear(64)])
+    monkeypatch.setitem(runner.MEASURE, "linear", lambda of, case: _ours(case, 4.0, 3.0))
+    words = ["bench", "linear", *(["--json"] if as_json else []), "--out"]
+    assert main([*words, str(tmp_path / "right.jsonl")]) == 0
+    assert not tuned_path(HERE).exists()
+    found = [replace(one, tried=(Tried("it", None, one.why_not),)) for one in _wrong(_linear(64))]
+    monkeypatch.setitem(runner.MEASURE, "linear", lambda of, case: found)
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "wrong.jsonl")]) == 1
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out)["wrong"]
+    else:
+        assert out.endswith("WRONG RESULT: int8 48x32, cusparselt 6:8: auto does not take it here\n")
+    table = load_speeds(tuned_path(HERE))
+    assert table is not None
+    assert (table.wrong, table.layers) == ((WRONG,), ())
+
+
+@pytest.mark.usefixtures("gpu")
 def test_records_of_another_driver_are_kept_as_its_times(tmp_path: Path) -> None:
     path, older = tmp_path / "r.jsonl", replace(MACHINE, driver="570.1")
     path.write_text("".join(r.to_line() + "\n" for r in _ours(_linear(64), 4.0, 3.0, machine=older)))
@@ -270,7 +368,7 @@ def test_the_command_searches_then_measures(
 ) -> None:
     layer = LayerSpeed("int8", 48, 32, (64,), {"dense": (4.0,), "cusparselt 6:8": (2.0,)})
     monkeypatch.setattr(tune, "search_algorithms", lambda job: [])
-    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [[layer]])
+    monkeypatch.setattr(tune, "measure_layers", lambda job, where: [([layer], [])])
     monkeypatch.setattr(runner, "cuda_session", lambda profile: session())
     assert main(["tune", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layers"][0]["us"]["dense"] == [4.0]

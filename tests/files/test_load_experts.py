@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +22,12 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import PatternViolation
 from slidesparse.files import load_experts
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.gemm import expert_times
 from slidesparse.gemm.grouped import TorchExperts
+from slidesparse.linear import SlideLinear
 from slidesparse.models.experts import Experts, find_experts
 from slidesparse.models.packed_mixture import DESCRIBED, why_not_packed
+from slidesparse.pattern import Pattern
 
 IDS = torch.arange(12)[None]
 
@@ -123,6 +128,60 @@ def test_a_gpu_is_asked_for_its_kernel(tmp_path: Path, monkeypatch: pytest.Monke
     path = pruned(tmp_path, "qwen3-moe")
     assert packed_mixtures(slidesparse.load(path, fallback="none"))
     assert {(str(p.pattern), p.dtype, p.out_features, p.in_features) for p in asked} == {("6:8", torch.int8, 96, 64)}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The CPU passes for a Hopper GPU without any times, on which the definition multiplies."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(expert_times, "can_be_timed", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(load_experts, "grouped_product", lambda problem: Grouped())
+    linear = partial(SlideLinear, backend="auto")  # whatever is asked for: no linear is the matter here
+    monkeypatch.setattr("slidesparse.files.load.SlideLinear", lambda *of, backend, **more: linear(*of, **more))
+
+
+class Grouped(TorchExperts):
+    """A product that is not the definition."""
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("concerned", "loading", "product"),
+    [
+        ({}, {"fallback": "none"}, TorchExperts),
+        ({}, {"backend": "hopper", "fallback": "none"}, Grouped),  # asked for
+        ({"top_k": 1}, {"fallback": "none"}, Grouped),
+        ({"down": Pattern(4, 6)}, {"fallback": "none"}, Grouped),
+    ],
+)
+def test_a_product_that_was_wrong_here_is_not_taken(
+    tmp_path: Path, concerned: dict[str, Any], loading: dict[str, Any], product: type
+) -> None:
+    path, pattern = pruned(tmp_path, "qwen3-moe"), Pattern(6, 8)
+    kind = expert_times.ExpertKind(torch.int8, pattern, pattern, 64, 48, 4, 4, 2, torch.device("cpu"))
+    assert type(packed_mixtures(slidesparse.load(path, **loading))[0].slide.product) is Grouped
+    expert_times.keep_expert_times(replace(kind, **concerned), None, ["hopper"])
+    assert type(packed_mixtures(slidesparse.load(path, **loading))[0].slide.product) is product
+
+
+@pytest.mark.usefixtures("gpu")
+def test_experts_whose_product_was_wrong_run_dense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path, pattern = pruned(tmp_path, "qwen3-moe"), Pattern(6, 8)
+    kind = expert_times.ExpertKind(torch.int8, pattern, pattern, 64, 48, 4, 4, 2, torch.device("cpu"))
+    expert_times.keep_expert_times(kind, None, ["hopper"])
+    # A device of another type, as far as this choice goes.
+    choose = load_experts.ExpertLoader._product
+    elsewhere = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(
+        load_experts.ExpertLoader, "_product", lambda self, kind: choose(self, replace(kind, device=elsewhere))
+    )
+    assert not packed_mixtures(slidesparse.load(path))
+    assert "run dense: hopper: its result was wrong when it was measured here" in caplog.text
 
 
 def test_weights_that_break_the_pattern_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,11 @@ from checkpoints import add_tokenizer, make_checkpoint, make_source, write_text
 
 import slidesparse
 from slidesparse.cli import main
-from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.commands.prune import PruneOptions, plan_of, prepare, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, SlideSparseError
 from slidesparse.files import staging
 from slidesparse.files.calibration import Calibration
-from slidesparse.files.staging import Workplace, new_folder, staged
+from slidesparse.files.staging import Workplace, differences, new_folder, staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
 
@@ -124,6 +125,26 @@ def test_an_error_makes_way_for_other_options_and_an_interruption_does_not(tmp_p
         assert not work.is_finished("one.safetensors", LAYOUT)
         write(work)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["one.safetensors", "s"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "differ"),
+    [
+        ({}, "options, slidesparse, windows"),
+        ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": None}, "windows"),
+        (
+            {"options": {"pattern": "4:6"}, "slidesparse": "2", "windows": "ab"},
+            "options.pattern, options.match, slidesparse",
+        ),
+        ({"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab", "device": "cpu"}, "device"),
+    ],
+)
+def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict[str, Any], differ: str) -> None:
+    first = {"options": {"pattern": "6:8", "match": 0}, "slidesparse": "1", "windows": "ab"}
+    stopped(tmp_path, KeyboardInterrupt(), first)
+    says = f"{tmp_path}/s.partial holds the unfinished output of another run; got another {differ}; needed"
+    with pytest.raises(CheckpointError, match=re.escape(says)), staged(tmp_path / "s", tmp_path / "m", plan, 0):
+        pass
 
 
 def test_an_error_says_what_is_kept(tmp_path: Path) -> None:
@@ -234,6 +255,31 @@ def test_a_damaged_layer_is_calibrated_again(tmp_path: Path, monkeypatch: pytest
     flipped(tmp_path / "s.partial/kept/model.layers.0.safetensors")
     prune_checkpoint(source, tmp_path / "s", options)
     assert contents(tmp_path / "s") == contents(tmp_path / "whole")
+
+
+def plans(tmp_path: Path, options: PruneOptions, device: str) -> dict[str, Any]:
+    return plan_of(prepare(tmp_path / "m", tmp_path / "s", options, device, "refuse"), options)
+
+
+def test_another_version_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a version changes in a method would else stand beside what an earlier one wrote."""
+    make_checkpoint(tmp_path / "m")
+    before = plans(tmp_path, INT8, "cpu")
+    monkeypatch.setattr("slidesparse.commands.prune.__version__", "99")
+    assert differences(before, plans(tmp_path, INT8, "cpu")) == ["slidesparse"]
+
+
+def test_another_kind_of_device_is_another_run_where_its_bits_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source(tmp_path, "llama", torch.float32)
+    assert source == tmp_path / "m"
+    monkeypatch.setattr("slidesparse.commands.prune.usable_device", torch.device)
+    wanda = PruneOptions("6:8", "int8", "wanda", Calibration(str(tmp_path / "text.txt"), 4, 16))
+    cuda = plans(tmp_path, wanda, "cuda:1")
+    assert cuda == plans(tmp_path, wanda, "cuda:0")
+    assert differences(cuda, plans(tmp_path, wanda, "cpu")) == ["device"]
+    assert plans(tmp_path, INT8, "cuda") == plans(tmp_path, INT8, "cpu")
 
 
 def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -238,3 +239,52 @@ def test_many_empty_documents_are_too_many(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "t.jsonl").write_text('{"text": ""}\n' * 30)
     with pytest.raises(InputError, match=r"t.jsonl holds too much text"):
         read_documents(tmp_path / "t.jsonl")
+
+
+class SavedRows:
+    """A stand-in for a data set of ``datasets``: its rows are read as they are asked for, its columns all at once."""
+
+    column_names: ClassVar[list[str]] = ["id", "text"]
+
+    def __init__(self, columns: list[str] | None = None) -> None:
+        self.columns, self.read = columns, 0
+
+    def select_columns(self, columns: list[str]) -> SavedRows:
+        self.columns = columns
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        assert self.columns == ["text"]
+        for _ in range(1000):
+            self.read += 1
+            yield {"text": "x" * 900}
+
+    def __getitem__(self, column: str) -> list[str]:
+        return [row[column] for row in self.select_columns([column])]
+
+
+def test_no_more_of_a_saved_data_set_is_read_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("datasets")
+    saved = SavedRows()
+    module.load_from_disk = lambda path: saved
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    assert len(read_documents(tmp_path)) == saved.read == 1000
+    saved.read = 0
+    monkeypatch.setattr(texts, "MAX_BYTES", 5000)
+    with pytest.raises(InputError, match="holds too much text"):
+        read_documents(tmp_path)
+    assert saved.read == 6
+
+
+def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
+    """By the library itself where it is installed."""
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_dict({"id": [1, 2], "text": ["one", "two"]})
+    plain.save_to_disk(str(tmp_path / "plain"))
+    assert read_documents(tmp_path / "plain") == ["one", "two"]
+    split = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"messages": [CHAT]}), "test": plain})
+    split.save_to_disk(str(tmp_path / "split"))
+    assert read_documents(tmp_path / "split") == [CHAT]
+    datasets.Dataset.from_dict({"id": [1]}).save_to_disk(str(tmp_path / "none"))
+    with pytest.raises(InputError, match=r"is no data set with texts; got .*; needed a folder that datasets"):
+        read_documents(tmp_path / "none")

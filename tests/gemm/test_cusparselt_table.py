@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from slidesparse import InputError
-from slidesparse.gemm.cusparselt import api
+from slidesparse.base import file_lock
+from slidesparse.errors import UnsupportedError
+from slidesparse.gemm.cusparselt import api, table
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
     AlgorithmRecord,
@@ -48,7 +52,43 @@ def test_records_come_back_and_replace_older_ones(tmp_path: Path) -> None:
     newer = replace(RECORD, best=Algorithm(3), time_us=20.0)
     add_records(path, [newer])
     assert sorted(load_algorithms(path), key=lambda record: record.rows) == [newer, other]
-    assert [file.name for file in path.parent.iterdir()] == ["b.json"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["b.json", "b.lock"]
+
+
+def test_two_searches_at_once_keep_the_records_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "table.json", replace(RECORD, rows=2048)
+    write, second = table.replace_file, threading.Thread(target=add_records, args=(path, [other]))
+
+    def meanwhile(*arguments: Any) -> None:
+        if not second.ident:
+            second.start()
+            second.join(0.5)  # it ends here if nothing holds it up
+        write(*arguments)
+
+    monkeypatch.setattr(table, "replace_file", meanwhile)
+    add_records(path, [RECORD])
+    second.join()
+    assert set(load_algorithms(path)) == {RECORD, other}
+
+
+def test_a_file_system_without_locks_keeps_records_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
+    add_records(tmp_path / "table.json", [RECORD])
+    assert load_algorithms(tmp_path / "table.json") == (RECORD,)
+
+
+def test_a_lock_that_is_not_given_back_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "LOCK_S", 0.1)
+    with (
+        file_lock.file_lock(tmp_path / "table.lock", 0),
+        pytest.raises(UnsupportedError, match=r"table.json is in use"),
+    ):
+        add_records(tmp_path / "table.json", [RECORD])
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +103,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="No space left"):
         add_records(path, [replace(RECORD, rows=2048)])
     assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "table.lock"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,18 @@ def test_the_status_is_told_once_after_the_last_layer(caplog: pytest.LogCaptureF
     ]
 
 
+def test_layers_whose_numbers_end_their_names_share_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    status, names = ModelStatus(), ("visual.merger.mlp.0", "visual.merger.mlp.2", "fc1")
+    status.outcomes |= dict.fromkeys(names, SPARSE)
+    status.note_outcome("fc2", SPARSE, LOG)
+    assert caplog.messages[1:] == [
+        "slidesparse: visual.merger.mlp.*: sparse, 6:8 by reference (2 layers)",
+        "slidesparse: fc1: sparse, 6:8 by reference",
+        "slidesparse: fc2: sparse, 6:8 by reference",
+    ]
+
+
 def test_the_memory_of_packed_weights_is_said_with_that_of_dense_ones(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     status = ModelStatus()

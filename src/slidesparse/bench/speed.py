@@ -14,9 +14,10 @@ from slidesparse.gemm import BACKENDS, get_backend
 from slidesparse.gemm.backend import release
 from slidesparse.gemm.expert_times import GROUPED as EXPERTS_BACKEND
 from slidesparse.gemm.expert_times import as_linear, name_prefix
-from slidesparse.gemm.speed import LayerSpeed, times_key
+from slidesparse.gemm.speed import LayerSpeed, WrongForm, times_key
 from slidesparse.pattern import Pattern
 from slidesparse.records import DENSE_VARIANT, GROUPED, Case, Machine, Record
+from slidesparse.tuning.checking import WRONG
 
 WHOLE = f"{LAYER}, {BALANCED}"
 """Cases of whole layers of experts, as a server runs them."""
@@ -75,24 +76,45 @@ def layer_speeds(records: Iterable[Record]) -> list[LayerSpeed]:
     """Return the times of our own layers in records of ``bench linear``, of each problem the latest.
 
     Whole layers of experts, in records of ``bench gemm --grouped``, are among them; tokens chose by chance there.
+    A form that was wrong at one number of tokens has no time at any.
 
     Raises:
         InputError: There are none.
     """
     records = list(records)
-    linears = _latest(records, lambda record: record.case.benchmark == "linear" and _key(record) is not None)
-    experts = _latest(records, _is_of_experts)
+    timed = [record for record in records if record.timing is not None]
+    linears, experts = _latest(timed, _is_of_linear), _latest(timed, _is_of_experts)
     layers = _layers(linears, _sizes_of_linear, _key) + _layers(experts, _sizes_of_experts, _key_of_experts)
     if not layers:
         raise InputError("records without a layer's time", remedy="pass records of slidesparse bench linear")
-    return layers
+    wrong = wrong_forms(records)
+    return [layer.without(form.name for form in wrong if form.is_of(layer)) for layer in layers]
+
+
+def wrong_forms(records: Iterable[Record]) -> list[WrongForm]:
+    """Return the packed forms of layers whose result was wrong when one of their problems was last measured."""
+    records = list(records)
+    linears, experts = _latest(records, _is_of_linear), _latest(records, _is_of_experts)
+    wrong = _wrong_of(linears, _sizes_of_linear, _key) + _wrong_of(experts, _sizes_of_experts, _key_of_experts)
+    return list(dict.fromkeys(wrong))
+
+
+def _wrong_of(
+    latest: Mapping[Case, list[Record]], sizes_of: Callable[[Case], Sizes], key: Callable[[Record], str | None]
+) -> list[WrongForm]:
+    return [
+        WrongForm(*sizes_of(case), name)
+        for case, found in latest.items()
+        for record in found
+        # Dense that is wrong is a fault of no packed form, and always runs.
+        if record.variant != DENSE_VARIANT and (record.why_not or "").startswith(WRONG)
+        if (name := key(record)) is not None
+    ]
 
 
 def _latest(records: Iterable[Record], wanted: Callable[[Record], bool]) -> dict[Case, list[Record]]:
     latest: dict[Case, list[Record]] = {}
-    for record in records:
-        if record.timing is None or not wanted(record):
-            continue
+    for record in filter(wanted, records):
         known = latest.setdefault(record.case, [])
         if known and known[0].started < record.started:
             known.clear()
@@ -123,6 +145,10 @@ def _sizes_of_linear(case: Case) -> Sizes:
 
 def _sizes_of_experts(case: Case) -> Sizes:
     return case.dtype, *MIXTURES[case.model].shape(GATE_UP)
+
+
+def _is_of_linear(record: Record) -> bool:
+    return record.case.benchmark == "linear" and _key(record) is not None
 
 
 def _is_of_experts(record: Record) -> bool:
@@ -176,3 +202,8 @@ def describe(layers: Sequence[LayerSpeed]) -> list[tuple[str, ...]]:
         for name, times in layer.us.items()
         if name != DENSE_VARIANT
     ]
+
+
+def describe_wrong(wrong: Iterable[WrongForm]) -> list[str]:
+    """Return a line for each form that was wrong."""
+    return [f"{WRONG}: {one.dtype} {one.out}x{one.columns}, {one.name}: auto does not take it here" for one in wrong]

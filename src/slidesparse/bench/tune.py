@@ -21,7 +21,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, libraries
-from slidesparse.gemm.speed import LayerSpeed
+from slidesparse.gemm.speed import LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANT_NAMES, parse_dtype
@@ -129,8 +129,12 @@ def search_algorithms(job: TuneJob) -> list[AlgorithmRecord]:
     return records
 
 
-def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]:
-    """Measure whole layers on every backend that ``auto`` may take; gives those of a model in one type at a time."""
+def measure_layers(job: TuneJob, session: Session) -> Iterator[tuple[list[LayerSpeed], list[WrongForm]]]:
+    """Measure whole layers on every backend that ``auto`` may take.
+
+    Yields:
+        The times of the layers of a model in one type, and the forms of them that were wrong.
+    """
     laps, session = job.laps(), replace(session, patterns=job.patterns_of)
     with torch.no_grad(), progress_bar("layers", sum(map(len, laps)), unit="comparisons") as advance:
         for by_tokens in laps:
@@ -138,11 +142,11 @@ def measure_layers(job: TuneJob, session: Session) -> Iterator[list[LayerSpeed]]
             for cases in by_tokens:
                 records += speed.measure(session, cases, job.backends)
                 advance(1)
-            yield speed.layer_speeds(records)
+            yield speed.layer_speeds(records), speed.wrong_forms(records)
 
 
-def recorded_layers(paths: Sequence[Path]) -> tuple[list[LayerSpeed], str | None]:
-    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU, and their driver.
+def recorded_layers(paths: Sequence[Path]) -> tuple[list[LayerSpeed], list[WrongForm], str | None]:
+    """Return the layer times of records that ``slidesparse bench linear`` made on this GPU, what was wrong, the driver.
 
     Raises:
         InputError: They are of another GPU, of other libraries or of two drivers, or hold no such times.
@@ -169,14 +173,27 @@ def recorded_layers(paths: Sequence[Path]) -> tuple[list[LayerSpeed], str | None
     layers, drivers = speed.layer_speeds(records), {machine.driver for machine in machines}
     if len(drivers) > 1:
         raise InputError("records of several drivers", got=sorted(map(str, drivers)), needed="those of one at a time")
-    return layers, drivers.pop()
+    return layers, speed.wrong_forms(records), drivers.pop()
 
 
-def store_layers(layers: Sequence[LayerSpeed], driver: str | None = None) -> Path:
+def mark_wrong(path: Path) -> list[WrongForm]:
+    """Put what was wrong in records that were just made here into the user's table, and return it.
+
+    Raises:
+        UnsupportedError: The table cannot be written.
+    """
+    wrong = speed.wrong_forms(read_records([path]))
+    if wrong:
+        store_layers([], wrong)
+    return wrong
+
+
+def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), driver: str | None = None) -> Path:
     """Put layer times into the user's table, from which ``auto`` chooses from now on.
 
     Args:
         layers: The times.
+        wrong: Forms that were wrong, which ``auto`` does not take.
         driver: The driver with which they were taken; None for the one here.
 
     Raises:
@@ -186,7 +203,7 @@ def store_layers(layers: Sequence[LayerSpeed], driver: str | None = None) -> Pat
     there = here if driver is None else replace(here, driver=driver)
     try:
         with file_lock(lock_path(there), LOCK_S) as held:
-            path = add_layers(there, layers) if held else None
+            path = add_layers(there, layers, wrong) if held else None
     except OSError:
         path = None
     if path is None:
@@ -198,12 +215,20 @@ def store_layers(layers: Sequence[LayerSpeed], driver: str | None = None) -> Pat
     return path
 
 
-def to_json(algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed]) -> dict[str, Any]:
+def to_json(
+    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm]
+) -> dict[str, Any]:
     """All that was found."""
-    return {"algorithms": [asdict(record) for record in algorithms], "layers": [asdict(layer) for layer in layers]}
+    return {
+        "algorithms": [asdict(record) for record in algorithms],
+        "layers": [asdict(layer) for layer in layers],
+        "wrong": [asdict(form) for form in wrong],
+    }
 
 
-def describe(algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], path: Path | None) -> str:
+def describe(
+    algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm], path: Path | None
+) -> str:
     """What was found, for people."""
     rows = [
         (
@@ -221,4 +246,4 @@ def describe(algorithms: Sequence[AlgorithmRecord], layers: Sequence[LayerSpeed]
     if path is not None:
         found.append(table(("layer", "type", "backend", "time over dense, by tokens"), speed.describe(layers)))
         found.append(f"stored in {path}")
-    return "\n".join(found)
+    return "\n".join([*found, *speed.describe_wrong(wrong)])

@@ -6,9 +6,13 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slidesparse.cli.arguments import Commands, add_command
 from slidesparse.errors import InputError
+
+if TYPE_CHECKING:
+    from slidesparse.bench.runner import Summary
 
 
 def add_commands(commands: Commands) -> None:
@@ -52,7 +56,7 @@ def _add_tune(commands: Commands) -> None:
 def _tune(options: argparse.Namespace) -> int:
     from slidesparse.bench import runner, share, tune
     from slidesparse.bench.problems import PROFILES
-    from slidesparse.gemm.speed import LayerSpeed
+    from slidesparse.gemm.speed import LayerSpeed, WrongForm
 
     if options.share is not None:
         table = share.write(options.share)
@@ -61,16 +65,19 @@ def _tune(options: argparse.Namespace) -> int:
     models = [*options.models, *options.more_models]
     job = tune.make_job(models, options.pattern, options.dtype, options.tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(job)
-    path, layers = None, list[LayerSpeed]()
+    path, layers, wrong = None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
-        layers, driver = tune.recorded_layers(options.records)
-        path = tune.store_layers(layers, driver)
+        layers, wrong, driver = tune.recorded_layers(options.records)
+        path = tune.store_layers(layers, wrong, driver)
     elif not options.algorithms_only:
-        for found in tune.measure_layers(job, runner.cuda_session(PROFILES["quick"])):
-            path = tune.store_layers(found)  # whatever becomes of the rest
-            layers += found
-    print(json.dumps(tune.to_json(algorithms, layers)) if options.json else tune.describe(algorithms, layers, path))
-    return 0
+        for found, faulty in tune.measure_layers(job, runner.cuda_session(PROFILES["quick"])):
+            path = tune.store_layers(found, faulty)  # whatever becomes of the rest
+            layers, wrong = layers + found, wrong + faulty
+    if options.json:
+        print(json.dumps(tune.to_json(algorithms, layers, wrong)))
+    else:
+        print(tune.describe(algorithms, layers, wrong, path))
+    return 1 if wrong else 0
 
 
 def _add_bench(commands: Commands) -> None:
@@ -139,8 +146,16 @@ def _bench(options: argparse.Namespace) -> int:
     )
     names = problems.BENCHMARKS if options.benchmark == "all" else (options.benchmark,)
     summary = runner.run(names, profile, runner.cuda_session(profile), options.out)
-    print(json.dumps(asdict(summary), indent=2) if options.json else summary.describe())
+    marked = _mark_wrong(summary, options.out)
+    print(json.dumps(asdict(summary), indent=2) if options.json else "\n".join([summary.describe(), *marked]))
     return 1 if summary.wrong else 0
+
+
+def _mark_wrong(summary: Summary, path: Path) -> list[str]:
+    """Mark the forms of layers that were wrong, so that ``auto`` does not take them, and return a line for each."""
+    from slidesparse.bench import speed, tune
+
+    return speed.describe_wrong(tune.mark_wrong(path)) if summary.wrong else []
 
 
 def _bench_grouped(options: argparse.Namespace) -> int:
@@ -164,11 +179,13 @@ def _bench_grouped(options: argparse.Namespace) -> int:
         known_dtypes=QUANT_NAMES,
     )
     summary = runner.run((GROUPED,), profile, runner.cuda_session(profile), options.out)
+    marked = _mark_wrong(summary, options.out)
     if options.json:
         print(json.dumps(asdict(summary), indent=2))
     else:
         tables = expert_tables(comparisons(read_records([options.out])))
-        print(summary.describe(), *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
+        described = "\n".join([summary.describe(), *marked])
+        print(described, *(f"{table.title}\n\n{table.text()}" for table in tables), sep="\n\n")
     return 1 if summary.wrong else 0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from slidesparse import __version__
 from slidesparse.base.counted import counted
 from slidesparse.base.dealing import deal
 from slidesparse.base.device import usable_device
@@ -185,8 +186,16 @@ def prepare(
 def plan_of(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
     """Return everything that decides the output: see :mod:`slidesparse.files.staging`."""
     checkpoint, windows = prepared.checkpoint, prepared.job.windows
-    plan = {"version": MARKER_VERSION, "options": asdict(options), "source": fingerprint(checkpoint, checkpoint.config)}
-    return plan if windows is None else {**plan, "windows": digest(windows)}
+    plan = {
+        "version": MARKER_VERSION,
+        "slidesparse": __version__,
+        "options": asdict(options),
+        "source": fingerprint(checkpoint, checkpoint.config),
+    }
+    if windows is None:
+        return plan
+    # Calibration sums in another order on a GPU than on a CPU; without it, all devices give the same bits.
+    return {**plan, "windows": digest(windows), "device": prepared.job.device.type}
 
 
 def prune_checkpoint(
@@ -202,7 +211,7 @@ def prune_checkpoint(
     """Prune and quantise a checkpoint into a new folder. The source is never touched.
 
     Several processes write one folder: each prunes and writes some of the shards, and calibrates on some of the
-    windows. All of them call this with equal arguments, but for the device.
+    windows. All of them call this with equal arguments, but for the device; to calibrate it is of one kind.
 
     Args:
         source: A local Hugging Face checkpoint.

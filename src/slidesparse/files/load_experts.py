@@ -15,11 +15,13 @@ from slidesparse.files.expert_tensors import ExpertTensor, marker_name, tensors_
 from slidesparse.files.marker import Marker, quantisation_dtype
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.gemm import Problem
+from slidesparse.gemm.expert_times import GROUPED, ExpertKind, was_wrong
 from slidesparse.gemm.grouped import GroupedProduct, TorchExperts, grouped_patterns
-from slidesparse.gemm.select import Fallback
+from slidesparse.gemm.select import WRONG_HERE, Fallback
 from slidesparse.gemm.select_grouped import grouped_product
-from slidesparse.models.experts import Experts, find_experts
+from slidesparse.models.experts import Experts, experts_of_a_token, find_experts
 from slidesparse.models.packed_mixture import PARAMETERS, PackedMixture, why_not_packed
+from slidesparse.models.parts import text_config
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
@@ -80,9 +82,7 @@ class ExpertLoader:
         found = grouped_patterns(*patterns.values())
         if isinstance(found, str):
             return found
-        gate_up, _ = found
-        _, out, columns = experts.weights["gate_up_proj"]
-        product = self._product(Problem(gate_up, dtype, out, columns, self.device))
+        product = self._product(self._kind(experts, dtype, *found))
         if isinstance(product, str):
             return product
         packed = [
@@ -97,15 +97,23 @@ class ExpertLoader:
         marked = (marker_name(name, len(self.checkpoint.stored(name).shape)) for name in names)
         return {self.marker.experts.get(name, DENSE) for name in marked}
 
-    def _product(self, problem: Problem) -> GroupedProduct | str:
+    def _kind(self, experts: Experts, dtype: torch.dtype, gate_up: Pattern, down: Pattern) -> ExpertKind:
+        """Return the kind by which measured experts of a layer are known."""
+        _, out, columns = experts.weights["gate_up_proj"]
+        numbers = experts.count, experts.count, experts_of_a_token(text_config(self.meta.model.config))
+        return ExpertKind(dtype, gate_up, down, columns, out // 2, *numbers, self.device)
+
+    def _product(self, kind: ExpertKind) -> GroupedProduct | str:
         """Return what multiplies, as the user chose, or why nothing does."""
         if self.backend == "reference":
             return TorchExperts()
         if self.backend not in ("auto", "hopper", "hopper-counts"):
             return f"the backend {self.backend} does not multiply by experts"
-        if problem.device.type == "cpu" and self.fallback != "none":
+        if kind.device.type == "cpu" and self.fallback != "none":
             return "no kernel multiplies by experts on a CPU"
-        found = grouped_product(problem)
+        found = grouped_product(Problem(kind.pattern, kind.dtype, 2 * kind.inner, kind.hidden, kind.device))
+        if self.backend == "auto" and was_wrong(kind):
+            found = f"{GROUPED}: {WRONG_HERE}"
         return TorchExperts() if isinstance(found, str) and self.fallback == "none" else found
 
     def _read(self, state: str, pattern: Pattern, count: int) -> list[PackedWeight]:

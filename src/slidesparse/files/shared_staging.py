@@ -16,7 +16,16 @@ from typing import Any
 from slidesparse.base.ranks import Ranks
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.json_files import read_json
-from slidesparse.files.staging import PLAN, Workplace, as_stored, new_folder, partial_folder, staged, with_what_is_kept
+from slidesparse.files.staging import (
+    PLAN,
+    Workplace,
+    as_stored,
+    differences,
+    new_folder,
+    partial_folder,
+    staged,
+    with_what_is_kept,
+)
 
 
 @contextmanager
@@ -47,7 +56,8 @@ def staged_together(
             if theirs != as_stored(plan):
                 raise InputError(
                     f"rank {ranks.rank} would prune otherwise than rank 0",
-                    needed="the same options, text and source for every process",
+                    got=f"another {', '.join(differences(theirs, as_stored(plan)))}",
+                    needed="the same options, text and source, and one version and kind of device, for every process",
                 )
             _require_visible(ranks, work, plan)
             ranks.wait()

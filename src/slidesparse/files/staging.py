@@ -188,14 +188,31 @@ def as_stored(plan: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
     """Refuse a place of work in which another run has work to lose; ``plan`` is as stored."""
     path = work.path / PLAN
-    known = path.exists()
-    if not known and all(found.suffix == ".tmp" for found in work.path.iterdir()):
+    known = read_json(path) if path.exists() else None
+    if known is None and all(found.suffix == ".tmp" for found in work.path.iterdir()):
         return
-    if not known or (read_json(path) != plan and work.files() and not (work.path / FAILED).exists()):
+    if known is None or (known != plan and work.files() and not (work.path / FAILED).exists()):
         raise CheckpointError(
-            f"{work.path} holds the unfinished output of another run (other options or another source)",
+            f"{work.path} holds the unfinished output of another run",
+            got=None if known is None else f"another {', '.join(differences(known, plan))}",
+            needed=None if known is None else "those of that run, or another destination",
             remedy=f"remove {work.path} and run again",
         )
+
+
+def differences(plan: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between two plans: options one by one, all else as a whole.
+
+    >>> differences({"options": {"pattern": "6:8", "match": 0}}, {"options": {"pattern": "4:6", "match": 0}})
+    ['options.pattern']
+    """
+    options = [one["options"] for one in (plan, other) if isinstance(one.get("options"), dict)]
+    names = [f"options.{key}" for key in _differing(*options)] if len(options) == 2 else []
+    return names + [key for key in _differing(plan, other) if not names or key != "options"]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [key for key in dict.fromkeys((*one, *other)) if one.get(key, ...) != other.get(key, ...)]
 
 
 def _begin(work: Workplace, plan: dict[str, Any]) -> None:

@@ -216,7 +216,7 @@ def _parquet(path: Path) -> Iterator[Document]:
         raise InputError(f"{path} is damaged", got=first_line(error), needed="a parquet file") from error
 
 
-def _data_set(folder: Path) -> list[Document]:
+def _data_set(folder: Path) -> Iterator[Document]:
     try:
         import datasets
     except ImportError as error:
@@ -229,14 +229,24 @@ def _data_set(folder: Path) -> list[Document]:
         loaded: Any = datasets.load_from_disk(str(folder))
         loaded = loaded["train"] if isinstance(loaded, dict) else loaded
         column = "text" if "text" in getattr(loaded, "column_names", loaded) else "messages"
-        values = list(loaded[column])
+        for number, value in enumerate(_column(loaded, column)):
+            yield _document(f"{folder}, row {number}", {column: value})
+    except InputError:
+        raise
     except Exception as error:  # a damaged folder can raise anything in a library
         raise InputError(
             f"{folder} is no data set with texts",
             got=first_line(error),
             needed="a folder that datasets' save_to_disk wrote, with a column text or messages; or text files",
         ) from error
-    return [_document(f"{folder}, row {number}", {column: value}) for number, value in enumerate(values)]
+
+
+def _column(loaded: Any, name: str) -> Iterable[Any]:
+    """Return the values of a column, each read when it is asked for where the library can do that."""
+    if hasattr(loaded, "select_columns"):  # loaded[name] is a list of all values before datasets 4
+        return (row[name] for row in loaded.select_columns([name]))
+    values: Iterable[Any] = loaded[name]
+    return values
 
 
 def _fetched(name: str, config: str | None) -> Iterator[Document]:

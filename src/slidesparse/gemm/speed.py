@@ -139,6 +139,10 @@ class WrongForm:
     columns: int
     name: str
 
+    def is_of(self, layer: LayerSpeed) -> bool:
+        """Return whether it is a form of this kind of layer."""
+        return (self.dtype, self.out, self.columns) == (layer.dtype, layer.out, layer.columns)
+
 
 @dataclass(frozen=True)
 class SpeedTable:
@@ -164,8 +168,7 @@ class SpeedTable:
 
     def wrong_names(self, layer: LayerSpeed) -> set[str]:
         """Return the names of the forms of a layer that were wrong."""
-        kind = layer.dtype, layer.out, layer.columns
-        return {form.name for form in self.wrong if (form.dtype, form.out, form.columns) == kind}
+        return {form.name for form in self.wrong if form.is_of(layer)}
 
 
 @dataclass(frozen=True)

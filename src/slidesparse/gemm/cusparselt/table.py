@@ -5,27 +5,34 @@
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
 The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
-the library's own default runs; a null algorithm says that the default was the fastest.
+the library's own default runs; a null algorithm says that the default was the fastest. Who writes holds the lock
+``cusparselt-tune.lock`` in the same folder.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from slidesparse.base.cache_folder import cache_folder
+from slidesparse.base.file_lock import file_lock
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, UnsupportedError
 
 VERSION = 1
 
 ROWS_REACH = 2.0
 """A record is used for row counts within this factor of its own: beyond it another tile is usually the fastest."""
+
+
+LOCK_S = 60.0
+"""Seconds to wait for a process that writes records; it holds the lock for some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -223,10 +230,30 @@ def load_algorithms(path: Path) -> AlgorithmTable:
 
 
 def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
-    """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new."""
+    """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new.
+
+    Raises:
+        UnsupportedError: Another process keeps the file's lock.
+        OSError: The file cannot be written.
+    """
     added = {(record.key, record.rows): record for record in records}
-    load_algorithms.cache_clear()
-    kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
-    table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
-    replace_file(path, json.dumps(asdict(table), indent=1))
-    load_algorithms.cache_clear()
+    with _locked(path):
+        load_algorithms.cache_clear()
+        kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
+        table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
+        replace_file(path, json.dumps(asdict(table), indent=1))
+        load_algorithms.cache_clear()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, so that two searches at once do not lose each other's records."""
+    with ExitStack() as stack:
+        held = True
+        with suppress(OSError):  # where no lock can be made, each process is on its own
+            held = stack.enter_context(file_lock(path.with_suffix(".lock"), LOCK_S))
+        if not held:
+            raise UnsupportedError(
+                f"{path} is in use", got=f"a process that has held its lock for {LOCK_S:g} s", remedy="end it"
+            )
+        yield

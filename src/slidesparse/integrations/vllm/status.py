@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -17,9 +16,7 @@ from dataclasses import dataclass, field
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.integrations.vllm.options import OPTIONS
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
+from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = (
     "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s"
@@ -99,7 +96,7 @@ class ModelStatus:
         """Return a line of totals, and one line for every kind of layer and outcome."""
         kinds: dict[tuple[str, Outcome], list[str]] = {}
         for name, outcome in self.outcomes.items():
-            kinds.setdefault((_NUMBER.sub("*", name), outcome), []).append(name)
+            kinds.setdefault((kind_of(name), outcome), []).append(name)
         total = Counter(outcome.sparse for outcome in self.outcomes.values())
         head = f"slidesparse: {total[True]} of {sum(total.values())} layers run sparse{self._memory()}"
         return [head] + [
