@@ -1,8 +1,11 @@
 """Train a pruned model on, with its zeros held, in a plain PyTorch loop.
 
     slidesparse prune BASE PRUNED --pattern 6:8 --dtype bf16 --method sparsegpt --calibration text.txt
-    python examples/recover.py PRUNED text.txt RECOVERED --steps 500
+    python examples/recover.py PRUNED text.txt RECOVERED --dense BASE --steps 500
     slidesparse prune RECOVERED SERVED --pattern 6:8 --dtype int8        # keeps the zeros, quantises
+
+With ``--dense`` it is trained toward the predictions of the dense model, which know more than the text's next token.
+Take a low rate, a twentieth of that with which the model was trained.
 
 With transformers' Trainer it is one argument: ``callbacks=[HeldZeros(model).callback()]``.
 """
@@ -12,6 +15,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slidesparse.files.calibration import encode
@@ -22,10 +26,11 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("pruned", type=Path)
 parser.add_argument("text", type=Path)
 parser.add_argument("recovered", type=Path)
+parser.add_argument("--dense", type=Path)
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--length", type=int, default=512)
-parser.add_argument("--rate", type=float, default=1e-4)
+parser.add_argument("--rate", type=float, default=2e-5)
 options = parser.parse_args()
 if options.recovered.exists():
     parser.error(f"{options.recovered} exists")
@@ -35,6 +40,9 @@ local = {"local_files_only": True, "trust_remote_code": False}
 tokenizer = AutoTokenizer.from_pretrained(options.pruned, **local)
 # Float32 weights take the optimiser's small steps; autocast multiplies them in BF16.
 model = AutoModelForCausalLM.from_pretrained(options.pruned, **local, dtype=torch.float32).to(device)
+dense = None
+if options.dense is not None:
+    dense = AutoModelForCausalLM.from_pretrained(options.dense, **local).to(device).eval()
 tokens = encode(tokenizer, read_text(options.text, tokenizer)).to(device)
 if len(tokens) <= options.length:
     parser.error(f"{options.text} has {len(tokens)} tokens, fewer than --length")
@@ -49,7 +57,13 @@ for step in range(options.steps):
     starts = torch.randint(len(tokens) - options.length, (options.batch, 1), device=device)
     ids = tokens[starts + window]
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        loss = model(input_ids=ids, labels=ids).loss
+        found = model(input_ids=ids, labels=ids)
+    loss = found.loss
+    if dense is not None:
+        with torch.no_grad():
+            wanted = log_softmax(dense(input_ids=ids).logits.float(), -1)
+        predicted = log_softmax(found.logits.float(), -1)
+        loss = kl_div(predicted.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
     loss.backward()
     # a NaN or Inf stops here, before it reaches the weights
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

@@ -22,14 +22,18 @@ PATTERNS = ("6:8", "4:6", "2:4")
 """In the order of their zeros."""
 
 MATCHED = "sparsegpt + match"
+ONE_SHOT = "0"
+RECOVERIES = {"0.03@0.05": "at 0.05", "0.03@0.15": "at 0.15", "0.03@0.3": "at 0.3"}
+"""End of a key: the share of the budget and of its rate -> what a column says of it."""
+
+GENTLEST, *_, STRONGEST = RECOVERIES
 COLUMNS = {
-    "magnitude": ("magnitude", 0),
-    "SparseGPT": ("sparsegpt", 0),
-    "matched": (MATCHED, 0),
-    "recovered, 1 %": (MATCHED, 0.01),
-    "recovered, 3 %": (MATCHED, 0.03),
+    "magnitude": ("magnitude", ONE_SHOT),
+    "SparseGPT": ("sparsegpt", ONE_SHOT),
+    "matched": (MATCHED, ONE_SHOT),
+    **{f"recovered {name}": (MATCHED, end) for end, name in RECOVERIES.items()},
 }
-"""Column -> method, and share of the budget for recovery."""
+"""Column -> method, and the end of the key."""
 
 ENCODER_METHODS = {
     "magnitude": ("magnitude", "#888888", "s"),
@@ -146,13 +150,13 @@ def dense_table(everything: dict[str, Runs]) -> str:
     return table((*head, "xz -9", "held-out files", "exact"), rows)
 
 
-def columns_of(runs: Runs) -> dict[str, tuple[str, float]]:
+def columns_of(runs: Runs) -> dict[str, tuple[str, str]]:
     """The columns that have a number."""
     known = {key for run in runs.values() for key in run}
     return {
-        name: (method, share)
-        for name, (method, share) in COLUMNS.items()
-        if any(f"{pattern} {method} {share}" in known for pattern in PATTERNS)
+        name: (method, end)
+        for name, (method, end) in COLUMNS.items()
+        if any(f"{pattern} {method} {end}" in known for pattern in PATTERNS)
     }
 
 
@@ -162,7 +166,7 @@ def pattern_table(runs: Runs, measure: str) -> str:
     rows = [
         [
             pattern,
-            *(cell(values(runs, f"{pattern} {method} {share}", measure), digits) for method, share in columns.values()),
+            *(cell(values(runs, f"{pattern} {method} {end}", measure), digits) for method, end in columns.values()),
         ]
         for pattern in PATTERNS
     ]
@@ -175,7 +179,9 @@ def served_table(runs: Runs) -> str:
     eight_bits = {dtype: served_speeds("mixed", dtype) for dtype in TYPES if dtype}
     rows = []
     for pattern in ("dense", *PATTERNS):
-        keys = [f"{pattern} {MATCHED} {share}" for share in (0, 0.03)] if pattern != "dense" else ["dense none 0"]
+        keys = ["dense none 0"]
+        if pattern != "dense":
+            keys = [f"{pattern} {MATCHED} {end}" for end in (ONE_SHOT, GENTLEST)]
         cells = [cell(values(runs, key, "packages_perplexity", dtype), 2) for key in keys for dtype in TYPES]
         speeds = [f"{found[pattern]:.3f}x" for found in eight_bits.values()]
         rows.append([pattern, *cells, *(["-"] * (2 * len(TYPES) - len(cells))), *speeds])
@@ -183,7 +189,7 @@ def served_table(runs: Runs) -> str:
 
 
 def rivals(runs: Runs) -> Iterator[tuple[str, str, float]]:
-    """What competes for a speed: a name, the key without the share of recovery, and the served speed over stock."""
+    """What competes for a speed: a name, the key without its end, and the served speed over stock."""
     speeds, first = served_speeds("mixed"), next(iter(runs.values()))
     yield from ((pattern, f"{pattern} {MATCHED}", speeds[pattern]) for pattern in PATTERNS)
     for key in (key.removesuffix(" 0") for key in first if key.startswith("plan@") and key.endswith(" 0")):
@@ -206,22 +212,32 @@ def smaller(folder: Path, runs: Runs, dtype: str = "") -> Iterator[tuple[str, fl
             yield f"trained with {trained['layers']} layers", layers / trained["layers"], loss
 
 
+def best_recovery(runs: Runs, key: str) -> str | None:
+    """The end of the recovery that leaves least of a rival's loss; None where the rates that it needs were not tried.
+
+    Fewer layers have most to recover: the strongest is their best or next to it.
+    """
+    known = {end for end in RECOVERIES if all(f"{key} {end}" in run for run in runs.values())}
+    if not known or ("left-out" in key and STRONGEST not in known):
+        return None
+    return min(known, key=lambda end: statistics.mean(values(runs, f"{key} {end}", "packages_perplexity")))
+
+
 def speed_table(folder: Path, runs: Runs) -> str:
     """Loss at a served speed: patterns, plans, depth pruning, smaller dense models."""
-    shares = [share for name, (_, share) in columns_of(runs).items() if share]
     measures = {"packages_perplexity": ("perplexity, %", 2), "exact_mean": ("exact, points", 1)}
+    ends = {ONE_SHOT: "", **{end: f", recovered {name}" for end, name in RECOVERIES.items()}}
     rows = []
     for name, key, speed in rivals(runs):
         cells = [
-            cell(values(runs, f"{key} {share}", measure), digits)
+            cell(values(runs, f"{key} {end}", measure), digits)
             for measure, (_, digits) in measures.items()
-            for share in (0, *shares)
+            for end in ends
         ]
         rows.append((speed, [name, *cells]))
-    empty = ["-"] * (2 * len(shares) + 1)
+    empty = ["-"] * (2 * len(ends) - 1)
     rows += [(speed, [name, cell(loss, 2), *empty]) for name, speed, loss in smaller(folder, runs)]
-    more = ["", *(f" recovered by {share:.0%}".replace("%", " %") for share in shares)]
-    head = [f"{label}{',' * bool(after)}{after}" for label, _ in measures.values() for after in more]
+    head = [f"{label}{after}" for label, _ in measures.values() for after in ends.values()]
     return table(["speed", "what", *head], [[f"{s:.3f}x", *row] for s, row in sorted(rows, key=lambda row: row[0])])
 
 
@@ -304,8 +320,8 @@ STYLES = {
     "magnitude": ("#888888", "s", "-"),
     "SparseGPT": ("#d55e00", "^", "-"),
     "matched": ("#0072b2", "o", "-"),
-    "recovered, 1 %": ("#009e73", "v", "--"),
-    "recovered, 3 %": ("#009e73", "D", "-"),
+    "recovered at 0.05": ("#009e73", "D", "-"),
+    "recovered at 0.15": ("#cc79a7", "v", "--"),
 }
 
 
@@ -316,11 +332,12 @@ def curve(everything: dict[str, Runs], path: Path) -> None:
     for (model, runs), row in zip(everything.items(), grid, strict=True):
         for axes, (measure, label) in zip(row, MEASURES.items(), strict=True):
             lowest = []
-            for offset, (name, (method, share)) in zip((-0.2, -0.1, 0, 0.1, 0.2), COLUMNS.items(), strict=True):
+            columns = columns_of(runs)
+            for offset, (name, (method, end)) in zip((-0.2, -0.1, 0, 0.1, 0.2), columns.items(), strict=False):
                 points = [
                     (i + offset, *spread(found))
                     for i, pattern in enumerate(PATTERNS)
-                    if (found := values(runs, f"{pattern} {method} {share}", measure))
+                    if (found := values(runs, f"{pattern} {method} {end}", measure))
                 ]
                 if points:
                     x, y, deviation = zip(*points, strict=True)

@@ -25,7 +25,9 @@ sys.path.insert(0, str(ROOT / "benchmarks/accuracy"))
 import report  # noqa: E402 - of the benchmarks
 
 MODEL = "30m"
-PANELS = {0: "pruned in one shot", 0.03: "and trained on for 3 % of the budget"}
+PANELS = {False: "pruned in one shot", True: "and trained on for 3 % of the budget"}
+"""By whether models were recovered."""
+
 INK, FAINT = "#222222", "#8a8a8a"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -58,22 +60,23 @@ class Point(NamedTuple):
     deviation: float
 
 
-def points(share: float) -> Iterator[Point]:
-    """All models that had a share of the budget for recovery."""
+def points(recovered: bool) -> Iterator[Point]:
+    """All models in one shot, or recovered at the rate that suits each best."""
     runs = report.read(RECORDS, MODEL)
     for name, key, speed in report.rivals(runs):
-        found = report.values(runs, f"{key} {share:g}", "packages_perplexity", "int8", "int8")
+        end = report.best_recovery(runs, key) if recovered else report.ONE_SHOT
         kind = "left out" if "left out" in name else "plan" if name == "plan" else "pattern"
-        if found:
+        if end is not None:
+            found = report.values(runs, f"{key} {end}", "packages_perplexity", "int8", "int8")
             yield Point(kind, name.split()[0] if kind == "left out" else name, speed, *report.spread(found))
     yield Point("dense", "dense", report.served_speeds("mixed")["dense"], 0.0, 0.0)
     for name, speed, found in report.smaller(RECORDS, runs, "int8"):
         yield Point("smaller", name.split()[-2], speed, *report.spread(found))
 
 
-def panel(axes: Axes, share: float) -> None:
-    """One budget."""
-    found = list(points(share))
+def panel(axes: Axes, recovered: bool) -> None:
+    """In one shot, or recovered."""
+    found = list(points(recovered))
     for kind, style in KINDS.items():
         mine = sorted(point for point in found if point.kind == kind)
         if not mine:
@@ -101,14 +104,14 @@ def panel(axes: Axes, share: float) -> None:
                 ha="right",
                 fontsize=10,
                 color=style.colour,
-                gid=f"loss-{share:g}-{kind}-{point.name}".replace(" ", "-"),
+                gid=f"loss-{recovered:d}-{kind}-{point.name}".replace(" ", "-"),
             )
     axes.axhline(0, color=FAINT, linewidth=1)
     axes.set_yscale("symlog", linthresh=1)
     axes.set_yticks([0, 0.5, 1, 3, 10, 30, 100], ["0", "0.5", "1", "3", "10", "30", "100"])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.set_xticks([1, 1.1, 1.2, 1.3, 1.4], [f"{x:g}{TIMES}" for x in (1, 1.1, 1.2, 1.3, 1.4)])
-    axes.set_title(PANELS[share], fontsize=11, color=INK, weight="bold", pad=8)
+    axes.set_title(PANELS[recovered], fontsize=11, color=INK, weight="bold", pad=8)
     axes.set_xlabel("mixed load over stock dense vLLM, as served with Qwen2.5-7B in INT8", fontsize=9, color=INK)
     axes.grid(color="#e5e5e5")
     axes.set_axisbelow(True)
@@ -135,9 +138,9 @@ def draw(path: Path) -> None:
         figure.patches.append(FancyBboxPatch((0.02, 0.035), 0.96, 0.93, transform=figure.transFigure, **box))
         figure.patch.set_alpha(0)
         panels = [figure.add_axes((0.075 + 0.48 * i, 0.2, 0.42, 0.7)) for i in range(len(PANELS))]
-        for axes, share in zip(panels, PANELS, strict=True):
-            panel(axes, share)
-        losses = [point.loss for share in PANELS for point in points(share)]
+        for axes, recovered in zip(panels, PANELS, strict=True):
+            panel(axes, recovered)
+        losses = [point.loss for recovered in PANELS for point in points(recovered)]
         for axes in panels:
             axes.set(xlim=(1, 1.43), ylim=(min(*losses, 0) - 0.15, 1.6 * max(losses)))
         panels[0].set_ylabel("held-out perplexity over dense, INT8 (%)", color=INK)
