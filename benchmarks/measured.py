@@ -44,6 +44,9 @@ MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
 TYPES = {"int8": "INT8", "fp8": "FP8", "bf16": "BF16"}
+ANCHORS = {"torch": "torch", "Humming": "Humming", "this kernel": "ours, dense"}
+"""Other dense layers -> what a column calls them."""
+
 Engines = dict[tuple[str, int], Comparison]
 """(prefill or decode, tokens) -> the engines of one comparison."""
 
@@ -425,6 +428,26 @@ def decoding() -> str:
     return markdown(("type", "sequences", "dense, us a block", *patterns), rows)
 
 
+def decoding_anchors() -> str:
+    """What a better dense kernel gives there, and what fewer bytes give on top of it."""
+    lines = (H200 / "decoding-anchors.jsonl").read_text().splitlines()[1:]
+    times = {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
+    others = {f"dense, {name}": label for name, label in ANCHORS.items()}
+    patterns = ("6:8", "4:6", "2:4")
+    rows = []
+    for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
+        dense = times[dtype, tokens, DENSE_VARIANT]
+        names = (*others, *patterns)
+        found = (times.get((dtype, tokens, name)) for name in names)
+        gains = ["-" if us is None else f"{dense / us:.2f}" for us in found]
+        own = times[dtype, tokens, "dense, this kernel"]
+        bytes_alone = [f"{own / times[dtype, tokens, pattern]:.2f}" for pattern in patterns]
+        rows.append([TYPES[dtype], str(tokens), f"{dense:.1f}", *gains, *bytes_alone])
+    over_own = (f"{pattern} over ours, dense" for pattern in patterns)
+    head = ("type", "sequences", "vLLM, us a block", *others.values(), *patterns, *over_own)
+    return markdown(head, rows)
+
+
 def gemm() -> str:
     """GEMMs alone, many tokens."""
     found = comparisons(read_records([H200 / "hopper-gemm.jsonl"]))
@@ -598,6 +621,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mixed-steps": mixed_steps,
     "layers": layers,
     "decoding": decoding,
+    "decoding-anchors": decoding_anchors,
     "gemm": gemm,
     "lifting": lifting,
     "expert-layers": expert_layers,

@@ -278,7 +278,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "--sparsity": ("0.1", "0.25", "0.9"),
         "--speedup": ("1.1", "9"),
         "--memory": ("1", "0.00001"),
-        "--method": ("magnitude", "wanda"),
+        "--method": ("magnitude", "sparsegpt"),
         "--patterns": ("6:8", "2:4", "dense"),
         "--mma-gain": ("2", "1.6", "3"),
         "--ignore": ("re:.*mlp.*", "re:.*", "lm_head"),
@@ -294,7 +294,7 @@ USUAL: dict[str, list[str]] = {
     "prune": ["--pattern", "6:8", "--dtype", "int8", "--device", "cpu"],
     "eval": ["--text", "TEXT", "--window", "32", "--device", "cpu"],
     "plan": [
-        *("--sparsity", "0.1", "--method", "magnitude", "--patterns", "6:8", "--calibration", "TEXT"),
+        *("--sparsity", "0.1", "--method", "wanda", "--patterns", "6:8", "--calibration", "TEXT"),
         *("--samples", "2", "--length", "16", "--device", "cpu"),
     ],
 }
