@@ -108,6 +108,19 @@ PROFILE = adapt(quick=True, dtypes=["int8"], patterns=["6:8", "2:4"])
 ENGINES = ["stock", "control", "6:8", "2:4", "stock, graphs to 2048", "stock again"]
 
 
+def refuse(uuids: list[str], share: float) -> None:
+    raise UnsupportedError(f"{uuids} {share}")
+
+
+def test_a_gpu_that_others_hold_ends_a_run_that_has_engines_to_start(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "require_free", refuse)
+    with pytest.raises(UnsupportedError, match=r"\['GPU-0'\] 0\.9"):
+        serve.run(PROFILE, tmp_path / "serve.jsonl", tmp_path)
+    assert not Pretender.started
+
+
 def engines(records: Sequence[ServeRecord | TimelineRecord]) -> list[str]:
     return list(dict.fromkeys(record.key.engine for record in records))
 

@@ -10,8 +10,10 @@ import pytest
 from slidesparse.bench import serve_power
 from slidesparse.bench.serve_load import Served
 from slidesparse.bench.serve_measured import Round
+from slidesparse.bench.serve_memory import require_free
 from slidesparse.bench.serve_power import PowerMeter
 from slidesparse.bench.serve_steady import steady, steady_spans
+from slidesparse.errors import UnsupportedError
 
 
 class Nvml:
@@ -105,3 +107,17 @@ def test_a_load_is_steady_while_requests_wait_for_a_place() -> None:
     assert steady_spans(rounds, places=10) == []
     found = steady(rounds[:1] * 30, None)
     assert found is None  # ten requests run at once
+
+
+class Taken(Nvml):
+    """The first GPU is free, another program holds half of the second."""
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(free={400: 139, 300: 70}[handle] * 10**9, total=140 * 10**9)
+
+
+def test_a_gpu_that_others_hold_is_refused_before_an_engine_starts() -> None:
+    require_free(["GPU-a"], 0.9, Taken())
+    with pytest.raises(UnsupportedError, match=r"GPU-b; got 70\.0 of 140\.0 GB free; needed 126\.0, the 90% that vLLM"):
+        require_free(["GPU-a", "GPU-b"], 0.9, Taken())
+    require_free(["GPU-unknown"], 0.9, Taken())  # NVML raises: the engine says it later

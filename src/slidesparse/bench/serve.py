@@ -28,6 +28,7 @@ from slidesparse.bench.serve_checkpoints import ready_checkpoint, removable, req
 from slidesparse.bench.serve_engine import ServedEngine
 from slidesparse.bench.serve_load import MIXED
 from slidesparse.bench.serve_measured import Measured
+from slidesparse.bench.serve_memory import require_free
 from slidesparse.bench.serve_options import SHARE, ServeOptions
 from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
 from slidesparse.bench.serve_server import why_no_http
@@ -135,7 +136,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
 
     Raises:
         InputError: The file holds something else, or requests are to arrive at a share of what no stock engine took.
-        UnsupportedError: No GPU, too few, no vLLM, no HTTP though it is asked for, or a full disk.
+        UnsupportedError: No GPU, too few, one that others hold; no vLLM, no HTTP though it is asked for; a full disk.
     """
     environment.require_cuda()  # first: who has no GPU shall not install vLLM for nothing
     if find_spec("vllm") is None:
@@ -151,8 +152,11 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         http = _over_http(profile)
         run_ = _Run(profile, path, folder, environment.machine(), time.monotonic(), http, found, profiled)
         kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
-        for kind in kinds:
-            _require(run_, [key for key in profile.keys(*kind) if run_.missing(key)])
+        ahead = [[key for key in profile.keys(*kind) if run_.missing(key)] for kind in kinds]
+        if any(ahead):
+            require_free(environment.uuids(profile.gpus), SHARE)
+        for keys in ahead:
+            _require(run_, keys)
         waiting = [key for kind in kinds for key in _serve_all(run_, *kind)]
     return ServeSummary(
         path=str(path),

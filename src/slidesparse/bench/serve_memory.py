@@ -1,4 +1,4 @@
-"""Memory of an engine over time: its processes' on the host, and its GPUs', a sample a second."""
+"""Memory of an engine: what must be free before it starts, and what its processes and its GPUs take over time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,42 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from slidesparse.bench.serve_power import open_nvml
+from slidesparse.errors import UnsupportedError
 from slidesparse.served_figures import Growth
 
 INTERVAL_S = 1.0
 
 MemorySample = tuple[float, float]
 """Seconds, and bytes."""
+
+
+def require_free(uuids: Sequence[str], share: float, nvml: Any = None) -> None:
+    """Refuse GPUs that others take too much of: vLLM's engine would end there, after its imports, in a page of text.
+
+    Args:
+        uuids: Of the GPUs.
+        share: Of each one's memory, which vLLM takes.
+        nvml: NVIDIA's library; None: where it is installed. Where it tells nothing, nothing is refused here.
+
+    Raises:
+        UnsupportedError: Less than the share is free.
+    """
+    try:
+        nvml = open_nvml() if nvml is None else nvml
+        found = {uuid: nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)) for uuid in uuids}
+    except Exception:  # NVML's errors are its own, and the engine says the same later
+        return
+    for uuid, memory in found.items():
+        if memory.free < share * memory.total:
+            raise UnsupportedError(
+                f"the memory of {uuid}",
+                got=f"{memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB free",
+                needed=f"{share * memory.total / 1e9:.1f}, the {share:.0%} that vLLM takes",
+                remedy="end what else runs there (nvidia-smi lists it), or choose another GPU by CUDA_VISIBLE_DEVICES",
+            )
 
 
 class MemoryLog:

@@ -44,7 +44,7 @@ class PowerMeter:
     """
 
     def __init__(self, uuids: Sequence[str], nvml: Any = None) -> None:
-        self._nvml = nvml if nvml is not None else _nvml()
+        self._nvml = nvml if nvml is not None else open_nvml()
         self._handles = [self._nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self._samples: list[GpuSample] = []
         self.power: Power | None = None
@@ -122,7 +122,13 @@ class PowerMeter:
                 return
 
 
-def _nvml() -> Any:
+def open_nvml() -> Any:
+    """Return NVIDIA's library, ready to be asked.
+
+    Raises:
+        ImportError: It is not installed.
+        Exception: NVML's own, where there is no driver.
+    """
     for name in SOURCES:
         try:
             nvml = import_module(name)

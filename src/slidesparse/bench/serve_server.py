@@ -36,7 +36,8 @@ STOP_S = 10.0
 LAST_LINES, LINE_LENGTH = 3, 160
 """Of a dead server's log, in an error's one line."""
 
-ERROR = re.compile(r"\b\w*(Error|Exception)\b: \S")
+ERROR = re.compile(r"(?:\([^)]*\) +)?(?:(?:ERROR|CRITICAL)\b[^\]]*\] +)?([\w.]*(?:Error|Exception): \S.*)")
+"""An exception's own line, after what vLLM puts before it; not a warning that speaks of one."""
 
 
 class Server:
@@ -110,9 +111,12 @@ def last_words(log: Path) -> str:
     """The first error in a log, and its last lines, on one line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     last = lines[-LAST_LINES:]
-    first = next((line for line in lines[:-LAST_LINES] if ERROR.search(line)), None)
-    told = [first, *last] if first is not None else last
-    return " | ".join(line[-LINE_LENGTH:] for line in told) or "its log is empty"
+    causes = (found[1] for line in lines[:-LAST_LINES] if (found := ERROR.match(line)) is not None)
+    first = next(causes, None)
+    told = [line[-LINE_LENGTH:] for line in last]
+    if first is not None:
+        told = [first[: 2 * LINE_LENGTH], *told]
+    return " | ".join(told) or "its log is empty"
 
 
 @cache
