@@ -136,9 +136,7 @@ def test_a_server_that_is_never_well_is_given_up(tmp_path: Path, monkeypatch: py
 
 def test_the_first_error_of_a_log_is_told_and_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    warning = (
-        "(APIServer pid=7) WARNING 11-24 12:19:02 [a.py:9] limits can cause `OSError: [Errno 24] Too many`\n"
-    )
+    warning = "(APIServer pid=7) WARNING 11-24 12:19:02 [a.py:9] limits can cause `OSError: [Errno 24] Too many`\n"
     cause = "(EngineCore pid=8) ERROR 11-24 12:19:02 [core.py:1165] ValueError: the cause\n"
     log.write_text(warning + cause + "frame\n" * 9 + "\nRuntimeError: see above\n")
     assert last_words(log) == "ValueError: the cause | frame | frame | RuntimeError: see above"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from default_types import default_type
 
-from slidesparse import Pattern, UnsupportedError
+from slidesparse import Pattern, UnsupportedError, ops
 from slidesparse.gemm import BACKENDS, Problem, choose, get_backend
 from slidesparse.gemm.cusparselt import api
 from slidesparse.gemm.cusparselt import backend as cusparselt
@@ -71,8 +71,8 @@ def test_strided_activations_become_contiguous() -> None:
 
 def test_operators_leave_room_for_the_backend() -> None:
     x, column_map = torch.randn(3, 8), torch.arange(8)
-    lifted = torch.ops.slidesparse.lift(x, column_map, "dense")
-    values, scale = torch.ops.slidesparse.quantize_lift(x, column_map, INT8, "dense")
+    lifted = ops.lift(x, column_map, "dense")
+    values, scale = ops.quantize_lift(x, column_map, INT8, "dense")
     assert torch.equal(lifted, x)
     assert lifted.untyped_storage().nbytes() == 32 * 8 * 4
     assert values.shape == (3, 8)
