@@ -400,6 +400,23 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
     assert hasattr(replicated(config, "model.layers.0.self_attn.o_proj", weight), "slide")
 
 
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_schemes_that_are_not_ours_are_in_the_log(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM loads FP8 so on an A100: each layer of a pruned checkpoint is left to it, and none is waited for."""
+    from slidesparse.integrations.vllm import config
+
+    reason = "CompressedTensorsW8A16Fp8 is neither INT8 nor FP8 W8A8"
+    monkeypatch.setattr(config, "why_not", lambda scheme: reason)
+    layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
+    assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 1
+    assert f"slidesparse: model.layers.0.mlp.down_proj: dense, {reason}" in caplog.messages
+    caplog.clear()
+    layer.quant_method.process_weights_after_loading(layer)  # as when weights are loaded again
+    assert not [line for line in caplog.messages if "slidesparse" in line]
+
+
 # -- shards --------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, ModelStatus, Outcome
@@ -63,6 +64,16 @@ def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytes
     status.expect_layer("a", kept)
     status.expect_layer("lm_head", thrown)
     del thrown
+    status.note_outcome("a", SPARSE, LOG)
+    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
+
+
+def test_the_status_does_not_wait_for_a_layer_that_vllm_never_loads(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM keeps the tower of a model that serves no images, without memory."""
+    caplog.set_level(logging.INFO)
+    status, kept, tower = ModelStatus(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
+    status.expect_layer("a", kept)
+    status.expect_layer("visual.a", tower)
     status.note_outcome("a", SPARSE, LOG)
     assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
 

@@ -117,6 +117,31 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         return y
 
 
+def tell_when_loaded(
+    scheme: CompressedTensorsScheme, layer: torch.nn.Module, named: NamedLayer, reason: str, model: ModelState
+) -> None:
+    """Leave a layer to vLLM's own scheme, and note why when it is loaded; the status would not wait for it otherwise.
+
+    Where all layers are left so, nothing else would say that a pruned checkpoint is served dense.
+
+    Args:
+        scheme: Of this layer alone, as vLLM makes it. Its class stays: vLLM asks for it.
+        layer: The layer.
+        named: Its name.
+        reason: Why it is left to vLLM.
+        model: The state of its model.
+    """
+    load, status = scheme.process_weights_after_loading, model.status
+
+    def load_and_tell(loaded: torch.nn.Module) -> None:
+        load(loaded)
+        if named.name in status.waiting:  # not when it is loaded again
+            status.note_outcome(named.name, Outcome(False, True, reason), log)
+
+    scheme.process_weights_after_loading = load_and_tell
+    status.expect_layer(named.name, layer)
+
+
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
     """Turn a loaded layer into a SlideLinear where that is possible and pays, and note the outcome.
 

@@ -1,7 +1,8 @@
 """Collect the outcome of every layer of one model, and log all outcomes when the last layer has been loaded.
 
 vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` counts: it waits for the layers that
-were built, less those that were loaded or thrown away again (an output embedding that turns out to be tied).
+were built, less those that were loaded, thrown away again (an output embedding that turns out to be tied), or left
+without memory (the tower of a model that is to take no images).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class ModelStatus:
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)
-        self.waiting = {other: layer for other, layer in self.waiting.items() if layer() is not None}
+        self.waiting = {other: layer for other, layer in self.waiting.items() if _is_to_come(layer())}
         if self.waiting:
             return
         if not any(outcome.qualified for outcome in self.outcomes.values()):
@@ -110,6 +111,12 @@ class ModelStatus:
         packed = [outcome for outcome in self.outcomes.values() if outcome.sparse and outcome.kept_bytes]
         kept, dense = sum(one.kept_bytes for one in packed), sum(one.dense_bytes for one in packed)
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
+
+
+def _is_to_come(layer: object) -> bool:
+    """Return whether vLLM will load a layer that it built: one that is still there, and whose weights have memory."""
+    parameters = getattr(layer, "parameters", tuple)
+    return layer is not None and not any(parameter.is_meta for parameter in parameters())
 
 
 def _hint(outcome: Outcome) -> str:
