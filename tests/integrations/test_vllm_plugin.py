@@ -17,6 +17,7 @@ import torch
 from vllm_models import REFERENCE, configured, loaded
 
 import slidesparse as ss
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem
@@ -350,6 +351,22 @@ def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path:
 def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         loaded(configured(checkpoints("dense"), quantization="slidesparse"), REFERENCE)
+
+
+@pytest.mark.parametrize("quantization", ["slidesparse", "compressed-tensors"])
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, quantization: str) -> None:
+    """vLLM's output embedding is no linear: it takes a scale only where the quantisation names the layer."""
+    source = checkpoints("dense", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    head = loaded(configured(tmp_path / "sparse", quantization=quantization), REFERENCE).lm_head
+    stored = [Checkpoint(tmp_path / "sparse").tensor(f"lm_head.{name}") for name in ("weight", "weight_scale")]
+    if quantization == "compressed-tensors":
+        assert torch.equal(head.weight, stored[0])
+        assert torch.equal(head.weight_scale, stored[1])
+        return
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
 
 
 # -- layers that stay vLLM's -----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import Targets, find_targets
+from slidesparse.models.targets import Targets, find_targets, treated_head
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, RowPruner, get_pruner
@@ -315,7 +315,8 @@ class PruneJob:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
             entries = dict.fromkeys([*ignore, *self._hub_names(ignore), *self.experts.ignore_entries()])
-            config["quantization_config"] = quantization_config(self.dtype, entries)
+            head = treated_head(self.meta.model, self.targets.linears)
+            config["quantization_config"] = quantization_config(self.dtype, entries, head)
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}

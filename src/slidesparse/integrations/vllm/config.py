@@ -146,7 +146,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         return pack_experts_by(method, named, model)
 
     def _note_other_experts(self, prefix: str) -> None:
-        """Note what is told of experts that were pruned and that vLLM loads in another form than we pack."""
+        """Note why pruned experts stay dense that vLLM loads in another form than we pack."""
         if self.marker is not None and find_experts(self.marker, prefix) is not None:
             why = "experts: their weights are neither INT8 nor FP8"
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
