@@ -8,12 +8,14 @@ from __future__ import annotations
 import ast
 import gc
 import json
+import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm_models import REFERENCE, configured, loaded
 
 import slidesparse as ss
@@ -367,6 +369,31 @@ def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, q
         return
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_layers_that_draft_tokens_are_left_to_vllm(
+    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str
+) -> None:
+    """The model that ``prune`` sees has none. vLLM builds them under the configuration of the model that is served."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+
+    more = tmp_path / "source"
+    shutil.copytree(checkpoints("dense", torch.bfloat16), more)
+    drafts = {f"mtp.layers.0.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
+    save_file(drafts, more / "drafts.safetensors")
+    index = json.loads((more / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
+    (more / "model.safetensors.index.json").write_text(json.dumps(index))
+    prune_checkpoint(more, tmp_path / "sparse", PruneOptions("6:8", dtype))
+    stored = Checkpoint(tmp_path / "sparse").config
+    config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
+    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    for parent, left in (("mtp", True), ("model", False)):
+        name = f"{parent}.layers.0.self_attn.qkv_proj"
+        layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
+        assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
 
 
 # -- layers that stay vLLM's -----------------------------------------------------------------------------------------
