@@ -321,6 +321,19 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
     assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
     (warning,) = warnings_of_ours(caplog)
     assert "none of the 4 layers that could run sparse does (6:8; hopper: it needs a CUDA device" in warning
+    assert "--additional-config" not in warning  # no backend could
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_the_warning_names_the_backend_that_this_gpu_has(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import scheme
+
+    monkeypatch.setattr(scheme, "able_backend", lambda problem: "cusparselt")
+    loaded(configured(checkpoints("6:8"), enforce_eager=True), {})
+    (warning,) = warnings_of_ours(caplog)
+    assert """{"slidesparse": {"backend": "cusparselt"}}""" in warning
 
 
 @pytest.mark.usefixtures("no_dense_kernels")

@@ -20,9 +20,9 @@ from slidesparse.integrations.vllm.options import OPTIONS
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s"
-    "--additional-config '%s' runs them sparse whatever was measured"
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed%s"
 )
+FORCE = "--additional-config '%s' runs them sparse whatever was measured"
 MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
 MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
 PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more; "
@@ -42,6 +42,7 @@ class Outcome:
         experts: It is the experts of a mixture, for which users have another option.
         kept_bytes: Bytes of the forms of its weight that are kept; 0 where that was not counted.
         dense_bytes: Bytes of the weight as vLLM loaded it.
+        sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
     """
 
     sparse: bool
@@ -51,6 +52,7 @@ class Outcome:
     experts: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
+    sparse_by: str | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -91,7 +93,7 @@ class ModelStatus:
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((most, _),) = Counter(eligible).most_common(1)
-            log.warning(NONE_SPARSE, len(eligible), most.text, _hint(most), _forcing(eligible))
+            log.warning(NONE_SPARSE, len(eligible), most.text, _remedies(most, eligible))
 
     def describe(self) -> list[str]:
         """Return a line of totals, and one line for every kind of layer and outcome."""
@@ -128,7 +130,16 @@ def _hint(outcome: Outcome) -> str:
     return MEASURE_EXPERTS if outcome.experts else MEASURE
 
 
-def _forcing(outcomes: Iterable[Outcome]) -> str:
-    """Return the value of ``--additional-config`` that runs layers sparse whatever was measured."""
-    options = dict(("experts", "sparse") if outcome.experts else ("backend", "hopper") for outcome in outcomes)
-    return json.dumps({OPTIONS: options})
+def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
+    """Return what may run layers sparse, as the end of a sentence and another one; nothing where nothing does."""
+    options = _forcing(eligible)
+    return f". {_hint(most)}{FORCE % json.dumps({OPTIONS: options})}" if options else ""
+
+
+def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:
+    """Return the options that run layers sparse whatever was measured; a backend only where it can run all linears."""
+    outcomes = list(eligible)
+    options = {"experts": "sparse"} if any(outcome.experts for outcome in outcomes) else {}
+    backends = {outcome.sparse_by for outcome in outcomes if not outcome.experts}
+    backend = backends.pop() if len(backends) == 1 else None
+    return options if backend is None else {"backend": backend, **options}
