@@ -277,6 +277,16 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
 
 
+def test_sparse_layers_do_not_pass_for_unquantised_ones(checkpoints: Any) -> None:
+    """vLLM's models ask for the class before they read a layer's weight in kernels of their own."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    model = loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse"), REFERENCE)
+    layer = model.model.layers[0].mlp.down_proj
+    assert not hasattr(layer, "weight")
+    assert not isinstance(layer.quant_method, UnquantizedLinearMethod)
+
+
 def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

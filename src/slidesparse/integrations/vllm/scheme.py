@@ -11,7 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.gemm import Problem, choose
@@ -78,15 +82,18 @@ class SlideScheme(CompressedTensorsScheme):
 
 
 @register_weight_loader_v2_supported_method
-class SlideUnquantizedMethod(UnquantizedLinearMethod):
-    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`."""
+class SlideUnquantizedMethod(LinearMethodBase):
+    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`.
+
+    It is no subclass of the method that it wraps: vLLM's models ask for that class before they read a layer's weight in
+    kernels of their own, and a packed layer has none.
+    """
 
     supports_pre_processed_weights = False
     """vLLM from 0.33 on may hand weights over between processes as they are after packing; ours cannot be."""
 
     def __init__(self, named: NamedLayer, model: ModelState) -> None:
-        super().__init__()
-        self.named, self.model = named, model
+        self.inner, self.named, self.model = UnquantizedLinearMethod(), named, model
         self.in_features = 0
         self.converted: bool | None = None  # not loaded yet
 
@@ -103,18 +110,18 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
         self.in_features = input_size
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        super().create_weights(layer, *sizes, params_dtype, **attributes)
+        self.inner.create_weights(layer, *sizes, params_dtype, **attributes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
         if self.converted is not False:
             self.converted = pack_layer(layer, self.named, self.in_features, self.model)
         if not self.converted:
-            super().process_weights_after_loading(layer)
+            self.inner.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
-        y: torch.Tensor = layer.slide(x, bias) if self.converted else super().apply(layer, x, bias)
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else self.inner.apply(layer, x, bias)
         return y
 
 
