@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import (
+    LinearBase,
     LinearMethodBase,
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
@@ -40,6 +41,8 @@ LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
 
 READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
+
+READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 log = logging.getLogger(LOGGER)
 
@@ -173,7 +176,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         pack_again(layer, before, named, in_features)
         return True
     weight = layer.weight.data
-    reason = READ_ELSEWHERE if reads_weight_itself(layer) else model.why_left(weight.dtype)
+    reason = _why_kept(layer, model)
     if reason is not None:
         model.status.note_outcome(named.name, Outcome(False, True, reason), log)
         return False
@@ -199,6 +202,15 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     if model.warmup is not None and device.type == "cuda":
         model.warmup.layer(slide)
     return True
+
+
+def _why_kept(layer: Any, model: ModelState) -> str | None:
+    """Return why a loaded layer keeps its weight, in words; None where it need not."""
+    if reads_weight_itself(layer):
+        return READ_ELSEWHERE
+    if model.adapters and not isinstance(layer, LinearBase):  # an output embedding
+        return READ_BY_ADAPTERS
+    return model.why_left(layer.weight.dtype)
 
 
 def pack_shard(
