@@ -27,6 +27,7 @@ from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.json_files import write_json
+from slidesparse.files.marker import Marker
 from slidesparse.files.staging import staged
 from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_writer import TensorWriter
@@ -569,6 +570,27 @@ def test_load_needs_a_marker(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     with pytest.raises(CheckpointError, match="slidesparse prune"):
         slidesparse.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_weights_that_the_model_does_not_use_are_named_as_left_alone(tmp_path: Path, dtype: str) -> None:
+    """Layers that draft tokens for speculation: transformers passes over them, servers load them."""
+    make_checkpoint(tmp_path / "m")
+    weight, gain = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    spoil(tmp_path / "m", "mtp.layers.0.self_attn.q_proj.weight", weight)
+    spoil(tmp_path / "m", "mtp.layers.0.mlp.experts.7.up_proj.weight", weight)
+    spoil(tmp_path / "m", "mtp.norm.weight", gain)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", dtype))
+    checkpoint = Checkpoint(tmp_path / "s")
+    assert torch.equal(checkpoint.tensor("mtp.layers.0.self_attn.q_proj.weight"), weight)
+    marker = Marker.from_config(checkpoint.config)
+    assert marker is not None
+    assert marker.ignore == ("lm_head", "mtp.layers.0.self_attn.q_proj")
+    if dtype == "int8":
+        entries = checkpoint.config["quantization_config"]["ignore"]
+        assert entries == ["lm_head", "mtp.layers.0.self_attn.q_proj", r"re:mtp\.layers\.0\.mlp\.experts\..*"]
+    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
+        slidesparse.load(tmp_path / "s")
 
 
 def test_load_misses_a_tensor(tmp_path: Path) -> None:

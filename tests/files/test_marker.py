@@ -66,6 +66,17 @@ def test_own_quantisation_is_recognised(dtype: torch.dtype) -> None:
     assert quantisation_dtype({"quantization_config": quantization_config(dtype, ["lm_head"])}) == dtype
 
 
+def test_a_quantised_output_embedding_is_named_and_nothing_else_is() -> None:
+    config = quantization_config(torch.int8, [], "lm_head")
+    group = config["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear", "re:(.*[.])?lm_head$"]
+    assert quantisation_dtype({"quantization_config": config}) == torch.int8
+    for targets in (["Linear", "re:.*"], ["re:(.*[.])?lm_head$"], ["Linear", "lm_head", "re:(.*[.])?lm_head$"]):
+        group["targets"] = targets
+        with pytest.raises(CheckpointError, match="quantisation scheme of the source"):
+            quantisation_dtype({"quantization_config": config})
+
+
 def test_compressed_tensors_accepts_our_config() -> None:
     from compressed_tensors.quantization import QuantizationConfig
 

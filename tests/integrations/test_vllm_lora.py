@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from vllm_models import REFERENCE, configured, loaded, loaded_by
+
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -88,3 +91,20 @@ def test_layers_promise_no_weight_where_no_adapters_come(checkpoints: Any) -> No
     """What reads a layer's weight must not find packed bytes."""
     layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
     assert not any(hasattr(layer, name) for name in ("weight", "weight_packed", "qweight"))
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_pruned_output_embedding_keeps_its_weight_for_adapters(
+    checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What vLLM puts around the logits asks for its type and device."""
+    from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
+
+    prune_checkpoint(checkpoints("dense", torch.bfloat16), tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    lora = LoRAConfig(max_lora_rank=RANK, max_loras=1, lora_dtype=torch.bfloat16)
+    config = VllmConfig(model_config=configured(tmp_path / "s"), additional_config=REFERENCE, lora_config=lora)
+    model = loaded_by(config)
+    assert model.lm_head.weight.dtype == torch.int8
+    assert hasattr(model.model.layers[0].mlp.down_proj, "slide")
+    assert "slidesparse: lm_head: dense, left to vLLM, since LoRA adapters read its weight" in caplog.messages

@@ -136,6 +136,12 @@ def test_attention_is_packed_and_experts_are_loaded(
 
 
 @pytest.mark.usefixtures("without_expert_kernels")
+def test_pruned_experts_in_floats_are_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "bf16"), quantization="slidesparse"), REFERENCE)
+    assert "mlp.experts: dense, experts: their weights are neither INT8 nor FP8 (2 layers)" in caplog.text
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
 def test_stock_vllm_loads_it_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsLinearMethod,

@@ -8,15 +8,18 @@ from __future__ import annotations
 import ast
 import gc
 import json
+import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm_models import REFERENCE, configured, loaded
 
 import slidesparse as ss
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, PatternViolation, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.gemm import Problem
@@ -274,6 +277,16 @@ def test_a_float_checkpoint_runs_with_the_flag(checkpoints: Any) -> None:
     assert layer.mlp.down_proj.slide.weight_dtype == torch.bfloat16
 
 
+def test_sparse_layers_do_not_pass_for_unquantised_ones(checkpoints: Any) -> None:
+    """vLLM's models ask for the class before they read a layer's weight in kernels of their own."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    model = loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse"), REFERENCE)
+    layer = model.model.layers[0].mlp.down_proj
+    assert not hasattr(layer, "weight")
+    assert not isinstance(layer.quant_method, UnquantizedLinearMethod)
+
+
 def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -318,6 +331,19 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
     assert any("mlp.down_proj: dense, 6:8; hopper: it needs a CUDA device" in line for line in caplog.messages)
     (warning,) = warnings_of_ours(caplog)
     assert "none of the 4 layers that could run sparse does (6:8; hopper: it needs a CUDA device" in warning
+    assert "--additional-config" not in warning  # no backend could
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_the_warning_names_the_backend_that_this_gpu_has(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import scheme
+
+    monkeypatch.setattr(scheme, "able_backend", lambda problem: "cusparselt")
+    loaded(configured(checkpoints("6:8"), enforce_eager=True), {})
+    (warning,) = warnings_of_ours(caplog)
+    assert """{"slidesparse": {"backend": "cusparselt"}}""" in warning
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -350,6 +376,47 @@ def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path:
 def test_a_checkpoint_without_any_pattern_is_an_error(checkpoints: Any) -> None:
     with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
         loaded(configured(checkpoints("dense"), quantization="slidesparse"), REFERENCE)
+
+
+@pytest.mark.parametrize("quantization", ["slidesparse", "compressed-tensors"])
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, quantization: str) -> None:
+    """vLLM's output embedding is no linear: it takes a scale only where the quantisation names the layer."""
+    source = checkpoints("dense", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    head = loaded(configured(tmp_path / "sparse", quantization=quantization), REFERENCE).lm_head
+    stored = [Checkpoint(tmp_path / "sparse").tensor(f"lm_head.{name}") for name in ("weight", "weight_scale")]
+    if quantization == "compressed-tensors":
+        assert torch.equal(head.weight, stored[0])
+        assert torch.equal(head.weight_scale, stored[1])
+        return
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf16"])
+def test_layers_that_draft_tokens_are_left_to_vllm(
+    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str
+) -> None:
+    """The model that ``prune`` sees has none. vLLM builds them under the configuration of the model that is served."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+
+    more = tmp_path / "source"
+    shutil.copytree(checkpoints("dense", torch.bfloat16), more)
+    drafts = {f"mtp.layers.0.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
+    save_file(drafts, more / "drafts.safetensors")
+    index = json.loads((more / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
+    (more / "model.safetensors.index.json").write_text(json.dumps(index))
+    prune_checkpoint(more, tmp_path / "sparse", PruneOptions("6:8", dtype))
+    stored = Checkpoint(tmp_path / "sparse").config
+    config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
+    config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    for parent, left in (("mtp", True), ("model", False)):
+        name = f"{parent}.layers.0.self_attn.qkv_proj"
+        layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
+        assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
 
 
 # -- layers that stay vLLM's -----------------------------------------------------------------------------------------
@@ -398,6 +465,23 @@ def test_latent_attention_finds_its_weight(vllm_config: Any, marked: bool) -> No
     assert torch.equal(get_and_maybe_dequant_weights(layer), weight.bfloat16())
     assert "latent attention" in config.prepare_model().status.outcomes[name].text
     assert hasattr(replicated(config, "model.layers.0.self_attn.o_proj", weight), "slide")
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_schemes_that_are_not_ours_are_in_the_log(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM loads FP8 so on an A100: each layer of a pruned checkpoint is left to it, and none is waited for."""
+    from slidesparse.integrations.vllm import config
+
+    reason = "CompressedTensorsW8A16Fp8 is neither INT8 nor FP8 W8A8"
+    monkeypatch.setattr(config, "why_not", lambda scheme: reason)
+    layer = loaded(configured(checkpoints("6:8")), REFERENCE).model.layers[0].mlp.down_proj
+    assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 1
+    assert f"slidesparse: model.layers.0.mlp.down_proj: dense, {reason}" in caplog.messages
+    caplog.clear()
+    layer.quant_method.process_weights_after_loading(layer)  # as when weights are loaded again
+    assert not [line for line in caplog.messages if "slidesparse" in line]
 
 
 # -- shards --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
 from slidesparse.errors import UnsupportedError
 from slidesparse.integrations.vllm.status import CANNOT_BE_MEASURED, ModelStatus, Outcome
@@ -67,6 +68,16 @@ def test_the_status_does_not_wait_for_a_layer_that_was_thrown_away(caplog: pytes
     assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
 
 
+def test_the_status_does_not_wait_for_a_layer_that_vllm_never_loads(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM keeps the tower of a model that serves no images, without memory."""
+    caplog.set_level(logging.INFO)
+    status, kept, tower = ModelStatus(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta")
+    status.expect_layer("a", kept)
+    status.expect_layer("visual.a", tower)
+    status.note_outcome("a", SPARSE, LOG)
+    assert caplog.messages[0] == "slidesparse: 1 of 1 layers run sparse"
+
+
 def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     def settled(*outcomes: Outcome) -> list[str]:
         caplog.clear()
@@ -77,7 +88,7 @@ def test_a_start_up_that_leaves_all_eligible_layers_dense_is_a_warning(caplog: p
             status.note_outcome(str(i), outcome, LOG)
         return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
-    left = Outcome(False, True, "6:8; not measured", eligible=True)
+    left = Outcome(False, True, "6:8; not measured", eligible=True, sparse_by="hopper")
     told = "none of the 2 layers that could run sparse does (6:8; not measured)"
     (warning,) = settled(left, left, NO_PATTERN)
     assert told in warning
@@ -113,6 +124,29 @@ def test_experts_that_cannot_be_measured_have_no_remedy_that_measures(caplog: py
 
 
 @pytest.mark.parametrize(
+    ("able", "named"),
+    [
+        (["cusparselt"] * 2, """{"slidesparse": {"backend": "cusparselt"}}"""),
+        (["hopper", "cusparselt"], None),  # a backend that cannot run a layer ends the start
+        (["hopper", None], None),
+        ([None], None),
+    ],
+)
+def test_the_warning_names_a_backend_that_can_run_here(
+    able: list[str | None], named: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A100 and L40S have cuSPARSELt alone."""
+    status = ModelStatus()
+    for i, backend in enumerate(able):
+        status.outcomes[str(i)] = Outcome(False, True, "6:8; not measured", eligible=True, sparse_by=backend)
+    status.note_outcome("last", NO_PATTERN, LOG)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the pruned model is served at dense speed" in warning
+    assert ("--additional-config" in warning) == ("tune" in warning) == (named is not None)
+    assert named is None or named in warning
+
+
+@pytest.mark.parametrize(
     ("reason", "remedy"),
     [
         ("measured here", "a sparser pattern gains more; "),
@@ -122,7 +156,7 @@ def test_experts_that_cannot_be_measured_have_no_remedy_that_measures(caplog: py
 def test_the_warning_names_a_remedy_that_helps(reason: str, remedy: str, caplog: pytest.LogCaptureFixture) -> None:
     status, layer = ModelStatus(), _Layer()
     status.expect_layer("a", layer)
-    status.note_outcome("a", Outcome(False, True, f"6:8; {reason}", eligible=True), LOG)
+    status.note_outcome("a", Outcome(False, True, f"6:8; {reason}", eligible=True, sparse_by="hopper"), LOG)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"({f'6:8; {reason}'})" in warning
     assert remedy in warning

@@ -23,6 +23,7 @@ tensor that holds all experts of a layer has its own name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,18 @@ import torch
 
 from slidesparse.base.typed_json import decode
 from slidesparse.errors import CheckpointError, InputError
-from slidesparse.models.config_keys import EXPERTS_VERSION, MARKER_KEY, MARKER_VERSION, marker_config
+from slidesparse.models.config_keys import (
+    EXPERTS_VERSION,
+    LINEAR,
+    MARKER_KEY,
+    MARKER_VERSION,
+    head_target,
+    marker_config,
+)
 from slidesparse.pattern import Pattern
+
+_HEAD = re.compile(re.escape(head_target("NAME")).replace("NAME", r"\w+"))
+"""What :func:`slidesparse.models.config_keys.head_target` returns, of any name."""
 
 FROM_FLOAT = "start from the model as it was before it was quantised"
 
@@ -172,13 +183,13 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     (group,) = (_object(value, "a config group") for value in groups.values())
     weights, activations = (_object(group.get(key) or {}, key) for key in ("weights", "input_activations"))
     found_scheme = {
-        "targets": group.get("targets"),
+        "targets": _without_head(group.get("targets")),
         "weights": tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "symmetric")),
         "activations": tuple(activations.get(key) for key in ("num_bits", "type", "strategy", "symmetric", "dynamic")),
     }
     for kind, dtype in (("int", torch.int8), ("float", torch.float8_e4m3fn)):
         needed = {
-            "targets": ["Linear"],
+            "targets": [LINEAR],
             "weights": (8, kind, "channel", True),
             "activations": (8, kind, "token", True, True),
         }
@@ -190,6 +201,13 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
         needed="8-bit symmetric channel-wise weights and dynamic per-token activations on all Linear layers",
         remedy=FROM_FLOAT,
     )
+
+
+def _without_head(targets: Any) -> Any:
+    """Return a group's targets without the output embedding that :func:`quantization_config` names besides linears."""
+    if isinstance(targets, list) and len(targets) == 2 and _HEAD.fullmatch(str(targets[1])):
+        return targets[:1]
+    return targets
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:

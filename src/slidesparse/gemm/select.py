@@ -152,6 +152,11 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
     return _only(next((name for name in able if name not in measured.layer.us), "reference"), NO_RIGHT_RESULT)
 
 
+def able_backend(problem: Problem) -> str | None:
+    """Return the first accelerated backend that can run a problem, and gave no wrong result here; None without one."""
+    return next((name for name, why_not in _ask_accelerated(problem).items() if why_not is None), None)
+
+
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
     """Return the backends between which only times can decide, dense first; none where :func:`choose` asks for none."""
     check_fallback(fallback, "unknown fallback")

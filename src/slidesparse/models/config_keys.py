@@ -6,6 +6,7 @@ of compressed-tensors. Reading them is :mod:`slidesparse.files.marker`'s.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ EXPERTS_VERSION = 2
 """Version of a marker that names experts, so that a reader that knows of none says so."""
 
 QUANTIZATION_KEY = "quantization_config"
+
+LINEAR = "Linear"
+"""By what a quantisation names all linears."""
 
 
 def marker_config(
@@ -39,18 +43,29 @@ def marker_config(
     return {**value, "version": EXPERTS_VERSION, "experts": {name: str(one) for name, one in experts.items()}}
 
 
-def quantization_config(dtype: torch.dtype, ignore: Iterable[str]) -> dict[str, Any]:
+def head_target(name: str) -> str:
+    """Return by what a quantisation names an output embedding, whatever the model around it is.
+
+    >>> head_target("model.lm_head")
+    're:(.*[.])?lm_head$'
+    """
+    return f"re:(.*[.])?{re.escape(name.rpartition('.')[2])}$"
+
+
+def quantization_config(dtype: torch.dtype, ignore: Iterable[str], head: str | None = None) -> dict[str, Any]:
     """Return the compressed-tensors entry for channel-wise 8-bit weights and dynamic per-token activations.
 
     Args:
         dtype: torch.int8 or torch.float8_e4m3fn.
         ignore: Linears that are not quantised, by exact name.
+        head: The output embedding, if it is quantised. It is named, since vLLM's is no linear.
     """
+    targets = [LINEAR] if head is None else [LINEAR, head_target(head)]
     is_int = dtype == torch.int8
     common = {"num_bits": 8, "type": "int" if is_int else "float", "symmetric": True}
     weights = {**common, "strategy": "channel", "dynamic": False}
     activations = {**common, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    group = {"targets": targets, "weights": weights, "input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if is_int else "float-quantized",

@@ -15,6 +15,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
 from slidesparse.models.experts import find_experts, find_routers, ignore_entries, linears_inside
+from slidesparse.models.targets import treated_head
 from slidesparse.quant import QUANTISED, dtype_name
 
 
@@ -44,7 +45,8 @@ def describe_in_config(model: nn.Module) -> None:
     (dtype,) = dtypes
     if dtype in QUANTISED:
         entries = ignore_entries([one.name for one in experts], every=True)
-        setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries]))
+        head = treated_head(model, layers)
+        setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries], head))
 
 
 class _Unsaveable:

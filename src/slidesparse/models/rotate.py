@@ -19,6 +19,7 @@ from slidesparse.errors import InputError
 from slidesparse.models.layer_stack import LayerList
 from slidesparse.models.parts import language_model
 from slidesparse.models.smooth import Fold, find_folds, is_norm
+from slidesparse.models.targets import output_embedding
 
 LARGEST_CHANGE = 0.01
 """Norm of an error over that of what a layer adds to the stream, in float32, whose rounding is far smaller. What cannot
@@ -87,7 +88,7 @@ def find_stream(model: nn.Module, layer_list: LayerList, run: Callable[[], objec
 
 def _embeddings(model: Any) -> tuple[nn.Embedding, nn.Linear]:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = output_embedding(model)
     if language_model(model) is not model or not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise cannot_rotate(model, type(model).__name__, "a language model with an input and an output embedding")
     if head.weight is embedding.weight:

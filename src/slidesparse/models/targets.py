@@ -82,8 +82,7 @@ def find_targets(
     named = {name: module for name, module in modules if isinstance(module, nn.Linear)}
     holders = Counter(id(module.weight) for module in named.values())
     outside = outside_part(model, named, part)
-    get_output = getattr(model, "get_output_embeddings", lambda: None)
-    output = get_output()
+    output = output_embedding(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     ignored = {name for name in named for entry in also_ignore if matches_entry(name, entry)}
@@ -128,6 +127,18 @@ def find_targets(
             needed="nn.Linear",
         )
     return targets
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """Return what makes logits of the last hidden state; None in a model without it."""
+    output: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return output
+
+
+def treated_head(model: nn.Module, treated: Mapping[str, nn.Module]) -> str | None:
+    """Return the name of the output embedding where it is among the layers that are treated; else None."""
+    output = output_embedding(model)
+    return next((name for name, module in treated.items() if module is output), None)
 
 
 def computes_as_linear(module: nn.Linear) -> bool:

@@ -37,7 +37,12 @@ from slidesparse.integrations.vllm.names import (
 )
 from slidesparse.integrations.vllm.refused import SERVE_DENSE
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
-from slidesparse.integrations.vllm.scheme import LEAST_CAPABILITY, SlideScheme, SlideUnquantizedMethod
+from slidesparse.integrations.vllm.scheme import (
+    LEAST_CAPABILITY,
+    SlideScheme,
+    SlideUnquantizedMethod,
+    tell_when_loaded,
+)
 from slidesparse.integrations.vllm.status import ModelStatus, Outcome
 from slidesparse.models.config_keys import MARKER_KEY
 
@@ -102,6 +107,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             method = super().get_quant_method(layer, prefix)
             return self._with_experts(method, layer, prefix)
         if not isinstance(layer, LinearBase):
+            self._note_other_experts(prefix)
             return None
         model = self.prepare_model()
         named = self._find_layer(layer, prefix, model.status)
@@ -116,7 +122,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return scheme
         model, refusal = self.prepare_model(), why_not(scheme)
         if refusal is not None:
-            model.status.outcomes[layer_name] = Outcome(False, False, refusal)
+            tell_when_loaded(scheme, layer, NamedLayer(layer_name, None), refusal, model)
             return scheme
         named = self._find_layer(layer, layer_name, model.status)
         return scheme if named is None else SlideScheme(scheme, named, model)
@@ -126,6 +132,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
     ) -> QuantizeMethodBase | None:
         """Return a method that packs experts, where the user wants that of experts which vLLM quantised for us."""
         if not is_of_experts(method):
+            self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
         if model.options.experts == "dense":
@@ -137,6 +144,12 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return method
         model.status.expect_layer(prefix, layer)
         return pack_experts_by(method, named, model)
+
+    def _note_other_experts(self, prefix: str) -> None:
+        """Note why pruned experts stay dense that vLLM loads in another form than we pack."""
+        if self.marker is not None and find_experts(self.marker, prefix) is not None:
+            why = "experts: their weights are neither INT8 nor FP8"
+            self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
 
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.

@@ -11,10 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.gemm import Problem, choose
+from slidesparse.gemm.select import able_backend
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -35,6 +41,8 @@ LEAST_CAPABILITY = 80
 """Ampere: the first Sparse Tensor Cores."""
 
 READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
+
+READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
 log = logging.getLogger(LOGGER)
 
@@ -77,15 +85,18 @@ class SlideScheme(CompressedTensorsScheme):
 
 
 @register_weight_loader_v2_supported_method
-class SlideUnquantizedMethod(UnquantizedLinearMethod):
-    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`."""
+class SlideUnquantizedMethod(LinearMethodBase):
+    """The same for a BF16 or FP16 layer; arguments as of :class:`SlideScheme`.
+
+    It is no subclass of the method that it wraps: vLLM's models ask for that class before they read a layer's weight in
+    kernels of their own, and a packed layer has none.
+    """
 
     supports_pre_processed_weights = False
     """vLLM from 0.33 on may hand weights over between processes as they are after packing; ours cannot be."""
 
     def __init__(self, named: NamedLayer, model: ModelState) -> None:
-        super().__init__()
-        self.named, self.model = named, model
+        self.inner, self.named, self.model = UnquantizedLinearMethod(), named, model
         self.in_features = 0
         self.converted: bool | None = None  # not loaded yet
 
@@ -102,19 +113,44 @@ class SlideUnquantizedMethod(UnquantizedLinearMethod):
         """Create vLLM's parameters; ``input_size`` is that of the whole weight."""
         self.in_features = input_size
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        super().create_weights(layer, *sizes, params_dtype, **attributes)
+        self.inner.create_weights(layer, *sizes, params_dtype, **attributes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight, or let vLLM go on with it; a layer that was left to vLLM is so when it is loaded again."""
         if self.converted is not False:
             self.converted = pack_layer(layer, self.named, self.in_features, self.model)
         if not self.converted:
-            super().process_weights_after_loading(layer)
+            self.inner.process_weights_after_loading(layer)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply: [..., in] -> [..., out]."""
-        y: torch.Tensor = layer.slide(x, bias) if self.converted else super().apply(layer, x, bias)
+        y: torch.Tensor = layer.slide(x, bias) if self.converted else self.inner.apply(layer, x, bias)
         return y
+
+
+def tell_when_loaded(
+    scheme: CompressedTensorsScheme, layer: torch.nn.Module, named: NamedLayer, reason: str, model: ModelState
+) -> None:
+    """Leave a layer to vLLM's own scheme, and note why when it is loaded; the status would not wait for it otherwise.
+
+    Where all layers are left so, nothing else would say that a pruned checkpoint is served dense.
+
+    Args:
+        scheme: Of this layer alone, as vLLM makes it. Its class stays: vLLM asks for it.
+        layer: The layer.
+        named: Its name.
+        reason: Why it is left to vLLM.
+        model: The state of its model.
+    """
+    load, status = scheme.process_weights_after_loading, model.status
+
+    def load_and_tell(loaded: torch.nn.Module) -> None:
+        load(loaded)
+        if named.name in status.waiting:  # not when it is loaded again
+            status.note_outcome(named.name, Outcome(False, True, reason), log)
+
+    scheme.process_weights_after_loading = load_and_tell
+    status.expect_layer(named.name, layer)
 
 
 def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelState) -> bool:
@@ -140,7 +176,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         pack_again(layer, before, named, in_features)
         return True
     weight = layer.weight.data
-    reason = READ_ELSEWHERE if reads_weight_itself(layer) else model.why_left(weight.dtype)
+    reason = _why_kept(layer, model)
     if reason is not None:
         model.status.note_outcome(named.name, Outcome(False, True, reason), log)
         return False
@@ -166,6 +202,15 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     if model.warmup is not None and device.type == "cuda":
         model.warmup.layer(slide)
     return True
+
+
+def _why_kept(layer: Any, model: ModelState) -> str | None:
+    """Return why a loaded layer keeps its weight, in words; None where it need not."""
+    if reads_weight_itself(layer):
+        return READ_ELSEWHERE
+    if model.adapters and not isinstance(layer, LinearBase):  # an output embedding
+        return READ_BY_ADAPTERS
+    return model.why_left(layer.weight.dtype)
 
 
 def pack_shard(
@@ -209,12 +254,13 @@ def pack_shard(
         del packed  # a large layer of this kind may follow
     choice = choose(problem, options.backend, options.fallback)
     dense, eligible = choice.backends == ("dense",), options.backend != "dense"
+    sparse_by = able_backend(problem) if dense and eligible else None
     if dense and not (options.fuse and weight.dtype in QUANTISED):
-        return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible)
+        return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible, sparse_by=sparse_by)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
     if dense:
         text = f"{pattern}, joined with the operation before it; {choice.reason}"
-        return packed, Outcome(False, True, text, eligible)
+        return packed, Outcome(False, True, text, eligible, sparse_by=sparse_by)
     offset = f", from position {k_offset} of a group" if k_offset else ""
     return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
 

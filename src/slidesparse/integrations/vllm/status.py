@@ -1,7 +1,8 @@
 """Collect the outcome of every layer of one model, and log all outcomes when the last layer has been loaded.
 
 vLLM loads layer after layer and has no call at the end, so :class:`ModelStatus` counts: it waits for the layers that
-were built, less those that were loaded or thrown away again (an output embedding that turns out to be tied).
+were built, less those that were loaded, thrown away again (an output embedding that turns out to be tied), or left
+without memory (the tower of a model that is to take no images).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from slidesparse.integrations.vllm.options import OPTIONS
 from slidesparse.models.layer_kinds import kind_of
 
 NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed. %s"
-    "--additional-config '%s' runs them sparse whatever was measured"
+    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed%s"
 )
+FORCE = "--additional-config '%s' runs them sparse whatever was measured"
 MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
 MEASURE_EXPERTS = 'A start without "tune": "off" measures them; '
 PRUNE_MORE = "Dense was measured to be the faster one: a sparser pattern gains more; "
@@ -41,6 +42,7 @@ class Outcome:
         experts: It is the experts of a mixture, for which users have another option.
         kept_bytes: Bytes of the forms of its weight that are kept; 0 where that was not counted.
         dense_bytes: Bytes of the weight as vLLM loaded it.
+        sparse_by: Of a linear that stays dense, the backend that could run it here; None without one.
     """
 
     sparse: bool
@@ -50,6 +52,7 @@ class Outcome:
     experts: bool = False
     kept_bytes: int = field(default=0, compare=False)
     dense_bytes: int = field(default=0, compare=False)
+    sparse_by: str | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class ModelStatus:
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)
-        self.waiting = {other: layer for other, layer in self.waiting.items() if layer() is not None}
+        self.waiting = {other: layer for other, layer in self.waiting.items() if _is_to_come(layer())}
         if self.waiting:
             return
         if not any(outcome.qualified for outcome in self.outcomes.values()):
@@ -90,7 +93,7 @@ class ModelStatus:
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((most, _),) = Counter(eligible).most_common(1)
-            log.warning(NONE_SPARSE, len(eligible), most.text, _hint(most), _forcing(eligible))
+            log.warning(NONE_SPARSE, len(eligible), most.text, _remedies(most, eligible))
 
     def describe(self) -> list[str]:
         """Return a line of totals, and one line for every kind of layer and outcome."""
@@ -112,6 +115,12 @@ class ModelStatus:
         return f"; their weights take {kept / 1e9:.2f} GB, dense {dense / 1e9:.2f}" if packed else ""
 
 
+def _is_to_come(layer: object) -> bool:
+    """Return whether vLLM will load a layer that it built: one that is still there, and whose weights have memory."""
+    parameters = getattr(layer, "parameters", tuple)
+    return layer is not None and not any(parameter.is_meta for parameter in parameters())
+
+
 def _hint(outcome: Outcome) -> str:
     """Return what helps layers that were left dense, besides running them sparse all the same."""
     if MEASURED_HERE in outcome.text:
@@ -121,7 +130,16 @@ def _hint(outcome: Outcome) -> str:
     return MEASURE_EXPERTS if outcome.experts else MEASURE
 
 
-def _forcing(outcomes: Iterable[Outcome]) -> str:
-    """Return the value of ``--additional-config`` that runs layers sparse whatever was measured."""
-    options = dict(("experts", "sparse") if outcome.experts else ("backend", "hopper") for outcome in outcomes)
-    return json.dumps({OPTIONS: options})
+def _remedies(most: Outcome, eligible: Iterable[Outcome]) -> str:
+    """Return what may run layers sparse, as the end of a sentence and another one; nothing where nothing does."""
+    options = _forcing(eligible)
+    return f". {_hint(most)}{FORCE % json.dumps({OPTIONS: options})}" if options else ""
+
+
+def _forcing(eligible: Iterable[Outcome]) -> dict[str, str]:
+    """Return the options that run layers sparse whatever was measured; a backend only where it can run all linears."""
+    outcomes = list(eligible)
+    options = {"experts": "sparse"} if any(outcome.experts for outcome in outcomes) else {}
+    backends = {outcome.sparse_by for outcome in outcomes if not outcome.experts}
+    backend = backends.pop() if len(backends) == 1 else None
+    return options if backend is None else {"backend": backend, **options}
