@@ -73,6 +73,57 @@ def test_only_the_named_linears() -> None:
     assert list(HeldZeros(model, [name]).zeros) == [name]
 
 
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Train a model with its zeros held; return where the weights of before were zero and those of after are not."""
+    before = copy.deepcopy(model.state_dict())
+    train(model, HeldZeros(model), steps=2)
+    return {
+        name: filled for name, w in model.state_dict().items() if bool((filled := (before[name] == 0) & (w != 0)).any())
+    }
+
+
+def test_the_zeros_of_an_output_embedding_stay() -> None:
+    """``prune --lm-head`` makes them."""
+    model = pruned_model()
+    model.lm_head.weight.data *= prune_mask(model.lm_head.weight.detach(), "6:8")
+    assert trained(model) == {}
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_the_zeros_of_experts_stay(family: str) -> None:
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **sizes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    experts = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+    assert len(experts) == 4
+    for weight in experts.values():
+        for one in weight.detach():
+            one *= prune_mask(one, "6:8")
+    before = copy.deepcopy(model.state_dict())
+    assert trained(model) == {}
+    assert not any(torch.equal(weight, before[name]) for name, weight in experts.items())
+    name = next(iter(experts))
+    assert list(HeldZeros(model, [name]).zeros) == [name]
+
+
+def test_the_zeros_of_linears_that_share_a_weight_stay() -> None:
+    first, second = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+    first.weight.data *= prune_mask(first.weight.detach(), "6:8")
+    zeros, second.weight = first.weight.detach() == 0, first.weight
+    held = HeldZeros(torch.nn.Sequential(first, second))
+    first.weight.data += 1
+    held.apply_()
+    assert torch.equal(first.weight == 0, zeros)
+
+
+def test_an_embedding_keeps_no_zeros() -> None:
+    """The row of a padding token is zero and trained where the output embedding shares it."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
+    model.model.embed_tokens.weight.data[0] = 0
+    with pytest.raises(InputError, match="no zeros to hold"):
+        HeldZeros(model)
+
+
 def test_callback_of_the_trainer(tmp_path: Any) -> None:
     model = pruned_model()
     data = [{"input_ids": row, "labels": row} for row in tokens().repeat(4, 1)]

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.models.targets import find_targets
-from slidesparse.support import is_nonzero
+from slidesparse.models.experts import find_experts
 
 
 class HeldZeros:
@@ -22,31 +21,32 @@ class HeldZeros:
 
     Args:
         model: A pruned model, its weights in a float type.
-        names: Linears whose zeros are held; None: all that :func:`slidesparse.models.targets.find_targets` finds.
+        names: Weights whose zeros are held: names of linears, or of parameters such as those of experts. None: all
+            linears but those that share their weight with an embedding, and all experts.
 
     Raises:
-        InputError: When no weight of these linears is zero, so that nothing was pruned.
+        InputError: When no weight of these is zero, so that nothing was pruned.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
-        chosen = find_targets(model).linears if names is None else {name: model.get_submodule(name) for name in names}
-        self.modules: dict[str, nn.Module] = {}
+        places = _weights(model) if names is None else {name: _place(model, name) for name in names}
+        self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
-        for name, module in chosen.items():
-            weight = module.weight
+        for name, (module, leaf) in places.items():
+            weight = getattr(module, leaf)
             if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
                 raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
-            zero = ~is_nonzero(weight.detach())
+            zero = weight.detach() == 0
             if bool(zero.any()):
-                self.modules[name], self.zeros[name] = module, zero
-        if not self.modules:
+                self.places[name], self.zeros[name] = (module, leaf), zero
+        if not self.places:
             raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
 
     @torch.no_grad()
     def apply_(self) -> None:
         """Set the held weights back to zero; call it after each optimiser step."""
-        for name, module in self.modules.items():
-            weight: Any = module.weight  # asked for anew: Trainer moves the model after its callbacks are made
+        for name, (module, leaf) in self.places.items():
+            weight: Any = getattr(module, leaf)  # asked for anew: Trainer moves the model after its callbacks are made
             self.zeros[name] = self.zeros[name].to(weight.device)
             weight.masked_fill_(self.zeros[name], 0)
 
@@ -63,3 +63,22 @@ class HeldZeros:
                 apply()
 
         return HoldZeros()
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return where the weights are that pruning may have treated: more than those that it treats by default."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    places: dict[str, tuple[nn.Module, str]] = {
+        name: (module, "weight") for name, module in linears if id(module.weight) not in embeddings
+    }
+    states = [state for one in find_experts(model) for leaf in one.weights for state in one.states(leaf)]
+    return places | {state: _place(model, state) for state in states if state.removesuffix(".weight") not in places}
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module and its attribute for the name of a linear or of a parameter."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf in dict(model.get_submodule(owner).named_parameters(recurse=False)):
+        return model.get_submodule(owner), leaf
+    return model.get_submodule(name), "weight"
