@@ -116,6 +116,16 @@ def test_the_zeros_of_linears_that_share_a_weight_stay() -> None:
     assert torch.equal(first.weight == 0, zeros)
 
 
+def test_an_adapter_that_begins_as_zero_learns() -> None:
+    """LoRA's second matrix does, and no pattern prunes all of a weight; by name it is held all the same."""
+    linear, adapter = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(32, 64, bias=False)
+    linear.weight.data *= prune_mask(linear.weight.detach(), "6:8")
+    torch.nn.init.zeros_(adapter.weight)
+    model = torch.nn.ModuleDict({"linear": linear, "adapter": adapter})
+    assert list(HeldZeros(model).zeros) == ["linear"]
+    assert list(HeldZeros(model, ["linear", "adapter"]).zeros) == ["linear", "adapter"]
+
+
 def test_an_embedding_keeps_no_zeros() -> None:
     """The row of a padding token is zero and trained where the output embedding shares it."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))

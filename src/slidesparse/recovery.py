@@ -19,6 +19,9 @@ from slidesparse.models.experts import find_experts
 class HeldZeros:
     """The zeros of a pruned model, which training must not fill.
 
+    A weight that is zero everywhere is passed over: no pattern made it so. Adapters begin like this, and would never
+    learn.
+
     Args:
         model: A pruned model, its weights in a float type.
         names: Weights whose zeros are held: names of linears, or of parameters such as those of experts. None: all
@@ -37,7 +40,7 @@ class HeldZeros:
             if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
                 raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
             zero = weight.detach() == 0
-            if bool(zero.any()):
+            if bool(zero.any()) and (names is not None or not bool(zero.all())):
                 self.places[name], self.zeros[name] = (module, leaf), zero
         if not self.places:
             raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
