@@ -183,6 +183,43 @@ def test_nothing_to_hold() -> None:
         HeldZeros(torch.nn.ModuleDict({"inner": module}), ["inner"])
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model.nothing"], r"no weight called model.nothing; needed .* such as model.layers.0.self_attn.q_proj"),
+        (["model.layers.0"], r"no weight called model.layers.0; needed the name of a linear"),
+        ("lm_head", r"names; got 'lm_head'; needed a list of names"),
+        ([3], r"entry of names; got 3; needed the name of a linear"),
+    ],
+)
+def test_names_without_a_weight(names: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        HeldZeros(pruned_model(), names)
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    """What is written into it is lost: the zeros would be filled without a word."""
+    model = pruned_model()
+    held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
+    torch.nn.utils.parametrizations.weight_norm(linear)
+    said = "cannot train model.layers.0.mlp.up_proj; got a weight that is computed; needed a float parameter"
+    with pytest.raises(InputError, match=said):
+        held.apply_()
+    with pytest.raises(InputError, match=said):
+        HeldZeros(model)
+
+
+def test_a_weight_of_another_shape_is_refused() -> None:
+    """Such as the part of it that a library left on this process."""
+    model = pruned_model()
+    held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(torch.ones(0))
+    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]; needed \[152, 64\]"):
+        held.apply_()
+    with pytest.raises(InputError, match=r"model; got None; needed a torch.nn.Module"):
+        HeldZeros(None)  # type: ignore[arg-type]
+
+
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its three commands, as it prints them."""
     make_checkpoint(tmp_path / "BASE")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.models.experts import find_experts
 
@@ -28,16 +29,19 @@ class HeldZeros:
             linears but those that share their weight with an embedding, and all experts.
 
     Raises:
-        InputError: When no weight of these is zero, so that nothing was pruned.
+        InputError: When no weight of these is zero, so that nothing was pruned; or a name has no weight to train.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
+        require_kind(model, nn.Module, "model", "a torch.nn.Module")
+        if isinstance(names, str):
+            raise InputError("names", got=shown(names), needed="a list of names")
         places = _weights(model) if names is None else {name: _place(model, name) for name in names}
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
         for name, (module, leaf) in places.items():
-            weight = getattr(module, leaf)
-            if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+            weight = _parameter(name, module, leaf)
+            if not weight.is_floating_point():
                 raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
             zero = weight.detach() == 0
             if bool(zero.any()) and (names is not None or not bool(zero.all())):
@@ -47,9 +51,16 @@ class HeldZeros:
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Set the held weights back to zero; call it after each optimiser step."""
+        """Set the held weights back to zero; call it after each optimiser step.
+
+        Raises:
+            InputError: A weight is computed from others now, or has another shape, so that its zeros cannot be held.
+        """
         for name, (module, leaf) in self.places.items():
-            weight: Any = getattr(module, leaf)  # asked for anew: Trainer moves the model after its callbacks are made
+            weight = _parameter(name, module, leaf)  # asked for anew: Trainer moves the model after callbacks are made
+            if weight.shape != self.zeros[name].shape:
+                needed = f"{list(self.zeros[name].shape)}, as its zeros"
+                raise InputError(f"shape of {name}", got=list(weight.shape), needed=needed)
             self.zeros[name] = self.zeros[name].to(weight.device)
             weight.masked_fill_(self.zeros[name], 0)
 
@@ -81,7 +92,30 @@ def _weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module and its attribute for the name of a linear or of a parameter."""
+    require_kind(name, str, "entry of names", "the name of a linear or of a parameter")
     owner, _, leaf = name.rpartition(".")
-    if leaf in dict(model.get_submodule(owner).named_parameters(recurse=False)):
-        return model.get_submodule(owner), leaf
-    return model.get_submodule(name), "weight"
+    holder = _submodule(model, owner)
+    if holder is not None and leaf in dict(holder.named_parameters(recurse=False)):
+        return holder, leaf
+    module = _submodule(model, name)
+    if module is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
+        known = next(iter(_weights(model)), "-")
+        raise InputError(f"no weight called {name}", needed=f"the name of a linear or of a parameter, such as {known}")
+    return module, "weight"
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _parameter(name: str, module: nn.Module, leaf: str) -> nn.Parameter:
+    """Return a weight that can be set, which one that is made of others when it is read cannot."""
+    weight = getattr(module, leaf, None)
+    if isinstance(weight, nn.Parameter):
+        return weight
+    kept = dict(module.named_buffers(recurse=False)).get(leaf)
+    got = "a weight that is computed" if kept is None else f"a {kept.dtype} weight"
+    raise InputError(f"cannot train {name}", got=got, needed="a float parameter, with no parametrization around it")
