@@ -198,6 +198,21 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model_runs_where_gradients_are_recorded(dynamic: bool) -> None:
+    """As it does uncompiled: a norm's gain requires a gradient, and nobody has to ask for it."""
+    torch._dynamo.reset()
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", method="magnitude")
+    model = torch.nn.Sequential(torch.nn.LayerNorm(K), layer)
+    run = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (3, 5):
+        x = torch.randn(tokens, K)
+        y = run(x)
+        assert torch.equal(y, model(x))
+        with pytest.raises(UnsupportedError, match="for inference"):
+            y.sum().backward()
+
+
 def test_gradients_are_refused_wherever_they_are_asked_for() -> None:
     linear = torch.nn.Linear(K, 8).bfloat16().requires_grad_(False)
     layer = SlideLinear.from_linear(linear, "6:8", "bf16", method="magnitude", backend="reference")

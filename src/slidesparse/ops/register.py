@@ -6,7 +6,7 @@ gradient is computed, and switches autocast off inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,3 +98,19 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
         torch.library.register_autograd(f"slidesparse::{name}", _refuse_gradients, lib=_LIBRARY)
     else:
         _LIBRARY.impl(name, _under_autograd(name, kernel, dispatch), "Autograd", with_keyset=True)
+
+
+def _refuse_gradient(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    raise inference_only()
+
+
+def _refuse_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return gradient.new_empty(shape, dtype=dtype)
+
+
+define(
+    "refuse_gradient",
+    "(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _refuse_gradient,
+    _refuse_gradient_fake,
+)
