@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, tokens, write_text
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
@@ -181,6 +183,24 @@ def test_nothing_to_hold() -> None:
     module.register_buffer("weight", torch.zeros(4, 4, dtype=torch.int8))
     with pytest.raises(InputError, match=r"cannot train inner; got a torch.int8 weight"):
         HeldZeros(torch.nn.ModuleDict({"inner": module}), ["inner"])
+
+
+@pytest.mark.parametrize("held_first", [False, True])
+def test_a_model_that_is_cut_over_processes_is_held(held_first: bool) -> None:
+    """Here over one: the weights are distributed tensors all the same."""
+    model = pruned_model()
+    zeros = {name: linear.weight.detach() == 0 for name, linear in find_targets(model).linears.items()}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        held = HeldZeros(model) if held_first else None
+        for part in [*model.model.layers, model]:
+            fully_shard(part, mesh=mesh)
+        train(model, held or HeldZeros(model), steps=2)
+        for name, zero in zeros.items():
+            assert torch.equal(model.get_submodule(name).weight.full_tensor() == 0, zero)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class HeldZeros:
             if weight.shape != self.zeros[name].shape:
                 needed = f"{list(self.zeros[name].shape)}, as its zeros"
                 raise InputError(f"shape of {name}", got=list(weight.shape), needed=needed)
-            self.zeros[name] = self.zeros[name].to(weight.device)
+            self.zeros[name] = _cut_like(weight, self.zeros[name])
             weight.masked_fill_(self.zeros[name], 0)
 
     def callback(self) -> Any:
@@ -109,6 +109,17 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
+
+
+def _cut_like(weight: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Return a mask where its weight is: on its device, and cut as it is by ``fully_shard`` and its like."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or hasattr(zero, "device_mesh"):
+        return zero.to(weight.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    placements: Any = getattr(weight, "placements", None)
+    return distribute_tensor(zero.to(weight.device), mesh, placements)
 
 
 def _parameter(name: str, module: nn.Module, leaf: str) -> nn.Parameter:
