@@ -27,8 +27,10 @@ def describe_in_config(model: nn.Module) -> None:
         model: A model, some of whose linears are SlideLinear.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "save_pretrained"):
+    save: Any = getattr(model, "save_pretrained", None)
+    if config is None or save is None:
         return
+    model = getattr(save, "__self__", model)  # what torch.compile wraps is saved without the wrapper, which names it
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
     experts = find_experts(model)
     inside = linears_inside(model, experts)
@@ -36,7 +38,7 @@ def describe_in_config(model: nn.Module) -> None:
     ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:
-        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))  # type: ignore[assignment]
+        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))
         return
     ((common, _),) = Counter(layer.pattern for layer in layers.values()).most_common(1)
     exceptions = {name: layer.pattern for name, layer in layers.items() if layer.pattern != common}
