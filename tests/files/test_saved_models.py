@@ -77,6 +77,16 @@ def test_a_compiled_model_made_sparse_in_memory(tmp_path: Path) -> None:
     check(tmp_path / "s", logits(model))
 
 
+def test_a_config_that_spoke_of_another_model_in_8_bits(tmp_path: Path) -> None:
+    """Two models made of one config object: what the first one wrote there is not true of the second."""
+    config = loaded_dense(tmp_path / "m", "llama").config
+    for dtype in ("int8", "fp32"):
+        model = transformers.LlamaForCausalLM(config).float().eval()
+        slidesparse.sparsify_(model, "6:8", dtype)
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
+
+
 def test_sparse_in_two_steps(tmp_path: Path) -> None:
     model = loaded_dense(tmp_path / "m", "llama")
     slidesparse.sparsify_(model, "6:8", ignore=["re:.*down_proj"])

@@ -47,6 +47,13 @@ def describe_in_config(model: nn.Module) -> None:
     if dtype in QUANTISED:
         entries = ignore_entries([one.name for one in experts], every=True)
         setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries]))
+    elif _is_ours(getattr(config, QUANTIZATION_KEY, None)):  # of a model that was in 8 bits before
+        delattr(config, QUANTIZATION_KEY)
+
+
+def _is_ours(entry: Any) -> bool:
+    """Say whether an entry about quantisation is in the format that :func:`quantization_config` writes."""
+    return isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors"
 
 
 class _Unsaveable:
