@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
@@ -196,6 +197,19 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp32"])
+def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
+    """They were zero: autograd lost the tangent on the way into the operator."""
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", dtype, method="magnitude")
+    x = torch.randn(2, K)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        torch.func.jvp(layer, (x,), (x,))
+    with pytest.raises(UnsupportedError, match="for inference"):
+        torch.func.jacfwd(layer)(x)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="for inference"):
+        layer(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

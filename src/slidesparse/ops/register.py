@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from slidesparse.base import torch_private
 from slidesparse.ops.inference_only import NoBackward, inference_only
@@ -48,6 +49,8 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
             return operator.redispatch(keys, *arguments)
 
     def run(keys: Any, *arguments: Any) -> Any:
+        if unpack_dual(arguments[0]).tangent is not None:  # forward mode, whose tangent would be lost
+            raise inference_only()
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             return NoBackward.apply(below_autograd, keys & after_autograd, *arguments)
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
