@@ -18,9 +18,9 @@ import torch
 from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slidesparse import HeldZeros
 from slidesparse.files.calibration import encode
 from slidesparse.files.texts import read_text
-from slidesparse.recovery import HeldZeros
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("pruned", type=Path)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 import slidesparse as ss
@@ -61,6 +62,22 @@ def test_what_computes_with_it_gets_it(use: Callable[[torch.Tensor], torch.Tenso
     assert type(result) is torch.Tensor
     assert torch.equal(result, use(WEIGHT))
     assert counted.times >= 1
+
+
+def test_who_reads_it_by_its_address_reads_the_weight() -> None:
+    """As safetensors does, which asks for the address and reads after the call; of two weights it compares them."""
+    first, second = Counted().weight, Counted().weight
+    read = load(save({"first": first, "second": second}))
+    assert torch.equal(read["first"], WEIGHT)
+    assert torch.equal(read["second"], WEIGHT)
+    assert first.data_ptr() == first.untyped_storage().data_ptr() != second.data_ptr()
+
+
+def test_what_takes_its_memory_unseen_gets_no_numbers() -> None:
+    """Torch asks nobody about the right side of ``data =``. Zeros would look like a weight."""
+    linear = nn.Linear(4, 6)
+    linear.weight.data = Counted().weight
+    assert bool(linear.weight.isnan().all())
 
 
 @pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.__setitem__(0, 1), lambda w: w.copy_(WEIGHT)])

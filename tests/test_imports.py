@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_the_public_names_need_torch_alone() -> None:
     assert "slidesparse" in brought
     heavy = {"accelerate", "compressed_tensors", "cuda", "matplotlib", "safetensors", "transformers", "triton", "vllm"}
     assert not brought & heavy
+
+
+def test_every_name_that_pages_give_the_package_is_there() -> None:
+    """``slidesparse.NAME`` with a capital is a class, which a reader imports as the page writes it."""
+    pages = [ROOT.parent.parent / "README.md", *(ROOT.parent.parent / "docs").glob("*.md")]
+    names = {name for page in pages for name in re.findall(r"`(?:slidesparse|ss)\.([A-Z]\w+)", page.read_text())}
+    assert "HeldZeros" in names
+    assert names <= set(slidesparse.__all__)
 
 
 def test_theory_report_and_command_line_are_imported_without_torch() -> None:

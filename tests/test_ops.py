@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from slidesparse import InputError, Pattern, SlideLinear, UnsupportedError, ops, pack
 from slidesparse.gemm import select
@@ -196,6 +197,34 @@ def test_slabs_that_were_copied_are_refused(in_tiles: Layout) -> None:
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp32"])
+def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
+    """They were zero: autograd lost the tangent on the way into the operator."""
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", dtype, method="magnitude")
+    x = torch.randn(2, K)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        torch.func.jvp(layer, (x,), (x,))
+    with pytest.raises(UnsupportedError, match="for inference"):
+        torch.func.jacfwd(layer)(x)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="for inference"):
+        layer(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_model_runs_where_gradients_are_recorded(dynamic: bool) -> None:
+    """As it does uncompiled: a norm's gain requires a gradient, and nobody has to ask for it."""
+    torch._dynamo.reset()
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", method="magnitude")
+    model = torch.nn.Sequential(torch.nn.LayerNorm(K), layer)
+    run = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (3, 5):
+        x = torch.randn(tokens, K)
+        y = run(x)
+        assert torch.equal(y, model(x))
+        with pytest.raises(UnsupportedError, match="for inference"):
+            y.sum().backward()
 
 
 def test_gradients_are_refused_wherever_they_are_asked_for() -> None:

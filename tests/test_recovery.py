@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import SMALL, add_tokenizer, make_checkpoint, tokens, write_text
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from slidesparse.cli import main
 from slidesparse.errors import InputError
@@ -73,6 +75,67 @@ def test_only_the_named_linears() -> None:
     assert list(HeldZeros(model, [name]).zeros) == [name]
 
 
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Train a model with its zeros held; return where the weights of before were zero and those of after are not."""
+    before = copy.deepcopy(model.state_dict())
+    train(model, HeldZeros(model), steps=2)
+    return {
+        name: filled for name, w in model.state_dict().items() if bool((filled := (before[name] == 0) & (w != 0)).any())
+    }
+
+
+def test_the_zeros_of_an_output_embedding_stay() -> None:
+    """``prune --lm-head`` makes them."""
+    model = pruned_model()
+    model.lm_head.weight.data *= prune_mask(model.lm_head.weight.detach(), "6:8")
+    assert trained(model) == {}
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_the_zeros_of_experts_stay(family: str) -> None:
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **sizes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    experts = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+    assert len(experts) == 4
+    for weight in experts.values():
+        for one in weight.detach():
+            one *= prune_mask(one, "6:8")
+    before = copy.deepcopy(model.state_dict())
+    assert trained(model) == {}
+    assert not any(torch.equal(weight, before[name]) for name, weight in experts.items())
+    name = next(iter(experts))
+    assert list(HeldZeros(model, [name]).zeros) == [name]
+
+
+def test_the_zeros_of_linears_that_share_a_weight_stay() -> None:
+    first, second = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)
+    first.weight.data *= prune_mask(first.weight.detach(), "6:8")
+    zeros, second.weight = first.weight.detach() == 0, first.weight
+    held = HeldZeros(torch.nn.Sequential(first, second))
+    first.weight.data += 1
+    held.apply_()
+    assert torch.equal(first.weight == 0, zeros)
+
+
+def test_an_adapter_that_begins_as_zero_learns() -> None:
+    """LoRA's second matrix does, and no pattern prunes all of a weight; by name it is held all the same."""
+    linear, adapter = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(32, 64, bias=False)
+    linear.weight.data *= prune_mask(linear.weight.detach(), "6:8")
+    torch.nn.init.zeros_(adapter.weight)
+    model = torch.nn.ModuleDict({"linear": linear, "adapter": adapter})
+    assert list(HeldZeros(model).zeros) == ["linear"]
+    assert list(HeldZeros(model, ["linear", "adapter"]).zeros) == ["linear", "adapter"]
+
+
+def test_an_embedding_keeps_no_zeros() -> None:
+    """The row of a padding token is zero and trained where the output embedding shares it."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))
+    model.model.embed_tokens.weight.data[0] = 0
+    with pytest.raises(InputError, match="no zeros to hold"):
+        HeldZeros(model)
+
+
 def test_callback_of_the_trainer(tmp_path: Any) -> None:
     model = pruned_model()
     data = [{"input_ids": row, "labels": row} for row in tokens().repeat(4, 1)]
@@ -120,6 +183,61 @@ def test_nothing_to_hold() -> None:
     module.register_buffer("weight", torch.zeros(4, 4, dtype=torch.int8))
     with pytest.raises(InputError, match=r"cannot train inner; got a torch.int8 weight"):
         HeldZeros(torch.nn.ModuleDict({"inner": module}), ["inner"])
+
+
+@pytest.mark.parametrize("held_first", [False, True])
+def test_a_model_that_is_cut_over_processes_is_held(held_first: bool) -> None:
+    """Here over one: the weights are distributed tensors all the same."""
+    model = pruned_model()
+    zeros = {name: linear.weight.detach() == 0 for name, linear in find_targets(model).linears.items()}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        held = HeldZeros(model) if held_first else None
+        for part in [*model.model.layers, model]:
+            fully_shard(part, mesh=mesh)
+        train(model, held or HeldZeros(model), steps=2)
+        for name, zero in zeros.items():
+            assert torch.equal(model.get_submodule(name).weight.full_tensor() == 0, zero)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model.nothing"], r"no weight called model.nothing; needed .* such as model.layers.0.self_attn.q_proj"),
+        (["model.layers.0"], r"no weight called model.layers.0; needed the name of a linear"),
+        ("lm_head", r"names; got 'lm_head'; needed a list of names"),
+        ([3], r"entry of names; got 3; needed the name of a linear"),
+    ],
+)
+def test_names_without_a_weight(names: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        HeldZeros(pruned_model(), names)
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    """What is written into it is lost: the zeros would be filled without a word."""
+    model = pruned_model()
+    held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
+    torch.nn.utils.parametrizations.weight_norm(linear)
+    said = "cannot train model.layers.0.mlp.up_proj; got a weight that is computed; needed a float parameter"
+    with pytest.raises(InputError, match=said):
+        held.apply_()
+    with pytest.raises(InputError, match=said):
+        HeldZeros(model)
+
+
+def test_a_weight_of_another_shape_is_refused() -> None:
+    """Such as the part of it that a library left on this process."""
+    model = pruned_model()
+    held, linear = HeldZeros(model), model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(torch.ones(0))
+    with pytest.raises(InputError, match=r"shape of model.layers.0.mlp.up_proj; got \[0\]; needed \[152, 64\]"):
+        held.apply_()
+    with pytest.raises(InputError, match=r"model; got None; needed a torch.nn.Module"):
+        HeldZeros(None)  # type: ignore[arg-type]
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slidesparse.packing import pack
     from slidesparse.pattern import Pattern
     from slidesparse.prune import prune_mask
+    from slidesparse.recovery import HeldZeros
     from slidesparse.slide import lift
     from slidesparse.support import tightest_pattern
 
@@ -25,6 +26,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "CheckpointError",
+    "HeldZeros",
     "InputError",
     "PackedWeight",
     "Pattern",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "HeldZeros": "recovery",
     "PackedWeight": "packed",
     "Pattern": "pattern",
     "SlideLinear": "linear",

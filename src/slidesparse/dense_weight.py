@@ -23,16 +23,21 @@ SAME = {torch.Tensor.data.__get__, torch.Tensor.detach}  # type: ignore[attr-def
 ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {getattr(torch.Tensor, n) for n in _METHODS}
 """Functions that ask about a tensor and need none of its values."""
 
+ADDRESSES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+"""Functions whose result is used after the call, by readers of memory such as safetensors."""
+
 
 class DenseWeight(torch.Tensor):
     """A weight [out, in] that is made by a function, anew for every torch function that needs its values.
 
-    Shape, type and device are known before; strides are not, until it is made. A view is of a weight that was made, and
-    what is written into it is lost: a view that refuses would be a promise of its own, and every product with
-    ``weight.t()`` would make the weight twice.
+    Shape, type and device are known before; strides are not, until it is made. Once its address
+    was asked for, it stays in memory as long as the promise. A view is of a weight that was made, and what is written
+    into it is lost: a view that refuses would be a promise of its own, and every product with ``weight.t()`` would make
+    the weight twice.
     """
 
     make: Callable[[], torch.Tensor]
+    addressed: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -46,7 +51,8 @@ class DenseWeight(torch.Tensor):
             dtype: Its type.
             device: Its device.
         """
-        promised = torch.zeros((), dtype=dtype, device=device).expand(shape).as_subclass(cls)  # one element of memory
+        # One element of memory, and no number: code that torch tells us nothing of shall not compute with it unseen.
+        promised = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape).as_subclass(cls)
         promised.make = make
         return promised
 
@@ -63,6 +69,8 @@ class DenseWeight(torch.Tensor):
             return args[0]
         if func in ABOUT:
             return super().__torch_function__(func, types, args, kwargs)
+        if func in ADDRESSES and args and isinstance(args[0], cls):
+            return func(args[0]._addressable())
         name = getattr(func, "__name__", "")
         writes = name in ("__set__", "__setitem__") or re.fullmatch(r"[a-z].*_", name) is not None
         if writes and args and isinstance(args[0], cls):
@@ -70,6 +78,12 @@ class DenseWeight(torch.Tensor):
         if isinstance((kwargs or {}).get("out"), cls):
             cls.refuse(f"{name} with out=")
         return func(*_made(args), **_made(dict(kwargs or {})))
+
+    def _addressable(self) -> torch.Tensor:
+        """Return the weight in memory that stays as long as this promise, so that its address holds as long."""
+        if self.addressed is None:
+            self.addressed = self.make()
+        return self.addressed
 
     @classmethod
     def refuse(cls, name: str) -> None:

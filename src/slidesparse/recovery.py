@@ -12,42 +12,56 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.arguments import require_kind, shown
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.models.targets import find_targets
-from slidesparse.support import is_nonzero
+from slidesparse.models.experts import find_experts
 
 
 class HeldZeros:
     """The zeros of a pruned model, which training must not fill.
 
+    A weight that is zero everywhere is passed over: no pattern made it so. Adapters begin like this, and would never
+    learn.
+
     Args:
         model: A pruned model, its weights in a float type.
-        names: Linears whose zeros are held; None: all that :func:`slidesparse.models.targets.find_targets` finds.
+        names: Weights whose zeros are held: names of linears, or of parameters such as those of experts. None: all
+            linears but those that share their weight with an embedding, and all experts.
 
     Raises:
-        InputError: When no weight of these linears is zero, so that nothing was pruned.
+        InputError: When no weight of these is zero, so that nothing was pruned; or a name has no weight to train.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
-        chosen = find_targets(model).linears if names is None else {name: model.get_submodule(name) for name in names}
-        self.modules: dict[str, nn.Module] = {}
+        require_kind(model, nn.Module, "model", "a torch.nn.Module")
+        if isinstance(names, str):
+            raise InputError("names", got=shown(names), needed="a list of names")
+        places = _weights(model) if names is None else {name: _place(model, name) for name in names}
+        self.places: dict[str, tuple[nn.Module, str]] = {}
         self.zeros: dict[str, torch.Tensor] = {}
-        for name, module in chosen.items():
-            weight = module.weight
-            if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+        for name, (module, leaf) in places.items():
+            weight = _parameter(name, module, leaf)
+            if not weight.is_floating_point():
                 raise InputError(f"cannot train {name}", got=f"a {weight.dtype} weight", needed="a float parameter")
-            zero = ~is_nonzero(weight.detach())
-            if bool(zero.any()):
-                self.modules[name], self.zeros[name] = module, zero
-        if not self.modules:
+            zero = weight.detach() == 0
+            if bool(zero.any()) and (names is not None or not bool(zero.all())):
+                self.places[name], self.zeros[name] = (module, leaf), zero
+        if not self.places:
             raise InputError("the model has no zeros to hold", remedy="prune it first, to a float type")
 
     @torch.no_grad()
     def apply_(self) -> None:
-        """Set the held weights back to zero; call it after each optimiser step."""
-        for name, module in self.modules.items():
-            weight: Any = module.weight  # asked for anew: Trainer moves the model after its callbacks are made
-            self.zeros[name] = self.zeros[name].to(weight.device)
+        """Set the held weights back to zero; call it after each optimiser step.
+
+        Raises:
+            InputError: A weight is computed from others now, or has another shape, so that its zeros cannot be held.
+        """
+        for name, (module, leaf) in self.places.items():
+            weight = _parameter(name, module, leaf)  # asked for anew: Trainer moves the model after callbacks are made
+            if weight.shape != self.zeros[name].shape:
+                needed = f"{list(self.zeros[name].shape)}, as its zeros"
+                raise InputError(f"shape of {name}", got=list(weight.shape), needed=needed)
+            self.zeros[name] = _cut_like(weight, self.zeros[name])
             weight.masked_fill_(self.zeros[name], 0)
 
     def callback(self) -> Any:
@@ -63,3 +77,56 @@ class HeldZeros:
                 apply()
 
         return HoldZeros()
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return where the weights are that pruning may have treated: more than those that it treats by default."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    places: dict[str, tuple[nn.Module, str]] = {
+        name: (module, "weight") for name, module in linears if id(module.weight) not in embeddings
+    }
+    states = [state for one in find_experts(model) for leaf in one.weights for state in one.states(leaf)]
+    return places | {state: _place(model, state) for state in states if state.removesuffix(".weight") not in places}
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module and its attribute for the name of a linear or of a parameter."""
+    require_kind(name, str, "entry of names", "the name of a linear or of a parameter")
+    owner, _, leaf = name.rpartition(".")
+    holder = _submodule(model, owner)
+    if holder is not None and leaf in dict(holder.named_parameters(recurse=False)):
+        return holder, leaf
+    module = _submodule(model, name)
+    if module is None or not isinstance(getattr(module, "weight", None), torch.Tensor):
+        known = next(iter(_weights(model)), "-")
+        raise InputError(f"no weight called {name}", needed=f"the name of a linear or of a parameter, such as {known}")
+    return module, "weight"
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _cut_like(weight: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Return a mask where its weight is: on its device, and cut as it is by ``fully_shard`` and its like."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or hasattr(zero, "device_mesh"):
+        return zero.to(weight.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    placements: Any = getattr(weight, "placements", None)
+    return distribute_tensor(zero.to(weight.device), mesh, placements)
+
+
+def _parameter(name: str, module: nn.Module, leaf: str) -> nn.Parameter:
+    """Return a weight that can be set, which one that is made of others when it is read cannot."""
+    weight = getattr(module, leaf, None)
+    if isinstance(weight, nn.Parameter):
+        return weight
+    kept = dict(module.named_buffers(recurse=False)).get(leaf)
+    got = "a weight that is computed" if kept is None else f"a {kept.dtype} weight"
+    raise InputError(f"cannot train {name}", got=got, needed="a float parameter, with no parametrization around it")

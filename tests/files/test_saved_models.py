@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def test_a_model_made_sparse_in_memory(tmp_path: Path, name: str, dtype: str) ->
     assert str(marker.pattern_of("model.layers.0.mlp.up_proj")) == "6:8"
     assert sorted(marker.ignore) == ["lm_head", "model.layers.0.self_attn.o_proj"]
     assert ("quantization_config" in config) == (dtype != "bf16")
+
+
+def test_a_compiled_model_made_sparse_in_memory(tmp_path: Path) -> None:
+    """The wrapper of ``torch.compile`` puts a word before the names of layers, and saves them without it."""
+    model: Any = torch.compile(loaded_dense(tmp_path / "m", "llama"), backend="eager")
+    slidesparse.sparsify_(model, "6:8", layers={"re:.*down_proj": "8:10"})
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
+
+
+def test_a_config_that_spoke_of_another_model_in_8_bits(tmp_path: Path) -> None:
+    """Two models made of one config object: what the first one wrote there is not true of the second."""
+    config = loaded_dense(tmp_path / "m", "llama").config
+    for dtype in ("int8", "fp32"):
+        model = transformers.LlamaForCausalLM(config).float().eval()
+        slidesparse.sparsify_(model, "6:8", dtype)
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
 
 
 def test_sparse_in_two_steps(tmp_path: Path) -> None:

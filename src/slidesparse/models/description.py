@@ -28,8 +28,10 @@ def describe_in_config(model: nn.Module) -> None:
         model: A model, some of whose linears are SlideLinear.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "save_pretrained"):
+    save: Any = getattr(model, "save_pretrained", None)
+    if config is None or save is None:
         return
+    model = getattr(save, "__self__", model)  # what torch.compile wraps is saved without the wrapper, which names it
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
     experts = find_experts(model)
     inside = linears_inside(model, experts)
@@ -37,7 +39,7 @@ def describe_in_config(model: nn.Module) -> None:
     ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:
-        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))  # type: ignore[assignment]
+        model.save_pretrained = _Unsaveable(sorted(map(dtype_name, dtypes)))
         return
     ((common, _),) = Counter(layer.pattern for layer in layers.values()).most_common(1)
     exceptions = {name: layer.pattern for name, layer in layers.items() if layer.pattern != common}
@@ -47,6 +49,13 @@ def describe_in_config(model: nn.Module) -> None:
         entries = ignore_entries([one.name for one in experts], every=True)
         head = treated_head(model, layers)
         setattr(config, QUANTIZATION_KEY, quantization_config(dtype, [*ignore, *entries], head))
+    elif _is_ours(getattr(config, QUANTIZATION_KEY, None)):  # of a model that was in 8 bits before
+        delattr(config, QUANTIZATION_KEY)
+
+
+def _is_ours(entry: Any) -> bool:
+    """Say whether an entry about quantisation is in the format that :func:`quantization_config` writes."""
+    return isinstance(entry, dict) and entry.get("quant_method") == "compressed-tensors"
 
 
 class _Unsaveable:

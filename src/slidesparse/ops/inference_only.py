@@ -28,16 +28,22 @@ class NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``compute(*arguments)``, in which autograd records nothing."""
+        ctx.forms = [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else None for a in arguments]
         return compute(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Refuse.
+        """Refuse, by an operator: torch.compile traces a backward pass with every forward pass that could have one.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: Always, where it is run and not traced.
         """
-        raise inference_only()
+        given = next(gradient for gradient in gradients if gradient is not None)
+        refused = [
+            torch.ops.slidesparse.refuse_gradient(given, *form) if form is not None and wanted else None
+            for form, wanted in zip(ctx.forms, ctx.needs_input_grad[1:], strict=True)
+        ]
+        return None, *refused
 
 
 def infer(compute: Callable[..., torch.Tensor], x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,11 @@ gradient is computed, and switches autocast off inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from slidesparse.base import torch_private
 from slidesparse.ops.inference_only import NoBackward, inference_only
@@ -48,6 +49,8 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
             return operator.redispatch(keys, *arguments)
 
     def run(keys: Any, *arguments: Any) -> Any:
+        if unpack_dual(arguments[0]).tangent is not None:  # forward mode, whose tangent would be lost
+            raise inference_only()
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             return NoBackward.apply(below_autograd, keys & after_autograd, *arguments)
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
@@ -98,3 +101,19 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
         torch.library.register_autograd(f"slidesparse::{name}", _refuse_gradients, lib=_LIBRARY)
     else:
         _LIBRARY.impl(name, _under_autograd(name, kernel, dispatch), "Autograd", with_keyset=True)
+
+
+def _refuse_gradient(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    raise inference_only()
+
+
+def _refuse_gradient_fake(gradient: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return gradient.new_empty(shape, dtype=dtype)
+
+
+define(
+    "refuse_gradient",
+    "(Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _refuse_gradient,
+    _refuse_gradient_fake,
+)
