@@ -28,6 +28,7 @@ from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets
+from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, RowPruner, get_pruner
@@ -302,6 +303,10 @@ class PruneJob:
         stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
         return [name for name in stored if name not in {*names, *self.patterns}]
 
+    def _unused_entries(self) -> list[str]:
+        """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
+        return entries_for_unused({name: self.checkpoint.stored(name).shape for name in self.meta.names.unused})
+
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
@@ -314,8 +319,8 @@ class PruneJob:
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            entries = dict.fromkeys([*ignore, *self._hub_names(ignore), *self.experts.ignore_entries()])
-            config["quantization_config"] = quantization_config(self.dtype, entries)
+            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *self._unused_entries()]
+            config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries))
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}

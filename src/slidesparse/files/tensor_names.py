@@ -29,7 +29,8 @@ class TensorNames:
         tied: Name in the state -> the name before it whose values it shares; it has no origin of its own.
         made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
         missing: Parameters that nothing fills and that are not tied to one that is filled.
-        unexpected: Tensors of the checkpoint that fill nothing.
+        unused: Tensors of the checkpoint that fill nothing.
+        unexpected: Those of them that transformers does not know of.
         misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
     """
 
@@ -37,6 +38,7 @@ class TensorNames:
     tied: Mapping[str, str]
     made: Mapping[str, torch.Tensor]
     missing: tuple[str, ...]
+    unused: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...] | None]
 
@@ -79,12 +81,14 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
     unfilled = [name for name, _ in model.named_parameters() if name not in filled]
     missing = [name for name in unfilled if name in reported]
     made = [] if missing else unfilled
+    unused = [name for name in named if name not in used]
     return TensorNames(
         origins,
         tied,
         _computed(known, config, state, made) if made else {},
         tuple(missing),
-        tuple(_unexpected([name for name in named if name not in used], info["unexpected_keys"])),
+        tuple(unused),
+        tuple(_unexpected(unused, info["unexpected_keys"])),
         misshapen,
     )
 
