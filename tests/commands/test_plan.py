@@ -618,6 +618,15 @@ def test_bad_input(source: Path) -> None:
             parse_gain(gain)
 
 
+def test_no_load_is_a_mistake(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a shell variable that is not set: a plan by modelled times is another plan."""
+    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--speedup", "1.1", "--at", ""]
+    assert main(command) == 1
+    assert "load of a plan; got ''; needed mixed, prefill:TOKENS" in capsys.readouterr().err
+    assert not (source.parent / "plan.json").exists()
+
+
 def test_gains_are_read_exactly() -> None:
     assert [parse_gain(text) for text in ("2", "1.6", "0.1")] == [Fraction(2), Fraction(8, 5), Fraction(1, 10)]
 

@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
         method=options.method,
         patterns=tuple(options.patterns or CANDIDATES),
         mma_gain=parse_gain(options.mma_gain),
-        at=tuple(dict.fromkeys(options.at.split(","))) if options.at else (),
+        at=() if options.at is None else tuple(dict.fromkeys(options.at.split(","))),
         dtype=options.dtype,
         ignore=tuple(options.ignore),
         backend=options.backend,
