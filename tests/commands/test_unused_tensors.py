@@ -58,3 +58,11 @@ def test_experts_one_by_one_share_an_entry(tmp_path: Path) -> None:
     prune_checkpoint(make_source(tmp_path / "m", single), tmp_path / "s", PruneOptions("6:8", "int8"))
     entry = r"re:mtp\.layers\.0\.mlp\.experts\..*"
     assert config(tmp_path / "s")["quantization_config"]["ignore"] == ["lm_head", entry]
+
+
+def test_a_summary_names_some_of_many_tensors(tmp_path: Path) -> None:
+    many = {f"mtp.layers.0.mlp.experts.{i}.down_proj.weight": (64, 48) for i in range(9)}
+    summary = prune_checkpoint(make_source(tmp_path / "m", many), tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert summary.unexpected == sorted(many)
+    first = "mtp.layers.0.mlp.experts.0.down_proj.weight"
+    assert f"copied, though the model does not use them: 9 tensors, such as {first}" in summary.describe()
