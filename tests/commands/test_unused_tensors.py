@@ -12,8 +12,11 @@ import transformers
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
+import slidesparse
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.integrations.vllm.names import find_layer
 
 HEAD = {
     "mtp.fc.weight": (64, 128),
@@ -50,6 +53,19 @@ def test_linears_that_the_model_does_not_use_are_not_said_to_be_quantised(tmp_pa
     assert all(torch.equal(before[name], after[name]) for name in HEAD)
     assert inspect_checkpoint(tmp_path / "s").ok
     transformers.LlamaForCausalLM.from_pretrained(tmp_path / "s")
+
+
+def test_linears_that_the_model_does_not_use_have_no_pattern(tmp_path: Path) -> None:
+    """Where nothing is quantised the marker alone says which linears of vLLM have zeros."""
+    prune_checkpoint(make_source(tmp_path / "m", HEAD), tmp_path / "s", PruneOptions("6:8", "bf16"))
+    marker = Marker.require(config(tmp_path / "s"), tmp_path)
+    assert marker.ignore == ("lm_head", "mtp.fc", "mtp.layers.0.self_attn.o_proj")
+    assert find_layer(marker, "mtp.layers.0.self_attn.o_proj", {}) is None
+    inspection = inspect_checkpoint(tmp_path / "s")
+    assert inspection.ok
+    assert inspection.dense["mtp.fc"] == "on the ignore list"
+    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
+        slidesparse.load(tmp_path / "s")
 
 
 def test_experts_one_by_one_share_an_entry(tmp_path: Path) -> None:

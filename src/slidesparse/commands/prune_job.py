@@ -307,12 +307,23 @@ class PruneJob:
         """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
         return entries_for_unused({name: self.checkpoint.stored(name).shape for name in self.meta.names.unused})
 
+    def _without_pattern(self, ignore: list[str]) -> list[str]:
+        """Return the marker's ignore list, from the linears of the model that are left alone.
+
+        Where nothing is quantised, no other list keeps programs from taking linears that the model does not use for
+        pruned ones. Experts are named one by one where they are pruned.
+        """
+        if self.dtype in QUANTISED:
+            return ignore
+        return [*ignore, *(entry for entry in self._unused_entries() if not entry.startswith("re:"))]
+
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
         ignore += self._hub_names(self.routers)
+        without = self._without_pattern(ignore)
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
@@ -326,5 +337,5 @@ class PruneJob:
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
         return {
             **config,
-            MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
+            MARKER_KEY: Marker(self.pattern, tuple(without), exceptions, self.experts.marker()).to_config(),
         }
