@@ -11,6 +11,8 @@ import torch
 import transformers
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
+from small_mixtures import MIXTURES
+from small_models import make
 
 import slidesparse
 from slidesparse.commands.inspect import inspect_checkpoint
@@ -74,6 +76,17 @@ def test_experts_one_by_one_share_an_entry(tmp_path: Path) -> None:
     prune_checkpoint(make_source(tmp_path / "m", single), tmp_path / "s", PruneOptions("6:8", "int8"))
     entry = r"re:mtp\.layers\.0\.mlp\.experts\..*"
     assert config(tmp_path / "s")["quantization_config"]["ignore"] == ["lm_head", entry]
+
+
+def test_a_stray_tensor_beside_treated_experts_names_none_of_them(tmp_path: Path) -> None:
+    make(tmp_path / "m", MIXTURES["qwen3-moe"], torch.bfloat16)
+    weights = load_file(tmp_path / "m/model.safetensors")
+    weights["model.layers.0.mlp.experts.0.odd.weight"] = torch.ones(64, 64, dtype=torch.bfloat16)
+    save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    ignore = config(tmp_path / "s")["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.experts.0.odd" in ignore
+    assert not any(entry.startswith("re:") for entry in ignore)
 
 
 def test_a_summary_names_some_of_many_tensors(tmp_path: Path) -> None:

@@ -305,7 +305,9 @@ class PruneJob:
 
     def _unused_entries(self) -> list[str]:
         """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
-        return entries_for_unused({name: self.checkpoint.stored(name).shape for name in self.meta.names.unused})
+        unused = self.meta.names.unused
+        shapes = {name: self.checkpoint.stored(name).shape for name in unused}
+        return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused))
 
     def _without_pattern(self, ignore: list[str]) -> list[str]:
         """Return the marker's ignore list, from the linears of the model that are left alone.
