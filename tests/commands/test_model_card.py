@@ -79,10 +79,19 @@ def test_what_was_done_is_on_the_card(tmp_path: Path) -> None:
     assert "| weights | fp8, a scale for each channel, zeros in place |" in card
     assert str(tmp_path) not in card
     assert "base_model" not in card
-    prune(tmp_path / "m", tmp_path / "float", dtype="bf16")
-    assert "m, pruned by slidesparse" in (tmp_path / "float/README.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
         exec(block.replace("THIS_FOLDER", str(tmp_path / "q")).replace("cuda", "cpu"), {})
+
+
+def test_a_card_of_float_weights_says_how_they_are_served(tmp_path: Path) -> None:
+    """vLLM asks no plugin where there is no ``quantization_config``: it would serve the folder dense."""
+    prune(snapshot(tmp_path), tmp_path / "float", dtype="bf16")
+    card = ModelCard.load(tmp_path / "float/README.md")
+    assert "commit `0a1b2c`, pruned by slidesparse" in card.text
+    assert "vllm serve THIS_FOLDER --quantization slidesparse\n" in card.text
+    assert "transformers loads the folder dense.\n" in card.text
+    assert "compressed-tensors" not in str(card)
+    assert card.data.base_model_relation == "finetune"
 
 
 BOMB = "a: &a {x: y}\n" + "\n".join(f"a{i}: &a{i} {{<<: [*a{i - 1 or ''}, *a{i - 1 or ''}]}}" for i in range(1, 60))

@@ -563,6 +563,29 @@ def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
     assert summary.patterns["model.layers.0.mlp.down_proj"] == "dense"
 
 
+def test_what_a_plan_was_told_to_leave_alone_keeps_its_type(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = source.parent
+    plan_checkpoint(source, folder / "plan.json", options(source, ignore=("re:.*down_proj",)))
+    assert read_plan(folder / "plan.json").ignore == ("re:.*down_proj",)
+    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
+    assert main([*prune, "--method", "magnitude", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dense"]["model.layers.0.mlp.down_proj"] == "on the ignore list"
+    kept = Checkpoint(folder / "s").tensor("model.layers.0.mlp.down_proj.weight")
+    assert torch.equal(kept, Checkpoint(source).tensor("model.layers.0.mlp.down_proj.weight"))
+
+
+def test_prune_can_leave_more_alone_than_a_plan(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = source.parent
+    plan_checkpoint(source, folder / "plan.json", options(source))
+    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--dtype", "int8"]
+    prune += ["--method", "magnitude", "--device", "cpu", "--json"]
+    assert main([*prune, "--ignore", "re:.*o_proj"]) == 0
+    assert json.loads(capsys.readouterr().out)["dense"]["model.layers.0.self_attn.o_proj"] == "on the ignore list"
+    assert main([*prune[:2], str(folder / "t"), *prune[3:], "--ignore", "re:.*"]) == 1
+    assert "no layer of the plan is left" in capsys.readouterr().err
+    assert not (folder / "t").exists()
+
+
 def test_bad_input(source: Path) -> None:
     folder = source.parent
 
@@ -581,12 +604,27 @@ def test_bad_input(source: Path) -> None:
     with pytest.raises(InputError, match="folder of the plan does not exist"):
         plan_checkpoint(source, folder / "no/plan.json", options(source))
     (folder / "other.json").write_text("{}")
-    for path, told in (("other.json", "is no plan; needed"), ("missing.json", "is missing; make a plan with")):
+    odd = {"version": 1, "method": "wanda", "layers": {"a": "6:8"}, "ignore": [1]}
+    (folder / "odd.json").write_text(json.dumps(odd))
+    for path, told in (
+        ("other.json", "is no plan; needed"),
+        ("odd.json", "is no plan; needed"),
+        ("missing.json", "is missing; make a plan with"),
+    ):
         with pytest.raises(InputError, match=rf"^{folder / path} {told}"):
             read_plan(folder / path)
     for gain in ("fast", "0", "3", "1/0", "nan", "1e-400", "1e-999999999", "-1e999999999", "0.05"):
         with pytest.raises(InputError, match="--mma-gain"):
             parse_gain(gain)
+
+
+def test_no_load_is_a_mistake(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a shell variable that is not set: a plan by modelled times is another plan."""
+    command = ["plan", str(source), "--out", str(source.parent / "plan.json"), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--speedup", "1.1", "--at", ""]
+    assert main(command) == 1
+    assert "load of a plan; got ''; needed mixed, prefill:TOKENS" in capsys.readouterr().err
+    assert not (source.parent / "plan.json").exists()
 
 
 def test_gains_are_read_exactly() -> None:

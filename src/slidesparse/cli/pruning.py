@@ -121,12 +121,13 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     layers = {name: pattern for name, _, pattern in pairs}
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
-    pattern, method = options.pattern, options.method or "magnitude"
+    pattern, method, ignore = options.pattern, options.method or "magnitude", tuple(options.ignore)
     if options.plan is not None:
         if layers:
             raise InputError("--layer and --plan", needed="one of them")
-        plan = read_plan(options.plan)
+        plan = read_plan(options.plan).without(ignore)
         pattern, layers = as_options(plan.layers)
+        ignore = plan.ignore
         method = options.method or plan.method
     wanted = PruneOptions(
         pattern=pattern,
@@ -134,7 +135,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         method=method,
         calibration=calibration,
         recipe=options.recipe,
-        ignore=tuple(options.ignore),
+        ignore=ignore,
         layers=layers,
         lm_head=options.lm_head,
         part=options.part,
@@ -216,7 +217,7 @@ def _plan(options: argparse.Namespace) -> int:
         method=options.method,
         patterns=tuple(options.patterns or CANDIDATES),
         mma_gain=parse_gain(options.mma_gain),
-        at=tuple(dict.fromkeys(options.at.split(","))) if options.at else (),
+        at=() if options.at is None else tuple(dict.fromkeys(options.at.split(","))),
         dtype=options.dtype,
         ignore=tuple(options.ignore),
         backend=options.backend,

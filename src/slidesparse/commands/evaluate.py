@@ -36,6 +36,11 @@ FEW_TOKENS = 1000
 1000 is uncertain by 0.1, and the perplexity by a tenth."""
 
 
+def _json_number(value: float) -> float | None:
+    """Return a number as JSON can have it: without NaN and Inf."""
+    return value if math.isfinite(value) else None
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The quality of a checkpoint.
@@ -62,12 +67,13 @@ class Evaluation:
             derived = {
                 **asdict(measured),
                 "loss": measured.loss,
-                "perplexity": measured.perplexity if math.isfinite(measured.perplexity) else None,  # JSON has no Inf
+                "perplexity": _json_number(measured.perplexity),
                 "bits_per_byte": measured.bits_per_byte,
             }
+        tasks = {task: {k: _json_number(value) for k, value in found.items()} for task, found in self.tasks.items()}
         return {
             **{"model": self.model, "text": self.text, "perplexity": derived or None},
-            **{"tasks": self.tasks, "experts": self.experts},
+            **{"tasks": tasks, "experts": self.experts},
         }
 
     def describe(self) -> str:

@@ -36,6 +36,9 @@ MAX_LINES = 40
 LEFT = "left dense: "
 """How a line on what stays dense begins in a log; here a heading says so."""
 
+NAMED = " --quantization slidesparse"
+"""What makes vLLM ask the plugin where there is no ``quantization_config``."""
+
 NO_CARD = "leave --card out"
 
 HEAD, BEGIN, END = "| what | value | how |\n|---|---:|---|", "<!-- measured -->", "<!-- end -->"
@@ -101,7 +104,8 @@ def write_card(
         "size": f"{readable_size(sizes[1])}, of {readable_size(sizes[0])}",
     }
     dense = [*left[:MAX_LINES], *([f"and {len(left) - MAX_LINES} lines more"] if len(left) > MAX_LINES else [])]
-    text = f"""{_front_matter(origin, source_card)}
+    by = "the slidesparse plugin" if quantised else "that option"
+    text = f"""{_front_matter(origin, source_card, quantised)}
 # {name}, {common}, {dtype.upper()}
 
 {_origin_words(origin, name)}, pruned{" and quantised" if quantised else ""} by slidesparse {__version__}.
@@ -115,11 +119,11 @@ Of the weights of a linear at 6:8, at most six in each group of eight are not ze
 
 ```bash
 pip install "slidesparse[vllm]"
-vllm serve THIS_FOLDER
+vllm serve THIS_FOLDER{"" if quantised else NAMED}
 ```
 
-vLLM runs the linears on Sparse Tensor Cores with the slidesparse plugin, and dense without it.
-{_transformers(in_transformers)}
+vLLM runs the linears on Sparse Tensor Cores with {by}, and dense without it.
+{_transformers(in_transformers, quantised)}
 
 ```python
 import slidesparse as ss
@@ -141,11 +145,11 @@ model = ss.load("THIS_FOLDER", device="cuda")
     replace_file(folder / FILE_NAME, text)
 
 
-def _transformers(reads: bool) -> str:
+def _transformers(reads: bool, quantised: bool) -> str:
     """Return what transformers does with the folder."""
     if not reads:
         return "transformers 5.23 cannot load experts in this form."
-    return "transformers loads the folder dense, with compressed-tensors."
+    return f"transformers loads the folder dense{', with compressed-tensors' if quantised else ''}."
 
 
 def card_to_measure(folder: Path) -> Path:
@@ -201,11 +205,12 @@ def _origin_words(origin: HubModel | None, name: str) -> str:
     return f"{link}, commit `{origin.commit}`"
 
 
-def _front_matter(origin: HubModel | None, source_card: Path | None) -> str:
+def _front_matter(origin: HubModel | None, source_card: Path | None, quantised: bool) -> str:
     """Return the YAML that a hub reads; JSON's strings and lists are YAML."""
-    base = {} if origin is None else {"base_model": origin.repository, "base_model_relation": "quantized"}
+    relation = "quantized" if quantised else "finetune"  # a hub knows no pruned models
+    base = {} if origin is None else {"base_model": origin.repository, "base_model_relation": relation}
     carried = {} if source_card is None else _carried(source_card)
-    tags = ["slidesparse", "compressed-tensors", "sparse"]
+    tags = ["slidesparse", *(["compressed-tensors"] if quantised else []), "sparse"]
     values = {**base, "library_name": "transformers", **carried, "tags": tags}
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return "\n".join(["---", *lines, "---"])

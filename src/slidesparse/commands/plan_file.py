@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from slidesparse.files.json_files import read_json
 from slidesparse.models.choose_patterns import (
     Plan,
 )
+from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import Pattern
 
 PLAN_VERSION = 1
@@ -31,10 +33,29 @@ class StoredPlan:
     Attributes:
         method: The pruning method with which damage was measured.
         layers: Linear -> pattern.
+        ignore: What it was told to leave alone, as entries of an ignore list.
     """
 
     method: str
     layers: dict[str, str]
+    ignore: tuple[str, ...] = ()
+
+    def without(self, entries: Sequence[str]) -> StoredPlan:
+        """Return the plan that leaves more alone.
+
+        Raises:
+            InputError: Nothing of it is left.
+        """
+        layers = {
+            name: pattern
+            for name, pattern in self.layers.items()
+            if not any(matches_entry(name, entry) for entry in entries)
+        }
+        if not layers:
+            raise InputError(
+                "no layer of the plan is left", got=f"--ignore {' '.join(entries)}", needed="one that is not ignored"
+            )
+        return replace(self, layers=layers, ignore=tuple(dict.fromkeys([*self.ignore, *entries])))
 
 
 def read_plan(path: str | Path) -> StoredPlan:
@@ -47,16 +68,23 @@ def read_plan(path: str | Path) -> StoredPlan:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
         raise InputError(str(error), remedy="make a plan with: slidesparse plan") from error
-    method, layers = plan.get("method"), plan.get("layers")
-    if plan.get("version") != PLAN_VERSION or not isinstance(method, str) or not isinstance(layers, dict) or not layers:
+    method, layers, ignore = plan.get("method"), plan.get("layers"), plan.get("ignore", [])
+    known = plan.get("version") == PLAN_VERSION and isinstance(ignore, list)
+    if (
+        not known
+        or not isinstance(method, str)
+        or not isinstance(layers, dict)
+        or not layers
+        or not all(isinstance(entry, str) for entry in ignore)
+    ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()})
+    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()}, tuple(ignore))
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a plan as options of ``prune``: the common pattern, and exceptions to it.
 
-    Linears that the plan does not name stay dense.
+    Linears that the plan neither names nor leaves alone stay dense.
     """
     ((common, _),) = Counter(layers.values()).most_common(1)
     return common, {**layers, "re:.*": "dense"}

@@ -50,6 +50,9 @@ NOT_IN_TRANSFORMERS = (
     "transformers cannot load experts in this form: vLLM and slidesparse.load do, and --dtype bf16 fits all"
 )
 
+MOST_NAMES = 3
+"""Most names of tensors in a line."""
+
 
 @dataclass(frozen=True)
 class PruneSummary:
@@ -124,9 +127,7 @@ class PruneSummary:
             count = f"{len(self.borrowed)} of the experts' weights"
             lines.append(f"saw few tokens, and borrowed from their layer: {count}, such as {name} ({words})")
         lines += describe_dense({**self.dense, **self.other})
-        lines += (
-            [f"copied, though the model does not use them: {', '.join(self.unexpected)}"] if self.unexpected else []
-        )
+        lines += [f"copied, though the model does not use them: {_some(self.unexpected)}"] if self.unexpected else []
         lines += [f"taken over from an interrupted run: {', '.join(self.resumed)}"] if self.resumed else []
         lines += [f"not copied, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
         lines += [f"not copied, they are links: {', '.join(self.links)}"] if self.links else []
@@ -136,6 +137,11 @@ class PruneSummary:
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
+
+
+def _some(names: list[str]) -> str:
+    """Return names of tensors for a line; a head with experts has hundreds of them."""
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} tensors, such as {names[0]}"
 
 
 @dataclass(frozen=True)

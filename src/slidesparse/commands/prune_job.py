@@ -23,12 +23,12 @@ from slidesparse.files.marker import Marker, source_quantisation
 from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.files.unused_linears import quantisation_entries, unused_linears, without_experts
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets, treated_head
+from slidesparse.models.unused_linears import entries_for_unused
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, RowPruner, get_pruner
@@ -303,28 +303,42 @@ class PruneJob:
         stored = [origin.removesuffix(".weight") for origin in origins if isinstance(origin, str)]
         return [name for name in stored if name not in {*names, *self.patterns}]
 
+    def _unused_entries(self) -> list[str]:
+        """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
+        unused = self.meta.names.unused
+        shapes = {name: self.checkpoint.stored(name).shape for name in unused}
+        return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused))
+
+    def _without_pattern(self, ignore: list[str]) -> list[str]:
+        """Return the marker's ignore list, from the linears of the model that are left alone.
+
+        Where nothing is quantised, no other list keeps programs from taking linears that the model does not use for
+        pruned ones. Experts are named one by one where they are pruned.
+        """
+        if self.dtype in QUANTISED:
+            return ignore
+        return [*ignore, *(entry for entry in self._unused_entries() if not entry.startswith("re:"))]
+
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
         ignore += self._hub_names(self.routers)
-        unused = unused_linears(self.meta.names.unused, self.checkpoint.stored)
-        ignore += [name for name in without_experts(unused) if name not in ignore]
+        without = self._without_pattern(ignore)
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            hub, drafts = self._hub_names(ignore), quantisation_entries(unused)
-            entries = dict.fromkeys([*ignore, *hub, *self.experts.ignore_entries(), *drafts])
+            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *self._unused_entries()]
             head = treated_head(self.meta.model, self.targets.linears)
-            config["quantization_config"] = quantization_config(self.dtype, entries, head)
+            config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries), head)
         elif self.source_dtype is not None:
             kept = source_quantisation(self.checkpoint.config).items()
             config["quantization_config"] = {key: value for key, value in kept if key != "sparsity_config"}
         return {
             **config,
-            MARKER_KEY: Marker(self.pattern, tuple(ignore), exceptions, self.experts.marker()).to_config(),
+            MARKER_KEY: Marker(self.pattern, tuple(without), exceptions, self.experts.marker()).to_config(),
         }

@@ -29,8 +29,8 @@ class TensorNames:
         tied: Name in the state -> the name before it whose values it shares; it has no origin of its own.
         made: Parameter -> its value, of those that checkpoints need not hold since transformers computes them.
         missing: Parameters that nothing fills and that are not tied to one that is filled.
-        unexpected: Tensors of the checkpoint that fill nothing, without those that transformers passes over.
-        unused: All tensors that fill nothing, but for scales of quantised weights.
+        unused: Tensors of the checkpoint that fill nothing.
+        unexpected: Those of them that transformers does not know of.
         misshapen: Name in the state -> the other shape that it has in the checkpoint; None where that is not known.
     """
 
@@ -38,8 +38,8 @@ class TensorNames:
     tied: Mapping[str, str]
     made: Mapping[str, torch.Tensor]
     missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
     unused: tuple[str, ...]
+    unexpected: tuple[str, ...]
     misshapen: Mapping[str, tuple[int, ...] | None]
 
 
@@ -80,15 +80,15 @@ def ask_transformers(known: Any, config: Any, stored: Mapping[str, Stored]) -> T
     filled, reported = {*origins, *tied, *misshapen}, set(info["missing_keys"])
     unfilled = [name for name, _ in model.named_parameters() if name not in filled]
     missing = [name for name in unfilled if name in reported]
-    unused = [name for name in named if name not in used]
     made = [] if missing else unfilled
+    unused = [name for name in named if name not in used]
     return TensorNames(
         origins,
         tied,
         _computed(known, config, state, made) if made else {},
         tuple(missing),
-        tuple(_unexpected(unused, info["unexpected_keys"])),
         tuple(unused),
+        tuple(_unexpected(unused, info["unexpected_keys"])),
         misshapen,
     )
 

@@ -1,0 +1,40 @@
+"""Name the linears that a checkpoint holds and its class in transformers does not use, for an ignore list.
+
+Such are the heads that foresee several tokens at once, of DeepSeek-V3, GLM-4 and Qwen3-Next. They are copied in their
+float type, and vLLM runs them as drafts. Every linear that the list does not name counts as one of 8 bits there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+
+def entries_for_unused(shapes: Mapping[str, tuple[int, ...]], used: Iterable[str] = ()) -> list[str]:
+    r"""Return entries of an ignore list of compressed-tensors for tensors that no linear of the model has.
+
+    Args:
+        shapes: Tensor -> its shape. What is no matrix of a linear is passed over; experts of a layer share an entry.
+        used: Tensors that the model has. No entry is for all experts of a layer that has some of them.
+
+    >>> entries_for_unused({"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)})
+    ['mtp.fc']
+    >>> print(*entries_for_unused({f"mtp.experts.{i}.up_proj.weight": (96, 64) for i in range(4)}))
+    re:mtp\.experts\..*
+    """
+    return list(dict.fromkeys(_entries(shapes, {_experts_of(name) for name in used})))
+
+
+def _entries(shapes: Mapping[str, tuple[int, ...]], shared: Container[str | None]) -> Iterator[str]:
+    for name, shape in shapes.items():
+        experts = _experts_of(name)
+        if experts is not None and experts not in shared:
+            yield rf"re:{re.escape(experts)}\..*"
+        elif len(shape) == 2 and name.endswith(".weight"):
+            yield name.removesuffix(".weight")
+
+
+def _experts_of(name: str) -> str | None:
+    """Return the module of a layer's experts in which a tensor is, or None."""
+    found = re.match(r"(.+\.experts)\.", name)
+    return None if found is None else found[1]

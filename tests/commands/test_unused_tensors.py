@@ -1,0 +1,97 @@
+"""Tensors that transformers does not use, such as heads that foresee several tokens: what programs that do are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from small_mixtures import MIXTURES
+from small_models import make
+
+import slidesparse
+from slidesparse.commands.inspect import inspect_checkpoint
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.files.marker import Marker
+from slidesparse.integrations.vllm.names import find_layer
+
+HEAD = {
+    "mtp.fc.weight": (64, 128),
+    "mtp.norm.weight": (64,),
+    "mtp.layers.0.self_attn.o_proj.weight": (64, 64),
+    "mtp.layers.0.mlp.experts.gate_up_proj": (4, 96, 64),
+    "mtp.layers.0.mlp.experts.down_proj": (4, 64, 48),
+}
+
+
+def make_source(folder: Path, head: dict[str, tuple[int, ...]]) -> Path:
+    """A checkpoint with tensors of which its class knows nothing."""
+    make_checkpoint(folder, num_hidden_layers=1)
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: torch.randn(shape).to(torch.bfloat16) for name, shape in head.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_linears_that_the_model_does_not_use_are_not_said_to_be_quantised(tmp_path: Path, dtype: str) -> None:
+    """vLLM runs such a head as a draft, and would read its float weights as 8 bits without scales."""
+    source = make_source(tmp_path / "m", HEAD)
+    prune_checkpoint(source, tmp_path / "s", PruneOptions("6:8", dtype))
+    ignore = config(tmp_path / "s")["quantization_config"]["ignore"]
+    experts = r"re:mtp\.layers\.0\.mlp\.experts\..*"
+    assert ignore == ["lm_head", "mtp.fc", experts, "mtp.layers.0.self_attn.o_proj"]
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "s/model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in HEAD)
+    assert inspect_checkpoint(tmp_path / "s").ok
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "s")
+
+
+def test_linears_that_the_model_does_not_use_have_no_pattern(tmp_path: Path) -> None:
+    """Where nothing is quantised the marker alone says which linears of vLLM have zeros."""
+    prune_checkpoint(make_source(tmp_path / "m", HEAD), tmp_path / "s", PruneOptions("6:8", "bf16"))
+    marker = Marker.require(config(tmp_path / "s"), tmp_path)
+    assert marker.ignore == ("lm_head", "mtp.fc", "mtp.layers.0.self_attn.o_proj")
+    assert find_layer(marker, "mtp.layers.0.self_attn.o_proj", {}) is None
+    inspection = inspect_checkpoint(tmp_path / "s")
+    assert inspection.ok
+    assert inspection.dense["mtp.fc"] == "on the ignore list"
+    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
+        slidesparse.load(tmp_path / "s")
+
+
+def test_experts_one_by_one_share_an_entry(tmp_path: Path) -> None:
+    """A layer may have hundreds of experts, which would be thousands of entries."""
+    single = {f"mtp.layers.0.mlp.experts.{i}.down_proj.weight": (64, 48) for i in range(4)}
+    prune_checkpoint(make_source(tmp_path / "m", single), tmp_path / "s", PruneOptions("6:8", "int8"))
+    entry = r"re:mtp\.layers\.0\.mlp\.experts\..*"
+    assert config(tmp_path / "s")["quantization_config"]["ignore"] == ["lm_head", entry]
+
+
+def test_a_stray_tensor_beside_treated_experts_names_none_of_them(tmp_path: Path) -> None:
+    make(tmp_path / "m", MIXTURES["qwen3-moe"], torch.bfloat16)
+    weights = load_file(tmp_path / "m/model.safetensors")
+    weights["model.layers.0.mlp.experts.0.odd.weight"] = torch.ones(64, 64, dtype=torch.bfloat16)
+    save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    ignore = config(tmp_path / "s")["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.experts.0.odd" in ignore
+    assert not any(entry.startswith("re:") for entry in ignore)
+
+
+def test_a_summary_names_some_of_many_tensors(tmp_path: Path) -> None:
+    many = {f"mtp.layers.0.mlp.experts.{i}.down_proj.weight": (64, 48) for i in range(9)}
+    summary = prune_checkpoint(make_source(tmp_path / "m", many), tmp_path / "s", PruneOptions("6:8", "int8"))
+    assert summary.unexpected == sorted(many)
+    first = "mtp.layers.0.mlp.experts.0.down_proj.weight"
+    assert f"copied, though the model does not use them: 9 tensors, such as {first}" in summary.describe()
