@@ -312,12 +312,10 @@ class PruneJob:
     def _without_pattern(self, ignore: list[str]) -> list[str]:
         """Return the marker's ignore list, from the linears of the model that are left alone.
 
-        Where nothing is quantised, no other list keeps programs from taking linears that the model does not use for
-        pruned ones. Experts are named one by one where they are pruned.
+        Programs would take linears that the model does not use for pruned ones. Experts are named one by one where they
+        are pruned.
         """
-        if self.dtype in QUANTISED:
-            return ignore
-        return [*ignore, *(entry for entry in self._unused_entries() if not entry.startswith("re:"))]
+        return list(dict.fromkeys([*ignore, *(one for one in self._unused_entries() if not one.startswith("re:"))]))
 
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
