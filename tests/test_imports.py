@@ -196,7 +196,8 @@ def test_the_public_names_need_torch_alone() -> None:
 
 def test_every_name_that_pages_give_the_package_is_there() -> None:
     """``slidesparse.NAME`` with a capital is a class, which a reader imports as the page writes it."""
-    pages = [ROOT.parent.parent / "README.md", *(ROOT.parent.parent / "docs").glob("*.md")]
+    checkout = Path(__file__).parent.parent
+    pages = [checkout / "README.md", *(checkout / "docs").glob("*.md")]
     names = {name for page in pages for name in re.findall(r"`(?:slidesparse|ss)\.([A-Z]\w+)", page.read_text())}
     assert "HeldZeros" in names
     assert names <= set(slidesparse.__all__)
