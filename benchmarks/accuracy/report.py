@@ -322,6 +322,7 @@ STYLES = {
     "matched": ("#0072b2", "o", "-"),
     "recovered at 0.05": ("#009e73", "D", "-"),
     "recovered at 0.15": ("#cc79a7", "v", "--"),
+    "recovered at 0.3": ("#e69f00", "P", ":"),
 }
 
 
@@ -333,9 +334,10 @@ def curve(everything: dict[str, Runs], path: Path) -> None:
         for axes, (measure, label) in zip(row, MEASURES.items(), strict=True):
             lowest = []
             columns = columns_of(runs)
-            for offset, (name, (method, end)) in zip((-0.2, -0.1, 0, 0.1, 0.2), columns.items(), strict=False):
+            for place, (name, (method, end)) in enumerate(columns.items()):
+                aside = (place - (len(columns) - 1) / 2) / 10
                 points = [
-                    (i + offset, *spread(found))
+                    (i + aside, *spread(found))
                     for i, pattern in enumerate(PATTERNS)
                     if (found := values(runs, f"{pattern} {method} {end}", measure))
                 ]

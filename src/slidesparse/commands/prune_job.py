@@ -309,28 +309,22 @@ class PruneJob:
         shapes = {name: self.checkpoint.stored(name).shape for name in unused}
         return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused))
 
-    def _without_pattern(self, ignore: list[str]) -> list[str]:
-        """Return the marker's ignore list, from the linears of the model that are left alone.
-
-        Programs would take linears that the model does not use for pruned ones. Experts are named one by one where they
-        are pruned.
-        """
-        return list(dict.fromkeys([*ignore, *(one for one in self._unused_entries() if not one.startswith("re:"))]))
-
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""
         # Linears that a quantised source has in 8 bits stay in 8 bits, also where they are not pruned.
         quantised = [name for name in self.targets.dense if self._in_8_bits(name)] if self.source_dtype else []
         ignore = [name for name in {**self.targets.dense, **self.routers} if name not in quantised]
         ignore += self._hub_names(self.routers)
-        without = self._without_pattern(ignore)
+        unused = self._unused_entries()
+        # Programs would take these for pruned ones. Experts are named one by one where they are pruned.
+        without = dict.fromkeys([*ignore, *(entry for entry in unused if not entry.startswith("re:"))])
         exceptions = {name: pattern for name, pattern in self.patterns.items() if pattern != self.pattern}
         exceptions |= dict.fromkeys(quantised, DENSE)
         config = {key: value for key, value in self.checkpoint.config.items() if key != "compression_config"}
         if self.source_dtype is None:
             config.pop("quantization_config", None)
         if self.source_dtype is None and self.dtype in QUANTISED:
-            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *self._unused_entries()]
+            entries = [*ignore, *self._hub_names(ignore), *self.experts.ignore_entries(), *unused]
             head = treated_head(self.meta.model, self.targets.linears)
             config["quantization_config"] = quantization_config(self.dtype, dict.fromkeys(entries), head)
         elif self.source_dtype is not None:
