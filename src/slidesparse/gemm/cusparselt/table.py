@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -237,23 +236,13 @@ def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
         OSError: The file cannot be written.
     """
     added = {(record.key, record.rows): record for record in records}
-    with _locked(path):
+    with file_lock(path.with_suffix(".lock"), LOCK_S) as held:  # else two searches would lose each other's records
+        if not held:
+            raise UnsupportedError(
+                f"{path} is in use", got=f"a process that has held its lock for {LOCK_S:g} s", remedy="end it"
+            )
         load_algorithms.cache_clear()
         kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
         table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
         replace_file(path, json.dumps(asdict(table), indent=1))
         load_algorithms.cache_clear()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, so that two searches at once do not lose each other's records."""
-    with ExitStack() as stack:
-        held = True
-        with suppress(OSError):  # where no lock can be made, each process is on its own
-            held = stack.enter_context(file_lock(path.with_suffix(".lock"), LOCK_S))
-        if not held:
-            raise UnsupportedError(
-                f"{path} is in use", got=f"a process that has held its lock for {LOCK_S:g} s", remedy="end it"
-            )
-        yield
