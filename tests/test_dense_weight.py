@@ -80,7 +80,15 @@ def test_what_takes_its_memory_unseen_gets_no_numbers() -> None:
     assert bool(linear.weight.isnan().all())
 
 
-@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.__setitem__(0, 1), lambda w: w.copy_(WEIGHT)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.mul_(2),
+        lambda w: w.__setitem__(0, 1),
+        lambda w: w.copy_(WEIGHT),
+        lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
+    ],
+)
 def test_it_cannot_be_written_to(write: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(UnsupportedError, match="cannot be written to"):
         write(Counted().weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,15 @@ def test_a_norm_is_neither_left_out_nor_broadcast(
     tensors = LinearTensors(packed_weight().column_map(), None, (), None, None, gain)
     with pytest.raises(InputError, match=message):
         TorchLift(prologue, torch.int8, Layout())(torch.randn(TOKENS, K), residual, tensors, EPS)
+
+
+@pytest.mark.parametrize("columns", [K - 8, K + 8])
+def test_activations_of_another_width_are_refused(columns: int) -> None:
+    """As the kernels do: the definition would read some of the columns, or past the last one."""
+    layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
+    tensors = [tensor for form in layer.forms for tensor in form.tensors]
+    with pytest.raises(InputError, match=rf"activations to lift; got \[9, {columns}\].*; needed \[M, {K}\]"):
+        ops.linear(torch.randn(TOKENS, columns), tensors, layer.weight_scale, None, layer.spec)
 
 
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------

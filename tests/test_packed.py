@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,14 @@ def test_moving_keeps_everything() -> None:
     assert moved.device == torch.device("cpu")
     # Storage order is segments, not columns: unpacking uses their group lists alone.
     assert torch.equal(replace(packed, segments=packed.segments[::-1]).unpack(), weight)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("device", ["xpu", "cuda:99", "nowhere", 99, None])
+def test_moving_to_a_device_that_is_not_here_is_one_line(device: Any, scaled: bool) -> None:
+    packed = pack(_partial_int8(4, 30, "4:6@50%"), "4:6@50%", scale=torch.ones(4) if scaled else None)
+    with pytest.raises(InputError, match=r"^device; got .*; needed one that torch has here"):
+        packed.to(device)
 
 
 def test_a_default_device_changes_nothing() -> None:

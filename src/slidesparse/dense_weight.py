@@ -72,8 +72,8 @@ class DenseWeight(torch.Tensor):
         if func in ADDRESSES and args and isinstance(args[0], cls):
             return func(args[0]._addressable())
         name = getattr(func, "__name__", "")
-        writes = name in ("__set__", "__setitem__") or re.fullmatch(r"[a-z].*_", name) is not None
-        if writes and args and isinstance(args[0], cls):
+        writes = name in ("__set__", "__setitem__") or re.fullmatch(r"_?[a-z].*_", name) is not None
+        if writes and args and _has_promise(args[0]):
             cls.refuse(name)
         if isinstance((kwargs or {}).get("out"), cls):
             cls.refuse(f"{name} with out=")
@@ -95,6 +95,11 @@ class DenseWeight(torch.Tensor):
         raise UnsupportedError(
             "a packed weight cannot be written to", got=name, remedy="leave the layer dense with ignore (--ignore NAME)"
         )
+
+
+def _has_promise(written: Any) -> bool:
+    """Return whether a promised weight is written into, alone or in a list, as ``torch._foreach_mul_`` takes."""
+    return any(isinstance(one, DenseWeight) for one in (written if isinstance(written, list | tuple) else [written]))
 
 
 def _made(value: Any) -> Any:

@@ -61,7 +61,7 @@ def find_lift(
     if (reason := why_no_kernel(source, target, device, order)) is not None:
         if device.type == "cuda":
             log_once(f"slidesparse: activations are lifted by torch, which is slow: {reason}", logging.WARNING)
-        return TorchLift(prologue, target, layout)
+        return TorchLift(prologue, target, layout, order[0] if order else None)
     from slidesparse.kernels.lift import find_kernel_lift
 
     rows = layout.rows(tokens) if layout.slabs is None else None
@@ -92,13 +92,15 @@ class TorchLift:
         prologue: Applied first.
         target: torch.int8, torch.float8_e4m3fn, or the activations' type to lift only.
         layout: The layout of the result.
+        columns: K; None where the caller does not know it.
     """
 
-    def __init__(self, prologue: Prologue, target: torch.dtype, layout: Layout) -> None:
-        self.prologue, self.target, self.layout = prologue, target, layout
+    def __init__(self, prologue: Prologue, target: torch.dtype, layout: Layout, columns: int | None = None) -> None:
+        self.prologue, self.target, self.layout, self.columns = prologue, target, layout, columns
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`Lift`."""
+        self._check_width(x)
         x, total = self._apply_prologue(x, residual, tensors.gain, eps)
         _check_finite(x)
         if self.target == x.dtype:
@@ -121,6 +123,12 @@ class TorchLift:
         if residual is None or residual.shape != x.shape:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
         return add_rms_norm(x, residual, gain, eps, offset=offset)
+
+    def _check_width(self, x: torch.Tensor) -> None:
+        # A gather would read some of the columns, or past the last one, which ends a process on a GPU.
+        width = None if self.columns is None else self.columns * (2 if self.prologue == "silu_mul" else 1)
+        if width is not None and x.shape[-1] != width:
+            raise InputError("activations to lift", got=list(x.shape), needed=f"[M, {width}]")
 
     def _arranged(self, lifted: torch.Tensor) -> torch.Tensor:
         """Return row-major activations [M, K'] in the layout."""

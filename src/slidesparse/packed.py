@@ -103,10 +103,10 @@ class PackedWeight:
             InputError: There is no such device.
         """
         try:
-            device = torch.device(device)
-            scale = None if self.scale is None else self.scale.to(device)
-        except (TypeError, ValueError, RuntimeError) as error:
+            device = torch.empty(0, device=torch.device(device)).device
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the last one of a torch without CUDA
             raise InputError("device", got=shown(device), needed="one that torch has here") from error
+        scale = None if self.scale is None else self.scale.to(device)
         return replace(self, segments=tuple(s.to(device) for s in self.segments), scale=scale)
 
     def unpack(self) -> torch.Tensor:

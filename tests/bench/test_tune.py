@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from bench_records import MACHINE, case, record, too_old
 from checkpoints import make_checkpoint
 from test_bench import FakeStopwatch, session
 
+from slidesparse.base import file_lock
 from slidesparse.bench import comparison, problems, runner, speed, tune
 from slidesparse.cli import main
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
@@ -332,6 +334,18 @@ def test_a_table_that_cannot_be_kept_is_an_error(
     assert main(["tune", "--from", str(path)]) == 1
     assert "there is no folder to keep measurements in" in (err := capsys.readouterr().err)
     assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_file_system_without_locks_keeps_times_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(file_lock.fcntl, "flock", no_locks)
+    layer = LayerSpeed("int8", 64, 64, (16,), {"dense": (2.0,), "cusparselt 6:8": (1.0,)})
+    kept = load_speeds(tune.store_layers([layer]))
+    assert kept is not None
+    assert kept.layers == (layer,)
 
 
 @pytest.mark.usefixtures("gpu")

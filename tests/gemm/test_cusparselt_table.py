@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slidesparse import InputError
 from slidesparse.base import file_lock
+from slidesparse.base.log import log_once
 from slidesparse.errors import UnsupportedError
-from slidesparse.gemm.cusparselt import api, table
+from slidesparse.gemm.cusparselt import api, plan, table
 from slidesparse.gemm.cusparselt.table import (
     Algorithm,
     AlgorithmRecord,
@@ -183,6 +185,22 @@ def test_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match="damaged search results"):
         load_algorithms(path)
+
+
+def test_a_damaged_file_is_one_line_in_the_log_and_the_default_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(plan, "MatmulPlan", lambda shape, algorithm: algorithm)
+    monkeypatch.setattr(plan.Shape, "key", KEY)
+    log_once.cache_clear()
+    shapes = [plan.Shape(0, 4608, 5376, 5376, rows, torch.int8, torch.int32) for rows in (1024, 1040)]
+    table_path().write_text('{"version": 2, "records": []}')
+    assert [plan.plan_for.__wrapped__(shape) for shape in shapes] == [None, None]
+    (line,) = caplog.messages
+    assert "these search results are not used: damaged" in line
+    add_records(table_path(), [RECORD])
+    assert [plan.plan_for.__wrapped__(shape) for shape in shapes] == [RECORD.best] * 2
 
 
 def test_candidates_are_all_that_the_gpu_accepts() -> None:

@@ -158,6 +158,15 @@ def test_a_narrow_range_is_not_worth_a_second_form() -> None:
     assert len(routes_of(_layer(tokens, **gap))) == 3
 
 
+def test_a_narrow_range_stays_where_the_main_form_can_run_in_all_of_it() -> None:
+    times = {"dense": (8.0, 16.0, 31.0, 90.0), "quick": (4.0, 21.0, None, 45.0), "other": (None, 17.0, 23.0, 46.0)}
+    layer = _layer((512, 700, 1024, 4096), **times)
+    assert fastest(layer) == "quick"
+    assert time_at(layer, "quick", 700) is not None
+    assert time_at(layer, "quick", 701) is None
+    assert decide(layer, 701) == _at(routes_of(layer), 701) == "dense"
+
+
 micros = st.floats(1.0, 100.0)
 
 

@@ -338,12 +338,19 @@ def test_auto_leaves_to_vllm_what_it_cannot_run_faster(checkpoints: Any, caplog:
 def test_the_warning_names_the_backend_that_this_gpu_has(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from slidesparse.integrations.vllm import scheme
+    from slidesparse.gemm import select
 
-    monkeypatch.setattr(scheme, "able_backend", lambda problem: "cusparselt")
+    asked = []
+
+    def ask(problem: Any) -> dict[str, str | None]:
+        asked.append(problem)
+        return {"hopper": "it has no kernels", "cusparselt": None}
+
+    monkeypatch.setattr(select, "_ask_accelerated", ask)
     loaded(configured(checkpoints("6:8"), enforce_eager=True), {})
     (warning,) = warnings_of_ours(caplog)
     assert """{"slidesparse": {"backend": "cusparselt"}}""" in warning
+    assert len(asked) == 4  # once a layer
 
 
 @pytest.mark.usefixtures("no_dense_kernels")

@@ -22,6 +22,8 @@ def file_lock(
 ) -> Iterator[bool]:
     """Hold a lock as long as the block runs, if it is free within some seconds.
 
+    Where the file cannot be made, or its file system has no locks, each process is on its own.
+
     Args:
         path: The lock's file; it and its folder are made, and the file stays.
         wait_s: Seconds to wait; 0 tries once.
@@ -29,17 +31,22 @@ def file_lock(
         sleep: Waits for some seconds.
 
     Yields:
-        Whether the lock is held.
-
-    Raises:
-        OSError: The file cannot be made, or its file system has no locks.
+        False where another process holds the lock.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = _opened(path)
     try:
-        yield _is_locked(descriptor, clock() + wait_s, clock, sleep)
+        yield descriptor is None or _is_locked(descriptor, clock() + wait_s, clock, sleep)
     finally:
-        os.close(descriptor)  # frees it
+        if descriptor is not None:
+            os.close(descriptor)  # frees it
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        return None
 
 
 def _is_locked(descriptor: int, end: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
@@ -50,5 +57,7 @@ def _is_locked(descriptor: int, end: float, clock: Callable[[], float], sleep: C
             if clock() >= end:
                 return False
             sleep(POLL_S)
+        except OSError:  # no locks here
+            return True
         else:
             return True

@@ -201,11 +201,8 @@ def store_layers(layers: Sequence[LayerSpeed], wrong: Sequence[WrongForm] = (), 
     """
     here = installation()
     there = here if driver is None else replace(here, driver=driver)
-    try:
-        with file_lock(lock_path(there), LOCK_S) as held:
-            path = add_layers(there, layers, wrong) if held else None
-    except OSError:
-        path = None
+    with file_lock(lock_path(there), LOCK_S) as held:
+        path = add_layers(there, layers, wrong) if held else None
     if path is None:
         raise UnsupportedError(
             f"the times cannot be kept in {tuned_path(there)}",

@@ -81,11 +81,14 @@ class Choice:
         routes: The backend from each number of tokens on; the first from 0.
         reason: The reason, in one sentence.
         measured: The times that decided, of the layer nearest in size; None where something else did.
+        able: The first accelerated backend that can run it, and gave no wrong result here; None where there is none, or
+            none was asked.
     """
 
     routes: tuple[Route, ...]
     reason: str
     measured: LayerSpeed | None = field(default=None, compare=False, repr=False)
+    able: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -140,21 +143,16 @@ def choose(problem: Problem, backend: str = "auto", fallback: Fallback = "dense"
         return _only("reference" if fallback == "none" else "dense", refusals or "no accelerated backend is known")
     measured = find_measured(problem, able if fallback == "none" else ["dense", *able])
     if measured is None:
-        return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED)
+        return _only(able[0] if fallback == "none" else "dense", NOT_MEASURED, able[0])
     if fallback != "none":
         quickest = routes_of(measured.layer)
         routes = quickest if fallback == "fastest" else lean_routes_of(measured.layer)
         reason = f"{explain(measured.layer)}; {measured.describe()}" + ("" if routes == quickest else NO_COPY)
-        return Choice(routes, reason, measured.layer)
+        return Choice(routes, reason, measured.layer, able[0])
     name = fastest(measured.layer)
     if name is not None:
-        return _only(name, measured.describe())
-    return _only(next((name for name in able if name not in measured.layer.us), "reference"), NO_RIGHT_RESULT)
-
-
-def able_backend(problem: Problem) -> str | None:
-    """Return the first accelerated backend that can run a problem, and gave no wrong result here; None without one."""
-    return next((name for name, why_not in _ask_accelerated(problem).items() if why_not is None), None)
+        return _only(name, measured.describe(), able[0])
+    return _only(next((name for name in able if name not in measured.layer.us), "reference"), NO_RIGHT_RESULT, able[0])
 
 
 def backends_to_compare(problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> list[str]:
@@ -204,8 +202,8 @@ def wrong_form(problem: Problem, backend: str) -> WrongForm:
     return WrongForm(dtype_name(problem.dtype), problem.out_features, problem.in_features, name)
 
 
-def _only(backend: str, reason: str) -> Choice:
-    return Choice((Route(0, backend),), reason)
+def _only(backend: str, reason: str, able: str | None = None) -> Choice:
+    return Choice((Route(0, backend),), reason, able=able)
 
 
 def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:

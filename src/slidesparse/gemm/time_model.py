@@ -87,7 +87,7 @@ def decide(layer: LayerSpeed, tokens: float) -> str:
 def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     """Return the routes by which numbers of tokens run on the backends that :func:`decide` names.
 
-    A range that is narrower than :data:`NARROW` stays on the main packed form, if that can run there.
+    A range that is narrower than :data:`NARROW` stays on the main packed form, if that can run in all of it.
     """
     starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1) if at > 0)}
     routes = _joined(Route(start, decide(layer, max(start, 1))) for start in sorted(starts))
@@ -97,7 +97,7 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     ends = [*(route.from_tokens for route in routes[1:]), math.inf]
     return _joined(
         Route(route.from_tokens, main)
-        if 0 < route.from_tokens > end / NARROW and time_at(layer, main, route.from_tokens) is not None
+        if 0 < route.from_tokens > end / NARROW and _can_run(layer, main, route.from_tokens, int(end) - 1)
         else route
         for route, end in zip(routes, ends, strict=True)
     )
@@ -121,6 +121,12 @@ def _much_longer(shares: Sequence[float]) -> bool:
     """Return whether shares of dense's time need a dense copy: one of them, or their geometric mean."""
     average = math.exp(sum(map(math.log, shares)) / max(1, len(shares)))
     return max(shares, default=0.0) >= NEEDS_A_COPY or average >= NEEDS_A_COPY_ON_AVERAGE
+
+
+def _can_run(layer: LayerSpeed, name: str, first: int, last: int) -> bool:
+    """Return whether a backend has a time at all numbers of tokens from the first to the last one."""
+    measured = (m for m in layer.tokens if first < m < last)
+    return all(time_at(layer, name, m) is not None for m in (first, *measured, last))
 
 
 def _joined(routes: Iterable[Route]) -> tuple[Route, ...]:

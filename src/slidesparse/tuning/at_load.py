@@ -153,16 +153,13 @@ class LoadTuner:
         self.spent_s += self._clock() - start
 
     def _is_alone(self, stack: ExitStack, device: torch.device, end: float) -> bool:
-        """Return whether this process may measure now: it holds the lock, or there can be none."""
+        """Return whether this process may measure now, because no other one does."""
         path = lock_path(installation(device))
-        try:
-            if stack.enter_context(file_lock(path, 0)):
-                return True
-            self.log.info("slidesparse: waiting for another process that measures this GPU model")
-            wait_s = max(0.0, end - self._clock())
-            if stack.enter_context(file_lock(path, wait_s, clock=self._clock, sleep=self._sleep)):
-                return True
-        except OSError:  # where no lock can be made, nothing can be kept either: each process is on its own
+        if stack.enter_context(file_lock(path, 0)):
+            return True
+        self.log.info("slidesparse: waiting for another process that measures this GPU model")
+        wait_s = max(0.0, end - self._clock())
+        if stack.enter_context(file_lock(path, wait_s, clock=self._clock, sleep=self._sleep)):
             return True
         self._tell_spent()
         return False

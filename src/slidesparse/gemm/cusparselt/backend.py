@@ -37,7 +37,7 @@ from slidesparse.gemm.cusparselt.plan import (
     handle_of,
     plan_for,
 )
-from slidesparse.gemm.cusparselt.table import load_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import known_algorithms, nearest_record, table_path
 from slidesparse.layout import Layout, with_rows
 from slidesparse.packed import PackedWeight
 from slidesparse.pattern import DENSE
@@ -169,7 +169,7 @@ class CuSparseLt(Backend):
     def algorithms_tried(self, problem: Problem, tokens: int) -> list[tuple[str, float | None, str | None]]:
         """Return (name, microseconds, why not) of all algorithms that a search tried here, the chosen one first."""
         shape = self._shape(problem, tokens)
-        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
+        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
         if record is None:
             return []
         first = sorted(record.trials, key=lambda trial: trial.algorithm != record.best)
@@ -178,7 +178,7 @@ class CuSparseLt(Backend):
     def finalists(self, problem: Problem, tokens: int, count: int) -> list[tuple[str, Bare]]:
         """Return the fastest algorithms of a search at this shape, each as :meth:`bare`; [] without a search."""
         shape = self._shape(problem, tokens)
-        record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
+        record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
         timed = [
             (trial.time_us, trial.algorithm) for trial in (() if record is None else record.trials) if trial.time_us
         ]

@@ -12,7 +12,7 @@ import torch
 from slidesparse.base.torch_private import current_stream, empty
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm.cusparselt import api
-from slidesparse.gemm.cusparselt.table import Algorithm, Key, load_algorithms, nearest_record, table_path
+from slidesparse.gemm.cusparselt.table import Algorithm, Key, known_algorithms, nearest_record, table_path
 from slidesparse.quant import dtype_name
 
 PLANS = 2048
@@ -201,7 +201,7 @@ def _describe_weight(descriptor: int, handle: api.Structure, out: int, columns: 
 @lru_cache(maxsize=PLANS)
 def plan_for(shape: Shape) -> MatmulPlan:
     """Return the plan of a shape, with the algorithm that a search found for it, or the library's default."""
-    record = nearest_record(load_algorithms(table_path()), shape.key, shape.rows)
+    record = nearest_record(known_algorithms(table_path()), shape.key, shape.rows)
     return MatmulPlan(shape, None if record is None else record.best)
 
 

@@ -5,22 +5,24 @@
       "time_us": 21.3, "default_us": 24.0, "tried": [{"id": 0, ..., "time_us": 24.0, "fault": null}, ...]}]}
 
 The file is ``$XDG_CACHE_HOME/slidesparse/cusparselt-tune.json`` (``~/.cache`` without the variable). Without a record
-the library's own default runs; a null algorithm says that the default was the fastest. Who writes holds the lock
-``cusparselt-tune.lock`` in the same folder.
+the library's own default runs; a null algorithm says that the default was the fastest. A file that cannot be read is
+not used, the log says so once, and the next search writes it anew. Who writes holds the lock ``cusparselt-tune.lock``
+in the same folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.file_lock import file_lock
+from slidesparse.base.log import log_once
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.base.whole_file import replace_file
 from slidesparse.errors import InputError, UnsupportedError
@@ -229,6 +231,15 @@ def load_algorithms(path: Path) -> AlgorithmTable:
         ) from error
 
 
+def known_algorithms(path: Path) -> AlgorithmTable:
+    """Return the records of a file, none where :func:`load_algorithms` refuses it: the library's default runs."""
+    try:
+        return load_algorithms(path)
+    except InputError as error:
+        log_once(f"slidesparse: these search results are not used: {error}", logging.WARNING)
+        return ()
+
+
 def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
     """Write records into a file, replacing older ones of the same key and rows; readers see the old file or the new.
 
@@ -237,23 +248,13 @@ def add_records(path: Path, records: Iterable[AlgorithmRecord]) -> None:
         OSError: The file cannot be written.
     """
     added = {(record.key, record.rows): record for record in records}
-    with _locked(path):
-        load_algorithms.cache_clear()
-        kept = [record for record in load_algorithms(path) if (record.key, record.rows) not in added]
-        table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
-        replace_file(path, json.dumps(asdict(table), indent=1))
-        load_algorithms.cache_clear()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, so that two searches at once do not lose each other's records."""
-    with ExitStack() as stack:
-        held = True
-        with suppress(OSError):  # where no lock can be made, each process is on its own
-            held = stack.enter_context(file_lock(path.with_suffix(".lock"), LOCK_S))
+    with file_lock(path.with_suffix(".lock"), LOCK_S) as held:  # else two searches would lose each other's records
         if not held:
             raise UnsupportedError(
                 f"{path} is in use", got=f"a process that has held its lock for {LOCK_S:g} s", remedy="end it"
             )
-        yield
+        load_algorithms.cache_clear()
+        kept = [record for record in known_algorithms(path) if (record.key, record.rows) not in added]
+        table = _StoredTable(VERSION, tuple(map(_StoredRecord.of, (*kept, *added.values()))))
+        replace_file(path, json.dumps(asdict(table), indent=1))
+        load_algorithms.cache_clear()

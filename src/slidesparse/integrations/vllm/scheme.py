@@ -20,7 +20,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 
 from slidesparse.gemm import Problem, choose
-from slidesparse.gemm.select import able_backend
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
@@ -254,7 +253,7 @@ def pack_shard(
         del packed  # a large layer of this kind may follow
     choice = choose(problem, options.backend, options.fallback)
     dense, eligible = choice.backends == ("dense",), options.backend != "dense"
-    sparse_by = able_backend(problem) if dense and eligible else None
+    sparse_by = choice.able if dense else None
     if dense and not (options.fuse and weight.dtype in QUANTISED):
         return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible, sparse_by=sparse_by)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
