@@ -39,6 +39,10 @@ ELSEWHERE = {
     # What a class inherits from torch.nn.Module: no torch can rename it without all modules that exist.
     "linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
     "weight_form.py": {"_buffers"},  # torch.nn.Module's
+    "models/hooks.py": {
+        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    },
 }
 """The rest, with its reasons."""
 
