@@ -370,6 +370,9 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
     text = source.parent / "short.txt"
     text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])
     wanted = options(source, method="magnitude", patterns=("6:8", "2:4"), calibration=Calibration(str(text), length=32))
+    too_long = replace(wanted, calibration=Calibration(str(text), length=33))
+    with pytest.raises(InputError, match=r"; needed 4 windows; use a longer text, or shorter windows \(--length\)$"):
+        plan_checkpoint(source, source.parent / "plan.json", too_long)
     plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
     assert plan.damage > 0
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
