@@ -23,6 +23,8 @@ TORCH_NEEDS_IT = {
     *("torch._C._AutoDispatchBelowAutograd", "torch._C._after_autograd_keyset", "torch._C.DispatchKey"),
     *("torch._C.DispatchKeySet.highestPriorityTypeId", "torch._ops.OpOverload.redispatch"),
     *("torch._guards.tracing", "torch._subclasses.fake_tensor.unset_fake_temporarily"),
+    # torch.autograd.Function asks it in every call.
+    "torch._C._are_functorch_transforms_active",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     # These take seconds to import, which the door alone does.
     *("torch._inductor.pattern_matcher.fwd_only", "torch._inductor.pattern_matcher.fx_to_pattern"),

@@ -222,6 +222,19 @@ def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
         layer(forward_ad.make_dual(x, x))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp32"])
+def test_transforms_of_torch_func_are_refused_in_our_words(dtype: str) -> None:
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", dtype, method="magnitude")
+    x = torch.randn(3, 2, K)
+    with pytest.raises(UnsupportedError, match="vmap over a slidesparse layer; give the layer the whole batch"):
+        torch.vmap(layer)(x)
+    for transform in (torch.func.grad(lambda x: layer(x).sum()), torch.func.jacrev(layer)):
+        with pytest.raises(UnsupportedError, match="for inference"):
+            transform(x)
+    with torch.no_grad():
+        assert torch.equal(torch.func.functional_call(layer, {}, (x,)), layer(x))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_runs_where_gradients_are_recorded(dynamic: bool) -> None:
     """As it does uncompiled: a norm's gain requires a gradient, and nobody has to ask for it."""

@@ -39,6 +39,10 @@ ELSEWHERE = {
     # What a class inherits from torch.nn.Module: no torch can rename it without all modules that exist.
     "linear.py": {"_apply", "_buffers", "_load_from_state_dict", "_save_to_state_dict"},
     "weight_form.py": {"_buffers"},  # torch.nn.Module's
+    "models/hooks.py": {
+        *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    },
 }
 """The rest, with its reasons."""
 
@@ -167,7 +171,8 @@ def answers() -> dict[str, Any]:
     return given
 
 
-AT_EVERY_RUN = [name for name, instead in PRIVATE.items() if "register_autograd" in instead] + ["torch._int_mm"]
+AT_EVERY_RUN = [name for name, instead in PRIVATE.items() if "register_autograd" in instead]
+AT_EVERY_RUN += ["torch._int_mm", "torch._C._are_functorch_transforms_active"]
 
 
 @pytest.mark.parametrize("name", PRIVATE)

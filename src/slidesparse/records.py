@@ -290,5 +290,6 @@ def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
             try:
                 records.append(parse(line))
             except InputError as error:
-                raise InputError(f"{path}, line {number}", got=str(error)) from error
+                what = f"{path}, line {number}: {error.what}"
+                raise InputError(what, got=error.got, needed=error.needed, remedy=error.remedy) from error
     return records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,41 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
         key: pattern if pattern != "dense" else None for key, pattern in experts.items()
     }
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "mixtral"])
+def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name])
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.2", "--calibration", text]
+    assert (
+        main([*map(str, words), "--length", "16", "--method", "magnitude", "--patterns", "6:8", "--dtype", "fp8"]) == 0
+    )
+    *lines, last = capsys.readouterr().out.splitlines()
+    kept = MIXTURES[name].not_quantised is not None
+    said = "these experts cannot be quantised as they are stored: prune keeps bf16, in which they run dense"
+    assert any(line.startswith(said) for line in lines) == kept
+    assert last.endswith("--dtype bf16" if kept else "--dtype fp8")
+    command = shlex.split(last.partition("slidesparse ")[2])
+    paths = {"SRC": str(tmp_path / "m"), "DST": str(tmp_path / "s")}
+    assert main([paths.get(word, word) for word in command]) == 0
+
+
+def test_plan_says_what_to_ignore_where_it_does_not_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "m", ARCHITECTURES["gemma4-moe"])
+    add_tokenizer(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--sparsity", "0.1", "--calibration", text]
+    words += ["--length", "16", "--method", "magnitude", "--patterns", "6:8"]
+    assert main([*map(str, words)]) == 1
+    outside = "model.per_layer_model_projection"
+    assert capsys.readouterr().err.endswith(
+        f"layer by layer goes through model.layers only; got 1 linear outside of it: {outside};"
+        " put them on the ignore list (--ignore)\n"
+    )
+    assert main([*map(str, words), "--ignore", outside]) == 0
+    assert "--dtype bf16" in capsys.readouterr().out
 
 
 def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

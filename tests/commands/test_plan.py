@@ -370,6 +370,9 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
     text = source.parent / "short.txt"
     text.write_text((source.parent / "text.txt").read_text()[: HELD_OUT * 32])
     wanted = options(source, method="magnitude", patterns=("6:8", "2:4"), calibration=Calibration(str(text), length=32))
+    too_long = replace(wanted, calibration=Calibration(str(text), length=33))
+    with pytest.raises(InputError, match=r"; needed 4 windows; use a longer text, or shorter windows \(--length\)$"):
+        plan_checkpoint(source, source.parent / "plan.json", too_long)
     plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
     assert plan.damage > 0
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -416,9 +419,10 @@ def test_loads_without_times(source: Path) -> None:
 def test_damaged_measurements_are_refused(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plan.sensitivities.jsonl"
     path.write_bytes(b"{}\n" + line + b"\n")
-    with pytest.raises(CheckpointError, match=r"is damaged; .*remove it") as error:
+    with pytest.raises(CheckpointError, match=r"is damaged: .*remove it") as error:
         enter(path)
     assert "\n" not in str(error.value)
+    assert str(error.value).count("; got ") <= 1
 
 
 @pytest.mark.parametrize("content", ["", '{"model": "ha', '{"model": "other"}\n'])

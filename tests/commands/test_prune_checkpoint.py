@@ -21,6 +21,7 @@ from checkpoints import SMALL, make_checkpoint, tokens
 from safetensors.torch import load_file, save_file
 
 import slidesparse
+from slidesparse.commands.dry_run import dry_run
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import Recipe
@@ -203,6 +204,20 @@ def test_lm_head_on_request(tmp_path: Path) -> None:
     prune_checkpoint(tmp_path / "m", tmp_path / "s", replace(INT8, lm_head=True))
     check_pattern(Checkpoint(tmp_path / "s").tensor("lm_head.weight"), "6:8")
     assert isinstance(slidesparse.load(tmp_path / "s").lm_head, SlideLinear)
+
+
+def test_an_output_embedding_that_vllm_runs_dense_is_told(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "m")
+    told = "lm_head follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+    floats = PruneOptions("6:8", "bf16", lm_head=True)
+    assert told in prune_checkpoint(tmp_path / "m", tmp_path / "s", floats).describe().splitlines()
+    for options, says in (
+        (floats, True),
+        (replace(floats, dtype="int8"), False),
+        (replace(floats, lm_head=False), False),
+        (replace(floats, layers={"lm_head": "dense"}), False),
+    ):
+        assert (told in dry_run(tmp_path / "m", tmp_path / "t", options).describe().splitlines()) == says
 
 
 def test_pruning_without_quantising_keeps_the_kept_weights(tmp_path: Path) -> None:

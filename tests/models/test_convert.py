@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.utils.prune import custom_from_mask
 
 from slidesparse import (
     InputError,
@@ -203,6 +204,78 @@ def test_linears_of_one_input_are_found(make: Make, sets: list[list[str]]) -> No
     run = run_once(model)
     assert run is not None
     assert input_sets(model, find_targets(model).linears, run) == sets
+
+
+class _Adapted(nn.Module):
+    """A linear with an adapter, as PEFT has it."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(linear.in_features, 32, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(32, linear.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_stay_as_they_are_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = _llama()
+    model.lm_head = _Adapted(model.lm_head)
+    for layer in model.model.layers:
+        layer.mlp.up_proj = _Adapted(layer.mlp.up_proj)
+    expected = [name.replace("up_proj", "up_proj.base_layer") for name in DECODER_LINEARS]
+    assert list(_slid(sparsify_(model, "6:8"))) == expected
+    said = "left dense: 2 x model.layers.*.mlp.up_proj.lora_A.default (a part of an adapter)"
+    assert said in [record.getMessage() for record in caplog.records]
+    _run(model)
+    alone = sparsify_(nn.Sequential(_Adapted(nn.Linear(64, 64)), nn.Linear(64, 64)), "6:8")
+    assert list(_slid(alone)) == ["0.base_layer", "1"]
+    assert list(_slid(sparsify_(_Adapted(nn.Linear(64, 64)), "6:8"))) == ["base_layer"]
+
+
+def test_a_linear_whose_own_forward_was_replaced_stays_dense() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: 2 * x
+    assert find_targets(model).dense == {"0": "Linear has a forward of its own"}
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_on_the_layer_in_a_linears_place_until_they_are_removed() -> None:
+    model, called = nn.Sequential(nn.Linear(64, 64)), list[str]()
+    linear = model[0]
+    handles = [
+        linear.register_forward_pre_hook(lambda layer, args: called.append(type(layer).__name__)),
+        linear.register_forward_pre_hook(lambda layer, args, kwargs: called.append("kwargs"), with_kwargs=True),
+        linear.register_forward_hook(lambda layer, args, y: torch.zeros_like(y)),
+        linear.register_forward_hook(lambda *_: called.append("always"), always_call=True),
+        linear.register_forward_hook(lambda *_: called.append("after"), with_kwargs=True),
+    ]
+    sparsify_(model, "6:8")
+    assert model(torch.randn(3, 64)).count_nonzero() == 0
+    assert called == ["SlideLinear", "kwargs", "always", "after"]
+    with pytest.raises(InputError):
+        model(torch.randn(3, 32))
+    assert called[4:] == ["SlideLinear", "kwargs", "always"]
+    for handle in handles:
+        handle.remove()
+    assert model(torch.randn(3, 64)).count_nonzero() > 0
+    assert len(called) == 7
+
+
+def test_hooks_that_compute_a_weight_end_with_the_linear_and_others_do_not() -> None:
+    model, called = nn.Sequential(nn.Linear(64, 64)), list[str]()
+    custom_from_mask(model[0], "weight", prune_mask(model[0].weight.detach(), "6:8"))
+    model[0].register_forward_hook(lambda *_: called.append("after"))
+    expected = model[0].weight.detach().clone()
+    sparsify_(model, "6:8", "fp32", method=None)
+    model(torch.randn(3, 64))
+    assert torch.equal(model[0].unpack(), expected)
+    assert called == ["after"]
 
 
 # -- patterns of layers --------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def nested(path: str, value: Any) -> str:
 )
 def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, path: str, value: Any) -> None:
     (tmp_path / "r.jsonl").write_text(changed() + "\n" + nested(path, value) + "\n")
-    with pytest.raises(InputError, match=r"r\.jsonl, line 2; got record") as error:
+    with pytest.raises(InputError, match=r"r\.jsonl, line 2: record") as error:
         read_records([tmp_path / "r.jsonl"])
     assert "\n" not in str(error.value)
 
@@ -135,7 +135,7 @@ def test_a_file_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(good.to_line() + "\n" + good.to_line() + "\n")
     assert read_records([tmp_path / "a.jsonl", tmp_path / "a.jsonl"]) == [good] * 4
     (tmp_path / "b.jsonl").write_text(good.to_line() + "\n\n")
-    with pytest.raises(InputError, match=r"b\.jsonl, line 2; got record cannot be read"):
+    with pytest.raises(InputError, match=r"b\.jsonl, line 2: record cannot be read; got [^;]*; needed JSON"):
         read_records([tmp_path / "b.jsonl"])
     with pytest.raises(InputError, match=r"cannot read .*none\.jsonl"):
         read_records([tmp_path / "none.jsonl"])

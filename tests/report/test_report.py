@@ -339,7 +339,7 @@ def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "bad.jsonl").write_text("{}\n")
     (tmp_path / "good.jsonl").write_text(square_records()[0].to_line() + "\n")
     for arguments, words in (
-        (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1; got format of a benchmark record; got None; needed 1; give"),
+        (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1: format of a benchmark record; got None; needed 1; give"),
         (["none.jsonl", "--out", "o"], "cannot read"),
         (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report"),
     ):

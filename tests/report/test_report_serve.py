@@ -154,7 +154,7 @@ def test_profiled_engines_come_in_the_order_of_the_other_tables(tmp_path: Path) 
 def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     line = json.dumps(dataclasses.asdict(replace(record(STOCK, BURST), **wrong)))
     (tmp_path / "r.jsonl").write_text(to_line(record(STOCK, BURST)) + "\n" + line + "\n")
-    with pytest.raises(InputError, match=r"r\.jsonl, line 2; got (a )?record") as error:
+    with pytest.raises(InputError, match=r"r\.jsonl, line 2: (a )?record") as error:
         read(ServeRecord, [tmp_path / "r.jsonl"])
     assert "\n" not in str(error.value)
 

@@ -35,6 +35,7 @@ PRIVATE = {
     "torch._ops.OpOverload.redispatch": _AUTOGRAD,
     "torch._int_mm": "dense INT8 products run in float64",
     "torch._scaled_mm": "dense FP8 products run in float32",
+    "torch._C._are_functorch_transforms_active": "torch.func.grad over a layer is an error of torch, not one of ours",
     "torch._guards.tracing": _GRAPHS,
     "torch._subclasses.fake_tensor.FakeTensorMode": _GRAPHS,
     "torch._subclasses.fake_tensor.unset_fake_temporarily": _GRAPHS,
@@ -198,6 +199,12 @@ def dispatch() -> Dispatch | None:
         find("torch._C._after_ADInplaceOrView_keyset"),
         (key.CPU, key.CUDA),
     )
+
+
+in_transform: Callable[[], bool] = _at_first_call(
+    "in_transform", "torch._C._are_functorch_transforms_active", lambda: False
+)
+"""Say whether a transform of ``torch.func`` runs. Call it as an attribute of this module."""
 
 
 # -- graphs that torch.compile traced ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import NOT_IN_TRANSFORMERS, Prepared, plan_of, prepare
+from slidesparse.commands.prune import NOT_IN_TRANSFORMERS, Prepared, head_runs_dense, plan_of, prepare
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
@@ -51,6 +51,7 @@ class DryRun:
         experts: Pattern -> the tensors of experts that would get it.
         treated_experts: Lines that describe them.
         in_transformers: Whether transformers will read them.
+        dense_head: The output embedding, where it would follow a pattern and vLLM runs it dense; else None.
         left: Reason -> the layers that would be left alone for it.
         others: Everything else that would be copied: embeddings, norms, biases.
         files: Other files that would be copied, and their bytes.
@@ -68,6 +69,7 @@ class DryRun:
     experts: dict[str, Tensors]
     treated_experts: list[str]
     in_transformers: bool
+    dense_head: str | None
     left: dict[str, Tensors]
     others: Tensors
     files: Tensors
@@ -96,6 +98,7 @@ class DryRun:
         lines += [f"experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
+        lines += [] if self.dense_head is None else [head_runs_dense(self.dense_head)]
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -142,6 +145,7 @@ def dry_run(
         experts={pattern: _tensors(prepared, names) for pattern, names in experts.items()},
         treated_experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,
+        dense_head=job.dense_head,
         left={
             reason: _tensors(prepared, [t for name in weights if left[name] == reason for t in weights[name]], count)
             for reason, count in Counter(left.values()).most_common()

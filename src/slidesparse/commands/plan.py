@@ -23,11 +23,11 @@ from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
 from slidesparse.commands.plan_file import PLAN_VERSION, about, described
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions
-from slidesparse.commands.prune_experts import entries_for_linears
+from slidesparse.commands.prune_experts import can_be_quantised, entries_for_linears
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
-from slidesparse.files.calibration import Calibration, calibration_windows
+from slidesparse.files.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.files.check_tensors import refuse_faults
 from slidesparse.files.checkpoint import INDEX_FILE, Checkpoint
 from slidesparse.files.expert_tensors import tensors_of
@@ -36,6 +36,7 @@ from slidesparse.files.json_files import write_json
 from slidesparse.files.marker import quantisation_dtype
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
+from slidesparse.files.stored import STORED_NAMES
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import (
@@ -50,6 +51,7 @@ from slidesparse.models.choose_patterns import (
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.experts import (
+    LEAVE_DENSE,
     Experts,
     experts_of_a_token,
     find_experts,
@@ -64,6 +66,7 @@ from slidesparse.models.targets import find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.quant import FLOATS, dtype_name
 
 EXPERTS_COUNTED = "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
 
@@ -108,6 +111,7 @@ def plan_checkpoint(
     refuse_masked(type(meta.model))
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
+    kept_type = _kept_type(planned, meta, checkpoint)
     inside, ignore = linears_inside(meta.model, experts), entries_for_linears(options.ignore, experts, meta.model)
     keep = meta.why_stored_otherwise() | find_routers(meta.model, experts)
     keep |= read_without_calling(
@@ -126,7 +130,7 @@ def plan_checkpoint(
     sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
-    layers = find_layer_list(meta.model, shapes)
+    layers = find_layer_list(meta.model, shapes, remedy=None)  # whatever the method
     if pruner.needs_calibration:
         require_single_passes(meta.model, layers, run)
     times, patterns, basis = _times(
@@ -135,7 +139,8 @@ def plan_checkpoint(
     undamaged = {(name, str(pattern)): 0.0 for name in shapes for pattern in patterns}
     require_reachable(_plan_sets(sets, shapes, patterns, undamaged, reached), options.target, times)
     config: Any = meta.model.config
-    windows = calibration_windows(checkpoint.path, config, _windows_of(options)).to(device)
+    too_short = FEWER if pruner.needs_calibration else SHORTER
+    windows = calibration_windows(checkpoint.path, config, _windows_of(options), too_short).to(device)
     model = load_any(source, device)
     require_causal(model)
     weights = calibrated_experts(model, reached)
@@ -155,7 +160,7 @@ def plan_checkpoint(
         chosen = _plan_sets(sets, shapes, patterns, damages, reached)
         plan = choose_patterns(chosen, options.target, times)
         together = damage_together(model, sets, plan.patterns, pruner, batches[HELD_OUT:], batches[:HELD_OUT], weights)
-        plan = replace(plan, basis=basis, together=together)
+        plan = replace(plan, basis=basis, together=together, kept_type=kept_type)
         write_json(out, {"version": PLAN_VERSION, **measured, **described(plan, options)})
     return plan
 
@@ -215,6 +220,16 @@ def _planned_experts(
     return planned
 
 
+def _kept_type(planned: Sequence[Experts], meta: MetaModel, checkpoint: Checkpoint) -> str | None:
+    """Return the type of experts that ``prune`` cannot quantise as they are stored; None where there are none."""
+    for one in planned:
+        for name, tensor in tensors_of(one, meta, checkpoint).items():
+            stored = checkpoint.stored(name)
+            if not can_be_quantised(name, tensor, stored, type(meta.model).__name__):
+                return next(dtype_name(dtype) for dtype in FLOATS if STORED_NAMES[dtype] == stored.dtype)
+    return None
+
+
 def _reached(experts: Experts, model: Any) -> Fraction:
     """Return the share of a layer's experts to which a token is routed."""
     return Fraction(min(experts_of_a_token(text_config(model.config)), experts.count), experts.count)
@@ -251,12 +266,20 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
         [
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             *([EXPERTS_COUNTED] if plan.has_experts else []),
+            *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
             f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {plan.gigabytes:.3f} GB,"
             f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
             *plan.basis,
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"
-            f" --dtype {options.dtype}",
+            f" --dtype {plan.kept_type or options.dtype}",
         ]
+    )
+
+
+def _kept_words(kept_type: str, wanted: str) -> str:
+    return (
+        f"these experts cannot be quantised as they are stored: prune keeps {kept_type}, in which they run dense;"
+        f" {LEAVE_DENSE} plans all else for {wanted}"
     )
 
 

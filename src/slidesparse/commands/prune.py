@@ -65,6 +65,7 @@ class PruneSummary:
         experts: Treated weights of experts -> pattern, of a mixture.
         treated_experts: Lines that describe them.
         in_transformers: Whether transformers reads them.
+        dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         dense: Linear left alone -> why.
         other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
@@ -90,6 +91,7 @@ class PruneSummary:
     experts: dict[str, str]
     treated_experts: list[str]
     in_transformers: bool
+    dense_head: str | None
     dense: dict[str, str]
     other: dict[str, str]
     lacks_tokenizer: bool
@@ -117,6 +119,7 @@ class PruneSummary:
         lines += [f"treated experts: {line}" for line in self.treated_experts]
         lines += [EXPERTS_FOLLOW] if self.experts else []
         lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
+        lines += [] if self.dense_head is None else [head_runs_dense(self.dense_head)]
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
@@ -137,6 +140,11 @@ class PruneSummary:
         lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
+
+
+def head_runs_dense(name: str) -> str:
+    """Return what commands say of an output embedding that is pruned in a float type."""
+    return f"{name} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
 
 
 def _some(names: list[str]) -> str:
@@ -253,6 +261,7 @@ def prune_checkpoint(
         experts={name: str(pattern) for name, pattern in job.experts.patterns.items()},
         treated_experts=job.experts.describe(),
         in_transformers=job.experts.in_transformers,
+        dense_head=job.dense_head,
         dense={**job.targets.dense, **job.routers, **job.experts.dense},
         other=job.targets.other,
         lacks_tokenizer=prepared.lacks_tokenizer,

@@ -49,6 +49,20 @@ def entries_for_linears(entries: Iterable[str], found: Iterable[Experts], model:
     return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
 
+def can_be_quantised(name: str, tensor: ExpertTensor, stored: Stored, architecture: str) -> bool:
+    """Say whether experts that are stored in a float type can be written in 8 bits.
+
+    Args:
+        name: The tensor that holds them.
+        tensor: What it holds.
+        stored: Its type and shape.
+        architecture: Class of transformers.
+    """
+    if len(stored.shape) == 2:
+        return not tensor.transposed and name.endswith(".weight")
+    return single_experts(architecture, name) is not None
+
+
 class ExpertJob:
     """The experts of a checkpoint, and how they are treated.
 
@@ -137,9 +151,9 @@ class ExpertJob:
             )
 
     def _can_be_quantised(self, name: str, tensor: ExpertTensor) -> bool:
-        if self._is_one_expert(name):
-            return not tensor.transposed and name.endswith(".weight")
-        return self.source_dtype is None and self._single(name) is not None
+        if self.source_dtype is not None and not self._is_one_expert(name):
+            return False
+        return can_be_quantised(name, tensor, self.checkpoint.stored(name), type(self.meta.model).__name__)
 
     def _single(self, name: str) -> SingleExperts | None:
         return single_experts(type(self.meta.model).__name__, name)

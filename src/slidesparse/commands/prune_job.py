@@ -154,6 +154,12 @@ class PruneJob:
         """Layers that are left alone -> why."""
         return {**self.targets.dense, **self.routers, **self.targets.other, **self.experts.dense}
 
+    @property
+    def dense_head(self) -> str | None:
+        """The output embedding where it is pruned in a float type, and vLLM runs it dense; else None."""
+        head = None if self.dtype in QUANTISED else treated_head(self.meta.model, self.targets.linears)
+        return None if head is None or self.patterns[head] == DENSE else head
+
     def outputs(self, shard: Mapping[str, Stored]) -> dict[str, Stored]:
         """Return the type and shape of every tensor of the output shard that a source shard becomes."""
         return {name: one for tensor, stored in shard.items() for name, one in self.stored_as(tensor, stored).items()}

@@ -74,7 +74,7 @@ class SensitivityFile:
             read = decode(tuple[Sensitivity, ...], measured, "measurements")
         except (InputError, UnicodeDecodeError) as error:
             why = str(error) if isinstance(error, InputError) else first_line(error)
-            raise CheckpointError(f"{path} is damaged", got=why, remedy="remove it") from error
+            raise CheckpointError(f"{path} is damaged: {why}", remedy="remove it") from error
         self.damages = {(one.names, one.pattern): one.damage for one in read}
         if measured and (not isinstance(found, dict) or _compared(found) != _compared(json.loads(json.dumps(about)))):
             raise CheckpointError(

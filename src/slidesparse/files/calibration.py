@@ -24,6 +24,10 @@ DEFAULT_LENGTH = 128
 
 MAX_SEED = 2**63 - 1
 
+SHORTER = "use a longer text, or shorter windows (--length)"
+FEWER = "use a longer text, or fewer or shorter windows (--samples, --length)"
+"""What helps where a text is too short, if nobody or somebody can choose the number of windows."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -109,7 +113,7 @@ def check_tokens(tokens: torch.Tensor, config: Any, folder: str | Path) -> None:
 
 
 def sample_windows(
-    tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text"
+    tokens: torch.Tensor, samples: int, length: int, seed: int, source: str = "the text", remedy: str = FEWER
 ) -> torch.Tensor:
     """Return windows that do not overlap, in random order: int64 [samples, length].
 
@@ -119,6 +123,7 @@ def sample_windows(
         length: Tokens of each window.
         seed: Seed of the random choice.
         source: Name of the text in the error.
+        remedy: What the error says to do.
 
     Raises:
         InputError: The text is too short.
@@ -129,7 +134,7 @@ def sample_windows(
             f"{source} is too short for calibration",
             got=f"{len(tokens)} tokens, {available} windows of {length}",
             needed=f"{samples} windows",
-            remedy="use a longer text, or fewer or shorter windows (--samples, --length)",
+            remedy=remedy,
         )
     chosen = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:samples]
     return tokens[: available * length].view(available, length)[chosen]
@@ -145,8 +150,14 @@ def is_default(file: str) -> bool:
     return file == DEFAULT and not os.path.lexists(file)
 
 
-def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> torch.Tensor:
+def calibration_windows(folder: Path, config: Any, calibration: Calibration, too_short: str = FEWER) -> torch.Tensor:
     """Cut the windows of a calibration with a checkpoint's own tokenizer: int64 [samples, length].
+
+    Args:
+        folder: The checkpoint.
+        config: The config of its model.
+        calibration: The text and its windows.
+        too_short: What to do where the text is too short.
 
     Raises:
         InputError: The text cannot be used, or the windows are longer than the model reads.
@@ -161,4 +172,4 @@ def calibration_windows(folder: Path, config: Any, calibration: Calibration) -> 
     tokenizer = load_tokenizer(folder)
     tokens = encode(tokenizer, as_text(documents, tokenizer))
     check_tokens(tokens, config, folder)
-    return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file))
+    return sample_windows(tokens, calibration.samples, length, calibration.seed, str(calibration.file), too_short)

@@ -120,7 +120,7 @@ class CheckpointLayerStore(LayerStore):
             text = TensorReader(path).metadata.get(LOSSES, "")
             losses: tuple[SetLoss, ...] = decode(tuple[SetLoss, ...], parse_json(text, LOSSES, non_finite=True), LOSSES)
         except InputError as error:
-            raise CheckpointError(f"{path} is damaged", got=error, remedy="remove it and run again") from error
+            raise CheckpointError(f"{path} is damaged: {error}", remedy="remove it and run again") from error
         return list(losses)
 
     def file(self, name: str) -> Path:

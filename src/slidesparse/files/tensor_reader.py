@@ -53,7 +53,7 @@ class TensorReader:
             digests = parse_json(self.metadata.get(DIGESTS, "{}"), DIGESTS)
             self.digests: dict[str, str] = decode(dict[str, str], digests, DIGESTS)
         except InputError as error:
-            raise CheckpointError(f"{path} is damaged", got=error) from error
+            raise CheckpointError(f"{path} is damaged: {error}") from error
         if self.digests and self.digests.get(HEADER) != header_digest(self.metadata, self.stored):
             raise CheckpointError(
                 f"{path} is damaged",

@@ -179,6 +179,7 @@ class Plan:
         has_experts: Whether some of the patterns are those of experts.
         basis: What measured speed-ups rest on, in words; empty where they are modelled.
         together: Damage of all sets pruned together; None where it was not measured.
+        kept_type: Type of the checkpoint, where it has experts that cannot be quantised as they are stored; else None.
     """
 
     patterns: Mapping[str, Pattern]
@@ -189,6 +190,7 @@ class Plan:
     has_experts: bool = False
     basis: tuple[str, ...] = ()
     together: float | None = None
+    kept_type: str | None = None
 
     @property
     def speedup(self) -> float:

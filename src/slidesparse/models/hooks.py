@@ -1,10 +1,11 @@
-"""Hooks that are gone when a block ends."""
+"""Forward hooks: some that are gone when a block ends, and those of a layer that another one replaces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -19,3 +20,17 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         for handle in handles:
             registered.enter_context(handle)
         yield
+
+
+def move_hooks(linear: nn.Linear, layer: nn.Module) -> None:
+    """Let a linear's forward hooks run on the layer in its place, from where their handles still remove them.
+
+    Hooks that compute the weight before each call, as those of ``torch.nn.utils.prune`` do, end with the linear.
+    """
+    # The same dicts: a handle removes its hook from the dict in which it was registered.
+    layer._forward_hooks = linear._forward_hooks
+    layer._forward_hooks_with_kwargs = linear._forward_hooks_with_kwargs
+    layer._forward_hooks_always_called = linear._forward_hooks_always_called
+    if isinstance(linear.weight, nn.Parameter):  # else something computes it
+        layer._forward_pre_hooks = linear._forward_pre_hooks
+        layer._forward_pre_hooks_with_kwargs = linear._forward_pre_hooks_with_kwargs

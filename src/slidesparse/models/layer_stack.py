@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from slidesparse.base.counted import counted
 from slidesparse.errors import InputError, first_line
 from slidesparse.models.hooks import hooked
 from slidesparse.models.parts import is_language_model
@@ -28,6 +29,9 @@ Give = Callable[[torch.Tensor], object]
 """What a layer gives for the next hidden state."""
 
 Found = TypeVar("Found")
+
+BY_MAGNITUDE = "use --method magnitude"
+"""What works where calibration does not."""
 
 CHAIN = "layers that take a hidden state and return the next"
 
@@ -78,8 +82,13 @@ class LayerList:
         yield from ((f"{self.name}.{i}", layer) for i, layer in enumerate(self.layers))
 
 
-def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
+def find_layer_list(model: nn.Module, linears: Iterable[str], remedy: str | None = BY_MAGNITUDE) -> LayerList:
     """Return the list of layers that holds all linears to be pruned.
+
+    Args:
+        model: May be on the meta device.
+        linears: Names of the linears.
+        remedy: What works all the same; None: nothing but to leave linears alone.
 
     Raises:
         InputError: There is none; the error names linears outside the list that holds most of them.
@@ -90,14 +99,14 @@ def find_layer_list(model: nn.Module, linears: Iterable[str]) -> LayerList:
     best = max(inside, key=lambda layer_list: len(inside[layer_list]), default=None)
     if best is None or not inside[best]:
         raise _cannot_calibrate(
-            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList"
+            model, "no list of layers with linears to prune", "a model whose layers are in one nn.ModuleList", remedy
         )
     outside = [name for name in names if name not in inside[best]]
     if outside:
         raise InputError(
-            f"calibration goes through {best} only, and {len(outside)} linears are outside",
-            got=", ".join(outside[:3]),
-            remedy="put them on the ignore list, or use --method magnitude",
+            f"pruning layer by layer goes through {best} only",
+            got=f"{counted(len(outside), 'linear')} outside of it: {', '.join(outside[:3])}",
+            remedy=", or ".join(["put them on the ignore list (--ignore)", *([] if remedy is None else [remedy])]),
         )
     return LayerList(best, list(lists[best]))
 
@@ -133,12 +142,12 @@ def require_single_passes(model: nn.Module, layer_list: LayerList, run: Callable
             )
 
 
-def _cannot_calibrate(model: nn.Module, got: str, needed: str) -> InputError:
+def _cannot_calibrate(model: nn.Module, got: str, needed: str, remedy: str | None = BY_MAGNITUDE) -> InputError:
     return InputError(
         f"cannot calibrate {type(model).__name__} layer by layer",
         got=got,
         needed=needed,
-        remedy="use --method magnitude",
+        remedy=remedy,
     )
 
 
@@ -178,7 +187,7 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
         if [len(sample.arguments) for sample in found] != [len(layer_list.layers)]:
             raise InputError(
                 f"{type(model).__name__} does not run {layer_list.name} one after the other",
-                remedy="use --method magnitude",
+                remedy=BY_MAGNITUDE,
             )
         samples += found
     return samples

@@ -158,8 +158,15 @@ def _prune_without_text(
     """Prune a model in place by a method that needs no calibration."""
     for names in (names for names in sets if patterns[names[0]] != DENSE):
         weights = {name: (experts[name] if name in experts else model.get_submodule(name)).weight for name in names}
-        for name, pruned in pruner.prune(Linears(weights, patterns[names[0]])).items():
-            weights[name].data.copy_(pruned)
+        _prune_in_place(weights, patterns[names[0]], pruner)
+
+
+def _prune_in_place(
+    weights: dict[str, torch.Tensor], pattern: Pattern, pruner: Pruner, gram: torch.Tensor | None = None
+) -> None:
+    """Prune weights in the model's memory, which the method sees together."""
+    for name, pruned in pruner.prune(Linears(weights, pattern, gram)).items():
+        weights[name].data.copy_(pruned)
 
 
 def may_have(pattern: Pattern, *, experts: bool) -> bool:
@@ -175,7 +182,7 @@ def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list
 
 def _damage(
     model: Any,
-    sets: Mapping[str, Mapping[str, torch.Tensor]],
+    sets: Mapping[str, dict[str, torch.Tensor]],
     pattern: Pattern,
     pruner: Pruner,
     grams: Mapping[str, torch.Tensor],
@@ -196,9 +203,7 @@ def _damage(
     kept = {name: weight.detach().clone() for weights in sets.values() for name, weight in weights.items()}
     try:
         for head, weights in sets.items():
-            found = Linears({name: kept[name] for name in weights}, pattern, grams.get(head))
-            for name, pruned in pruner.prune(found).items():
-                weights[name].data.copy_(pruned)
+            _prune_in_place(weights, pattern, pruner, grams.get(head))
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
     finally:
         for weights in sets.values():

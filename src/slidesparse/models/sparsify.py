@@ -16,8 +16,9 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
-from slidesparse.models.targets import find_targets, input_sets, matches_entry
+from slidesparse.models.targets import ADAPTER, describe_dense, find_targets, input_sets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
@@ -165,6 +166,8 @@ def sparsify_(
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
+    Forward hooks of a linear run on the layer in its place. Adapters of PEFT stay as they are.
+
     A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
     :func:`slidesparse.load`, vLLM and transformers load.
 
@@ -224,9 +227,12 @@ def sparsify_(
             linear = targets.linears[name]
             options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
             layer = SlideLinear(packed, linear.bias, **options)
+            move_hooks(linear, layer)
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
+    for line in describe_dense({name: why for name, why in targets.dense.items() if why == ADAPTER}):
+        LOG.warning(line)
     for line in describe_experts(experts):
         LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)
     return model

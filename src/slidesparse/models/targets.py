@@ -30,6 +30,10 @@ READ_AS_MATRIX = "kv_b_proj"
 weights after loading, without calling the layer: it must stay dense."""
 
 
+ADAPTER = "a part of an adapter"
+"""Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
+
+
 @dataclass(frozen=True)
 class Targets:
     """The linears of a model.
@@ -83,6 +87,9 @@ def find_targets(
     holders = Counter(id(module.weight) for module in named.values())
     outside = outside_part(model, named, part)
     output = output_embedding(model)
+    # With an adapter the output embedding is a module around linears.
+    inside_output = set() if output is None else {id(module) for module in output.modules()}
+    adapters = _adapters(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     ignored = {name for name in named for entry in also_ignore if matches_entry(name, entry)}
@@ -103,15 +110,17 @@ def find_targets(
             return "latent attention reads its weight without calling it"
         if name in (keep or {}):
             return (keep or {})[name]
+        if name.startswith(adapters):
+            return ADAPTER
         if name in outside:
             return outside[name]
         if not computes_as_linear(module):
             return f"{type(module).__name__} has a forward of its own"
         if holders[id(module.weight)] > 1:
             return "shares its weight with another linear, which would need its scales too"
-        if id(module.weight) in embeddings or (tied and module is output):
+        if id(module.weight) in embeddings or (tied and id(module) in inside_output):
             return "shares its weight with the input embedding"
-        if module is output and not lm_head:
+        if id(module) in inside_output and not lm_head:
             return "output embedding"
         if min(module.in_features, module.out_features) < MIN_FEATURES:
             return f"smaller than {MIN_FEATURES} features"
@@ -149,6 +158,8 @@ def computes_as_linear(module: nn.Linear) -> bool:
     >>> computes_as_linear(nn.Linear(4, 3))
     True
     """
+    if "forward" in vars(module):  # replaced on this one
+        return False
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return True
@@ -168,6 +179,12 @@ def _transposed(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
     }
+
+
+def _adapters(model: nn.Module) -> tuple[str, ...]:
+    """Return how names of linears begin that are parts of PEFT's adapters, whose layers say what belongs to those."""
+    named = ((name, getattr(module, "adapter_layer_names", ())) for name, module in model.named_modules())
+    return tuple(f"{name}.{leaf}.".removeprefix(".") for name, leaves in named for leaf in leaves)
 
 
 def read_as_matrix(name: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from slidesparse.base import torch_private
+from slidesparse.errors import UnsupportedError
 from slidesparse.ops.inference_only import NoBackward, inference_only
 
 _LIBRARY = torch.library.Library("slidesparse", "FRAGMENT")
@@ -52,6 +53,8 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
         if unpack_dual(arguments[0]).tangent is not None:  # forward mode, whose tangent would be lost
             raise inference_only()
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
+            if torch_private.in_transform():  # torch.func.grad, which takes no autograd.Function from here
+                raise inference_only()
             return NoBackward.apply(below_autograd, keys & after_autograd, *arguments)
         lists = (a for a in arguments if isinstance(a, list))  # whose tensors autograd would not see
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for al in lists for a in al):
@@ -82,6 +85,12 @@ def _without_autocast(name: str, device: str) -> Callable[..., Any]:
     return run
 
 
+def _refuse_vmap(*_: Any, **options: Any) -> Any:
+    raise UnsupportedError(
+        "torch.vmap over a slidesparse layer", remedy="give the layer the whole batch: it takes activations [..., in]"
+    )
+
+
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Make an operator ``torch.ops.slidesparse.NAME``.
 
@@ -95,6 +104,7 @@ def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _LIBRARY.impl(name, _without_autocast(name, device), key)
+    _LIBRARY.impl(name, _refuse_vmap, "FuncTorchBatched")
     torch.library.register_fake(f"slidesparse::{name}", fake, lib=_LIBRARY)
     dispatch = torch_private.dispatch()
     if dispatch is None:
