@@ -419,6 +419,11 @@ def test_layers_that_draft_tokens_are_left_to_vllm(
         assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
 
 
+def test_models_that_ask_for_compressed_tensors_meet_it() -> None:
+    """vLLM's Gemma 4 loads a vision tower quantised by that name alone, where 64 does not divide its sizes."""
+    assert registered().from_config(quantization_config(torch.int8, [])).get_name() == "compressed-tensors"
+
+
 # -- layers that stay vLLM's -----------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,11 @@ LEFT_ALONE = "left alone when the checkpoint was pruned"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):
-    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised."""
+    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised.
+
+    Its ``get_name`` is that of compressed-tensors: vLLM's models ask for it where that method can do more than others,
+    as Gemma 4 does before it loads a quantised vision tower whose sizes are no multiples of 64.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_platform()
@@ -63,10 +67,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
         super().__init__(*args, **(kwargs if self.quantised else UNQUANTISED))
         self.marker: Marker | None = None
         self._model: ModelState | None = None
-
-    def get_name(self) -> str:
-        """Return the method's name."""
-        return NAME
 
     @classmethod
     def get_min_capability(cls) -> int:
