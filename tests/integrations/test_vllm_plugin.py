@@ -394,6 +394,20 @@ def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, q
     assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
 
 
+def test_a_pruned_output_embedding_in_floats_is_in_the_log(
+    checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoints("dense", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "bf16", lm_head=True))
+    model = loaded(configured(tmp_path / "sparse", quantization="slidesparse", enforce_eager=True), REFERENCE)
+    assert hasattr(model.lm_head, "weight")
+    assert "slidesparse: 4 of 5 layers run sparse" in "".join(caplog.messages)
+    assert any("slidesparse: lm_head: dense, left to vLLM, since an output" in line for line in caplog.messages)
+    caplog.clear()
+    loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True), REFERENCE)
+    assert not any("lm_head" in line for line in caplog.messages)  # its marker leaves the head alone
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_layers_that_draft_tokens_are_left_to_vllm(
     checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
     CompressedTensorsW8A8Int8,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
@@ -52,6 +53,8 @@ UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_
 """Arguments of vLLM's configuration for a checkpoint that is not quantised."""
 
 LEFT_ALONE = "left alone when the checkpoint was pruned"
+
+FLOAT_HEAD = "left to vLLM, since an output embedding runs sparse in INT8 and FP8 only"
 
 
 class SlideSparseConfig(CompressedTensorsConfig):
@@ -108,6 +111,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             return self._with_experts(method, layer, prefix)
         if not isinstance(layer, LinearBase):
             self._note_other_experts(prefix)
+            self._note_float_head(layer, prefix)
             return None
         model = self.prepare_model()
         named = self._find_layer(layer, prefix, model.status)
@@ -150,6 +154,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if self.marker is not None and find_experts(self.marker, prefix) is not None:
             why = "experts: their weights are neither INT8 nor FP8"
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
+
+    def _note_float_head(self, layer: torch.nn.Module, prefix: str) -> None:
+        """Note why a pruned output embedding stays dense that is not quantised."""
+        if self.marker is not None and isinstance(layer, ParallelLMHead) and find_layer(self.marker, prefix, {}):
+            self.prepare_model().status.outcomes[prefix] = Outcome(False, True, FLOAT_HEAD)
 
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.
