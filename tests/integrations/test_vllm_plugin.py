@@ -409,15 +409,23 @@ def test_a_pruned_output_embedding_in_floats_is_in_the_log(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
+@pytest.mark.parametrize(
+    ("saved", "built"),
+    [
+        ("mtp.layers.0", "mtp.layers.0"),
+        ("model.mtp_block.0", "model.layers.1"),  # ERNIE 4.5; this model has one layer
+        ("model.mtp_layers.0", "model.layers.1"),  # MiMo
+    ],
+)
 def test_layers_that_draft_tokens_are_left_to_vllm(
-    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str
+    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str, saved: str, built: str
 ) -> None:
     """The model that ``prune`` sees has none. vLLM builds them under the configuration of the model that is served."""
     from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
     more = tmp_path / "source"
     shutil.copytree(checkpoints("dense", torch.bfloat16), more)
-    drafts = {f"mtp.layers.0.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
+    drafts = {f"{saved}.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
     save_file(drafts, more / "drafts.safetensors")
     index = json.loads((more / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
@@ -427,8 +435,8 @@ def test_layers_that_draft_tokens_are_left_to_vllm(
     config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
     config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    for parent, left in (("mtp", True), ("model", False)):
-        name = f"{parent}.layers.0.self_attn.qkv_proj"
+    for parent, left in ((built, True), ("model.layers.0", False)):
+        name = f"{parent}.self_attn.qkv_proj"
         layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
         assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
 
