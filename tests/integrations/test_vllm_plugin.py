@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_models import REFERENCE, configured, loaded
+from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
@@ -439,6 +439,38 @@ def test_layers_that_draft_tokens_are_left_to_vllm(
         name = f"{parent}.self_attn.qkv_proj"
         layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
         assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_draft_model_keeps_what_its_checkpoint_says_of_single_layers(
+    checkpoints: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """vLLM puts a word of its own before the names of all layers of a draft model."""
+    from vllm.config import VllmConfig
+
+    exceptions = {"model.layers.0.mlp.down_proj": "2:4", "model.layers.0.self_attn.o_proj": "dense"}
+    marker = {"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": exceptions}
+    path = edited(checkpoints("2:4", dtype), tmp_path / "planned", **{MARKER_KEY: marker})
+    model = configured(path, quantization="slidesparse", enforce_eager=True)
+    config = VllmConfig(model_config=model, additional_config=REFERENCE)
+    layer = loaded_by(config, prefix="draft_model").model.layers[0]
+    assert layer.mlp.down_proj.slide.pattern == Pattern(2, 4)
+    assert layer.mlp.gate_up_proj.slide.pattern == Pattern(6, 8)
+    assert not hasattr(layer.self_attn.o_proj, "slide")
+
+
+def test_a_layer_of_a_draft_model_that_was_left_alone_is_not_quantised(checkpoints: Any, tmp_path: Path) -> None:
+    from vllm.config import VllmConfig
+
+    left = "model.layers.0.mlp.down_proj"
+    prune_checkpoint(
+        checkpoints("dense", torch.bfloat16), tmp_path / "sparse", PruneOptions("6:8", "int8", ignore=(left,))
+    )
+    config = VllmConfig(model_config=configured(tmp_path / "sparse"), additional_config=REFERENCE)
+    layer = loaded_by(config, prefix="draft_model").model.layers[0]
+    assert torch.equal(layer.mlp.down_proj.weight, Checkpoint(tmp_path / "sparse").tensor(f"{left}.weight"))
+    assert hasattr(layer.mlp.gate_up_proj, "slide")
 
 
 def test_models_that_ask_for_compressed_tensors_meet_it() -> None:

@@ -28,6 +28,7 @@ from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
+    DRAFT,
     NamedLayer,
     find_experts,
     find_layer,
@@ -106,6 +107,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
+        prefix = prefix.removeprefix(DRAFT)  # neither the marker's names nor those of the ignore list have it
         if self.quantised:
             method = super().get_quant_method(layer, prefix)
             return self._with_experts(method, layer, prefix)
