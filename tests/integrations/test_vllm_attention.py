@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Builder]]:
 
 def engine(method: str | None = NAME, mode: str = "FULL_AND_PIECEWISE", draft: Any = None, **ours: Any) -> Any:
     config = config_of([1, 2048], mode=mode, draft=draft)
-    config.quant_config = None if method is None else SimpleNamespace(get_name=lambda: method)
+    config.model_config.quantization = method
     config.additional_config = {"slidesparse": ours}
     return config
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_models import REFERENCE, configured, loaded
+from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 import slidesparse as ss
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
@@ -401,16 +401,38 @@ def test_a_pruned_output_embedding_is_loaded(checkpoints: Any, tmp_path: Path, q
     assert torch.equal(head.quant_method.apply(head, x), oracle(x, *stored))
 
 
+def test_a_pruned_output_embedding_in_floats_is_in_the_log(
+    checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoints("dense", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "bf16", lm_head=True))
+    model = loaded(configured(tmp_path / "sparse", quantization="slidesparse", enforce_eager=True), REFERENCE)
+    assert hasattr(model.lm_head, "weight")
+    assert "slidesparse: 4 of 5 layers run sparse" in "".join(caplog.messages)
+    assert any("slidesparse: lm_head: dense, left to vLLM, since an output" in line for line in caplog.messages)
+    caplog.clear()
+    loaded(configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse", enforce_eager=True), REFERENCE)
+    assert not any("lm_head" in line for line in caplog.messages)  # its marker leaves the head alone
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
+@pytest.mark.parametrize(
+    ("saved", "built"),
+    [
+        ("mtp.layers.0", "mtp.layers.0"),
+        ("model.mtp_block.0", "model.layers.1"),  # ERNIE 4.5; this model has one layer
+        ("model.mtp_layers.0", "model.layers.1"),  # MiMo
+    ],
+)
 def test_layers_that_draft_tokens_are_left_to_vllm(
-    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str
+    checkpoints: Any, tmp_path: Path, vllm_config: Any, dtype: str, saved: str, built: str
 ) -> None:
     """The model that ``prune`` sees has none. vLLM builds them under the configuration of the model that is served."""
     from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
     more = tmp_path / "source"
     shutil.copytree(checkpoints("dense", torch.bfloat16), more)
-    drafts = {f"mtp.layers.0.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
+    drafts = {f"{saved}.self_attn.{leaf}_proj.weight": torch.ones(64, 256).bfloat16() for leaf in "qkv"}
     save_file(drafts, more / "drafts.safetensors")
     index = json.loads((more / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(drafts, "drafts.safetensors")
@@ -420,10 +442,47 @@ def test_layers_that_draft_tokens_are_left_to_vllm(
     config = registered().from_config(stored["quantization_config"]) if dtype == "int8" else registered()()
     config.maybe_update_config("", hf_config=type("Config", (), {MARKER_KEY: stored[MARKER_KEY]}))
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    for parent, left in (("mtp", True), ("model", False)):
-        name = f"{parent}.layers.0.self_attn.qkv_proj"
+    for parent, left in ((built, True), ("model.layers.0", False)):
+        name = f"{parent}.self_attn.qkv_proj"
         layer = QKVParallelLinear(256, 64, 1, quant_config=config, prefix=name, params_dtype=torch.bfloat16)
         assert (type(layer.quant_method) is UnquantizedLinearMethod) == left
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_draft_model_keeps_what_its_checkpoint_says_of_single_layers(
+    checkpoints: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """vLLM puts a word of its own before the names of all layers of a draft model."""
+    from vllm.config import VllmConfig
+
+    exceptions = {"model.layers.0.mlp.down_proj": "2:4", "model.layers.0.self_attn.o_proj": "dense"}
+    marker = {"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": exceptions}
+    path = edited(checkpoints("2:4", dtype), tmp_path / "planned", **{MARKER_KEY: marker})
+    model = configured(path, quantization="slidesparse", enforce_eager=True)
+    config = VllmConfig(model_config=model, additional_config=REFERENCE)
+    layer = loaded_by(config, prefix="draft_model").model.layers[0]
+    assert layer.mlp.down_proj.slide.pattern == Pattern(2, 4)
+    assert layer.mlp.gate_up_proj.slide.pattern == Pattern(6, 8)
+    assert not hasattr(layer.self_attn.o_proj, "slide")
+
+
+def test_a_layer_of_a_draft_model_that_was_left_alone_is_not_quantised(checkpoints: Any, tmp_path: Path) -> None:
+    from vllm.config import VllmConfig
+
+    left = "model.layers.0.mlp.down_proj"
+    prune_checkpoint(
+        checkpoints("dense", torch.bfloat16), tmp_path / "sparse", PruneOptions("6:8", "int8", ignore=(left,))
+    )
+    config = VllmConfig(model_config=configured(tmp_path / "sparse"), additional_config=REFERENCE)
+    layer = loaded_by(config, prefix="draft_model").model.layers[0]
+    assert torch.equal(layer.mlp.down_proj.weight, Checkpoint(tmp_path / "sparse").tensor(f"{left}.weight"))
+    assert hasattr(layer.mlp.gate_up_proj, "slide")
+
+
+def test_models_that_ask_for_compressed_tensors_meet_it() -> None:
+    """vLLM's Gemma 4 loads a vision tower quantised by that name alone, where 64 does not divide its sizes."""
+    assert registered().from_config(quantization_config(torch.int8, [])).get_name() == "compressed-tensors"
 
 
 # -- layers that stay vLLM's -----------------------------------------------------------------------------------------

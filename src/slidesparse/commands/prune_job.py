@@ -26,6 +26,7 @@ from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.models.experts import find_routers, linears_inside
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
+from slidesparse.models.parts import text_config
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
 from slidesparse.models.targets import Targets, find_targets, treated_head
 from slidesparse.models.unused_linears import entries_for_unused
@@ -313,7 +314,8 @@ class PruneJob:
         """Return entries of an ignore list for linears that transformers does not use, and other programs may."""
         unused = self.meta.names.unused
         shapes = {name: self.checkpoint.stored(name).shape for name in unused}
-        return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused))
+        layers = getattr(text_config(self.meta.model.config), "num_hidden_layers", None)
+        return entries_for_unused(shapes, self.checkpoint.files.keys() - set(unused), layers)
 
     def config(self) -> dict[str, Any]:
         """Return the output's config.json."""

@@ -9,20 +9,32 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 
+AS_LAYERS = re.compile(r"model\.(?:mtp_block|mtp_layers)\.(\d+)\.(.+)")
+"""Names of ERNIE 4.5 and MiMo for drafts that vLLM builds as layers after the model's last one."""
 
-def entries_for_unused(shapes: Mapping[str, tuple[int, ...]], used: Iterable[str] = ()) -> list[str]:
+
+def entries_for_unused(
+    shapes: Mapping[str, tuple[int, ...]], used: Iterable[str] = (), layers: int | None = None
+) -> list[str]:
     r"""Return entries of an ignore list of compressed-tensors for tensors that no linear of the model has.
 
     Args:
         shapes: Tensor -> its shape. What is no matrix of a linear is passed over; experts of a layer share an entry.
         used: Tensors that the model has. No entry is for all experts of a layer that has some of them.
+        layers: How many layers the model has, where that is known. vLLM counts some drafts on from there.
 
     >>> entries_for_unused({"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)})
     ['mtp.fc']
     >>> print(*entries_for_unused({f"mtp.experts.{i}.up_proj.weight": (96, 64) for i in range(4)}))
     re:mtp\.experts\..*
+    >>> entries_for_unused({"model.mtp_block.0.mlp.up_proj.weight": (96, 64)}, layers=28)
+    ['model.mtp_block.0.mlp.up_proj', 'model.layers.28.mlp.up_proj']
     """
-    return list(dict.fromkeys(_entries(shapes, {_experts_of(name) for name in used})))
+    entries = list(dict.fromkeys(_entries(shapes, {_experts_of(name) for name in used})))
+    if layers is None:
+        return entries
+    drafts = map(AS_LAYERS.fullmatch, entries)
+    return entries + [f"model.layers.{layers + int(draft[1])}.{draft[2]}" for draft in drafts if draft]
 
 
 def _entries(shapes: Mapping[str, tuple[int, ...]], shared: Container[str | None]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
     CompressedTensorsW8A8Int8,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from slidesparse.errors import UnsupportedError
@@ -27,6 +28,7 @@ from slidesparse.integrations.vllm.engine import prepare_engine
 from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
+    DRAFT,
     NamedLayer,
     find_experts,
     find_layer,
@@ -53,9 +55,15 @@ UNQUANTISED: Mapping[str, Any] = {"target_scheme_map": {}, "ignore": [], "quant_
 
 LEFT_ALONE = "left alone when the checkpoint was pruned"
 
+FLOAT_HEAD = "left to vLLM, since an output embedding runs sparse in INT8 and FP8 only"
+
 
 class SlideSparseConfig(CompressedTensorsConfig):
-    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised."""
+    """The quantisation method of one model; vLLM gives no arguments for a checkpoint that is not quantised.
+
+    Its ``get_name`` is that of compressed-tensors: vLLM's models ask for it where that method can do more than others,
+    as Gemma 4 does before it loads a quantised vision tower whose sizes are no multiples of 64.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         require_platform()
@@ -63,10 +71,6 @@ class SlideSparseConfig(CompressedTensorsConfig):
         super().__init__(*args, **(kwargs if self.quantised else UNQUANTISED))
         self.marker: Marker | None = None
         self._model: ModelState | None = None
-
-    def get_name(self) -> str:
-        """Return the method's name."""
-        return NAME
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -103,11 +107,13 @@ class SlideSparseConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method that loads and multiplies a layer."""
+        prefix = prefix.removeprefix(DRAFT)  # neither the marker's names nor those of the ignore list have it
         if self.quantised:
             method = super().get_quant_method(layer, prefix)
             return self._with_experts(method, layer, prefix)
         if not isinstance(layer, LinearBase):
             self._note_other_experts(prefix)
+            self._note_float_head(layer, prefix)
             return None
         model = self.prepare_model()
         named = self._find_layer(layer, prefix, model.status)
@@ -150,6 +156,11 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if self.marker is not None and find_experts(self.marker, prefix) is not None:
             why = "experts: their weights are neither INT8 nor FP8"
             self.prepare_model().status.outcomes[prefix] = Outcome(False, True, why, experts=True)
+
+    def _note_float_head(self, layer: torch.nn.Module, prefix: str) -> None:
+        """Note why a pruned output embedding stays dense that is not quantised."""
+        if self.marker is not None and isinstance(layer, ParallelLMHead) and find_layer(self.marker, prefix, {}):
+            self.prepare_model().status.outcomes[prefix] = Outcome(False, True, FLOAT_HEAD)
 
     def prepare_model(self) -> ModelState:
         """Return the state of the model that is being built; on the first call, prepare the engine for it.

@@ -140,7 +140,7 @@ def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def takes_larger_graphs(vllm_config: Any) -> bool:
     """Return whether an engine is one of ours whose graphs are not left to vLLM."""
-    quantisation = vllm_config.quant_config
-    if quantisation is None or quantisation.get_name() != NAME:
+    model = vllm_config.model_config
+    if model is None or model.quantization != NAME:
         return False
     return Options.parse(vllm_config.additional_config).graphs == "auto"

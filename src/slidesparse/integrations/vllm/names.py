@@ -22,6 +22,10 @@ COMPRESSED_TENSORS = "compressed-tensors"
 """The quantisation method that a checkpoint of ours names: without the plugin it is served dense."""
 
 
+DRAFT = "draft_model."
+"""How the names of all layers of a draft model begin in vLLM, and none in its checkpoint."""
+
+
 def is_our_checkpoint(quantization: Mapping[str, Any], user_choice: str | None, marker: object) -> bool:
     """Return whether a checkpoint with a ``quantization_config`` is ours.
 

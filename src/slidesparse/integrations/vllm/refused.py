@@ -27,7 +27,8 @@ def require_supported(vllm_config: Any) -> None:
     """Refuse options of an engine that sparse layers cannot follow.
 
     Raises:
-        UnsupportedError: A load format that brings other tensors than a checkpoint's, or weights kept in host memory.
+        UnsupportedError: A load format that brings other tensors than a checkpoint's, weights kept in host memory, or
+            linears that vLLM is to quantise anew.
     """
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if load_format in LOAD_FORMATS:
@@ -44,6 +45,19 @@ def require_supported(vllm_config: Any) -> None:
             needed="0, since packed weights are made on the GPU and stay there",
             remedy=f"leave the option out, or {SERVE_DENSE}",
         )
+    for part in quantised_anew(vllm_config.quant_config):
+        raise UnsupportedError(
+            f"{part} of --quantization-config with sparse layers",
+            got="linears that vLLM quantises anew when they are loaded",
+            needed="the weights that slidesparse prune wrote",
+            remedy=f"leave {part} out",
+        )
+
+
+def quantised_anew(quant_config: Any) -> list[str]:
+    """Return the parts of ``--quantization-config`` that are about linears, of vLLM from 0.33 on; experts may be."""
+    online = getattr(quant_config, "online_quantization_config", None)
+    return [part for part in ("linear", "targets") if online is not None and getattr(online.args, part) is not None]
 
 
 def offloaded(config: Any) -> Mapping[str, object]:
