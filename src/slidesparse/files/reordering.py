@@ -79,7 +79,7 @@ def find_reordering(
 def _cannot_reorder(model: nn.Module) -> InputError:
     return InputError(
         f"no channels of {type(model).__name__} can change places",
-        needed="MLPs whose last linear gets a pattern, with functions of single channels before it",
+        needed="MLPs whose last linear gets a uniform pattern, with functions of single channels before it",
         remedy="leave out --reorder",
     )
 
