@@ -257,6 +257,15 @@ def open_records(path: Path, mode: str) -> IO[str]:
     return path.open(mode, encoding="utf-8")
 
 
+def end_last_line(path: Path) -> None:
+    """End the last line of a file that is to be added to, where an editor or a stopped writer did not."""
+    with open_records(path, "r") as file:
+        text = file.read()
+    if text and not text.endswith("\n"):
+        with open_records(path, "a") as file:
+            file.write("\n")
+
+
 def read_records(paths: Iterable[Path]) -> list[Record]:
     """Return all records of some files, in their order.
 
@@ -290,6 +299,8 @@ def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
             try:
                 records.append(parse(line))
             except InputError as error:
+                cut = number == len(lines) and not text.endswith("\n")
+                remedy = "its writer was stopped in the middle of it: delete that line" if cut else error.remedy
                 what = f"{path}, line {number}: {error.what}"
-                raise InputError(what, got=error.got, needed=error.needed, remedy=error.remedy) from error
+                raise InputError(what, got=error.got, needed=error.needed, remedy=remedy) from error
     return records

@@ -24,7 +24,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.pattern import DENSE
-from slidesparse.records import Machine
+from slidesparse.records import Machine, open_records
 from slidesparse.served_figures import Latency, Power
 from slidesparse.served_records import (
     ARRIVALS,
@@ -232,6 +232,61 @@ def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> No
     run(replace(PROFILE, engines=("stock",)), path, tmp_path)
     assert run(PROFILE, path, tmp_path).added == 15
     assert len(read(ServeRecord, [path])) == 18
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"gpu": "Other"}, "gpu Other there; needed Pretend as here; name a new file with --out"),
+        ({"driver": "1"}, "driver 1 there; needed 2 as here"),
+        ({"torch": "1"}, "torch 1 there; needed 2 as here"),
+        ({"vllm": "0.26.0"}, r"vllm 0\.26\.0 there; needed 0\.22\.1 as here"),
+    ],
+)
+def test_records_of_another_machine_are_not_added_to(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: dict[str, str], words: str
+) -> None:
+    here = replace(MACHINE, driver="2")
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(environment, "machine", lambda: replace(here, **there))
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    monkeypatch.setattr(environment, "machine", lambda: here)
+    with pytest.raises(InputError, match=f"r.jsonl was measured elsewhere; got {words}"):
+        run(PROFILE, path, tmp_path)
+    assert len(Pretender.started) == 1
+
+
+def test_what_a_machine_would_not_say_ends_no_file(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)  # no driver is known
+    monkeypatch.setattr(environment, "machine", lambda: replace(MACHINE, driver="2", commit="other"))
+    assert run(PROFILE, path, tmp_path).added == 15
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_a_last_line_without_an_end_is_ended_before_more_come(pretend: None, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    with open_records(path, "r") as file:
+        text = file.read()
+    path.unlink()
+    with open_records(path, "x") as file:
+        file.write(text.removesuffix("\n"))
+    assert run(PROFILE, path, tmp_path).added == 15
+    assert len(read(ServeRecord, [path])) == 18
+
+
+def test_a_line_that_was_cut_is_named_with_what_to_do(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    path.write_text(path.read_text()[:-50])
+    with pytest.raises(InputError, match=r"line 3: record cannot be read; .* middle of it: delete that line"):
+        run(PROFILE, path, tmp_path)
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(InputError, match=r"needed JSON in UTF-8$"):
+        run(PROFILE, path, tmp_path)
 
 
 def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(

@@ -208,10 +208,12 @@ PACKAGES = {
 }
 
 
-@pytest.mark.parametrize("far_end_dies", [False, True])
-def test_the_server_ends_with_whoever_started_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, far_end_dies: bool
-) -> None:
+def interrupt(timeout_s: float) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("end", ["asked", "far end dies", "interrupted meanwhile"])
+def test_the_server_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     for name, text in PACKAGES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -226,11 +228,18 @@ def test_the_server_ends_with_whoever_started_it(
         group = engine._process.pid or 0
         child = int(log.read_text().rsplit("child ", 1)[1].split()[0])
         assert os.getpgid(child) == group
-        if far_end_dies:
+        if end == "far end dies":
             os.kill(group, signal.SIGKILL)
             engine._process.join()
+        elif end == "interrupted meanwhile":
+            os.kill(group, signal.SIGSTOP)  # as one that is busy: it does not end by itself
+            monkeypatch.setattr(engine._process, "join", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.stop()
+            monkeypatch.undo()
     finally:
-        engine.stop()
+        if end != "interrupted meanwhile":
+            engine.stop()
     for _ in range(100):
         if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
             break

@@ -15,6 +15,7 @@ import dataclasses
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +35,7 @@ from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
 from slidesparse.bench.serve_server import why_no_http
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.records import DENSE_VARIANT, Machine, open_records
+from slidesparse.records import DENSE_VARIANT, Machine, end_last_line, open_records
 from slidesparse.served_records import (
     AT_ONCE,
     DECODE,
@@ -46,6 +47,9 @@ from slidesparse.served_records import (
     read,
     to_line,
 )
+
+SAME = ("gpu", "driver", "torch", "vllm")
+"""What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""
 
 FIRST_GUESS_S = 150.0
 """What an engine takes, before one has."""
@@ -135,7 +139,8 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
             when None.
 
     Raises:
-        InputError: The file holds something else, or requests are to arrive at a share of what no stock engine took.
+        InputError: The file holds something else or was measured elsewhere, or requests are to arrive at a share of
+            what no stock engine took.
         UnsupportedError: No GPU, too few, one that others hold; no vLLM, no HTTP though it is asked for; a full disk.
     """
     environment.require_cuda()  # first: who has no GPU shall not install vLLM for nothing
@@ -148,9 +153,13 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     with scratch_folder(scratch) as folder:
         profiled = read(TimelineRecord, before) if timeline else []
         found = [] if timeline else read(ServeRecord, before)
+        machine = environment.machine()
+        _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
         _require_writable(path)
+        for file in before:
+            end_last_line(file)
         http = _over_http(profile)
-        run_ = _Run(profile, path, folder, environment.machine(), time.monotonic(), http, found, profiled)
+        run_ = _Run(profile, path, folder, machine, time.monotonic(), http, found, profiled)
         kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
         ahead = [[key for key in profile.keys(*kind) if run_.missing(key)] for kind in kinds]
         if any(ahead):
@@ -165,6 +174,20 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         failed={_name(r.key): r.why_not or "" for r in run_.found if r.died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
     )
+
+
+def _require_same(path: Path, before: Iterable[Machine], machine: Machine) -> None:
+    """Refuse to add to records of another GPU or of other libraries; what a machine would not say is no difference."""
+    for earlier in before:
+        for name in SAME:
+            was, now_is = getattr(earlier, name), getattr(machine, name)
+            if None not in (was, now_is) and was != now_is:
+                raise InputError(
+                    f"{path} was measured elsewhere",
+                    got=f"{name} {was} there",
+                    needed=f"{now_is} as here",
+                    remedy="name a new file with --out",
+                )
 
 
 def _require_writable(path: Path) -> None:

@@ -78,10 +78,12 @@ class ServedEngine(Engine):
         return measured
 
     def stop(self) -> None:
-        """End it, gently first."""
-        super().stop()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        """End it, gently first; at once if the wait is interrupted."""
+        try:
+            super().stop()
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
 
 
 def _serve(connection: Connection, options: ServeOptions) -> None:
