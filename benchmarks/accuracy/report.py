@@ -205,11 +205,11 @@ def smaller(folder: Path, runs: Runs, dtype: str = "") -> Iterator[tuple[str, fl
     """Smaller dense models trained alike: name, speed, percent of perplexity."""
     layers = next(iter(runs.values()))["trained"]["layers"]
     for model in SMALLER:
-        found = read(folder, model)
-        for run in (run for run in found.values() if "dense none 0" in run):
-            trained = run["trained"]
+        found = {seed: run for seed, run in read(folder, model).items() if "dense none 0" in run}
+        if found:
+            fewer = next(iter(found.values()))["trained"]["layers"]
             loss = values(found, "dense none 0", "packages_perplexity", dtype, dtype, runs)
-            yield f"trained with {trained['layers']} layers", layers / trained["layers"], loss
+            yield f"trained with {fewer} layers", layers / fewer, loss
 
 
 def best_recovery(runs: Runs, key: str) -> str | None:
