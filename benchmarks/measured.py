@@ -318,7 +318,7 @@ def served_http_first() -> str:
         ms = [1e3 * (group.seconds(engine, load) or 0.0) for engine in group.engines]
         rows.append([f"{words}, ms", *_over_fastest(ms, 1)])
     rows += _waits(group, group.engines, HALF, 1)
-    return markdown(("the day before", *group.engines), rows)
+    return markdown(("four hours before", *group.engines), rows)
 
 
 def served_http_graphs() -> str:

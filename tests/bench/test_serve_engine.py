@@ -171,3 +171,32 @@ def test_an_engine_whose_process_fails_says_why_and_ends(tmp_path: Path) -> None
         engine.ready(timeout_s=120)
     engine.stop()
     assert not engine._process.is_alive()
+
+
+FAILING = {
+    "vllm/__init__.py": (
+        "import subprocess\n"
+        "CORE = '(EngineCore pid=8) ERROR 11-24 12:00:00 [core.py:9] ValueError: no room'\n"
+        "class AsyncLLMEngine:\n"
+        "    @staticmethod\n"
+        "    def from_engine_args(*_, **__):\n"
+        "        subprocess.run(['echo', CORE])\n"
+        "        raise RuntimeError('Engine core initialization failed. See root cause above.')\n"
+    ),
+    "vllm/engine/__init__.py": "",
+    "vllm/engine/arg_utils.py": "from types import SimpleNamespace as AsyncEngineArgs\n",
+}
+
+
+def test_an_engine_core_that_fails_in_process_is_told_by_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in FAILING.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)  # for the far end
+    engine = ServedEngine(ServeOptions(tmp_path / "model", False, log=tmp_path / "log"))
+    with pytest.raises(UnsupportedError, match=r"RuntimeError: .* See root cause above\.; ValueError: no room$"):
+        engine.ready(timeout_s=120)
+    engine.stop()
+    assert "Traceback" in (tmp_path / "log").read_text()

@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from slidesparse.bench.serve_http import OverHttp
@@ -26,10 +28,11 @@ from slidesparse.bench.serve_measured import Measured, Round, StepLog, Unmeasure
 from slidesparse.bench.serve_memory import MemoryLog, resident_bytes
 from slidesparse.bench.serve_options import ServeOptions
 from slidesparse.bench.serve_power import PowerMeter
+from slidesparse.bench.serve_server import first_error
 from slidesparse.bench.serve_soak import verdict
 from slidesparse.bench.serve_steady import steady
 from slidesparse.bench.vllm_engine import ENVIRONMENT, Engine, answer_calls
-from slidesparse.errors import UnsupportedError
+from slidesparse.errors import UnsupportedError, first_line
 from slidesparse.served_records import AT_ONCE, DECODE, SOAK, Step, Workload
 
 T = TypeVar("T")
@@ -94,6 +97,9 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
         os.environ["VLLM_PLUGINS"] = "none"
     if options.timeline is not None:
         os.environ["VLLM_CUSTOM_SCOPES_FOR_PROFILING"] = "1"
+    log = None if options.http else options.log  # over HTTP the server has it, whose errors tell what it says
+    if log is not None:
+        _write_into(log)
     drivers: list[ServeDriver] = []
 
     def make() -> ServeDriver:
@@ -101,10 +107,24 @@ def _serve(connection: Connection, options: ServeOptions) -> None:
         return drivers[0]
 
     try:
-        answer_calls(connection, make)
+        answer_calls(connection, make, partial(_tell, log))
     finally:
         for driver in drivers:
             driver.close()
+
+
+def _write_into(log: Path) -> None:
+    """Let this process, and the engine's that it starts, write into a file what they would print."""
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+
+
+def _tell(log: Path | None, error: Exception) -> str:
+    """Say what an error is, and the cause where the log has it: vLLM's engine core fails in a process of its own."""
+    cause = None if log is None else first_error(log)
+    told = first_line(error)
+    return told if cause is None or cause in told else f"{told}; {cause}"
 
 
 class ServeDriver:

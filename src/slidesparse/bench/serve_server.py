@@ -109,14 +109,27 @@ def free_port() -> int:
 
 def last_words(log: Path) -> str:
     """The first error in a log, and its last lines, on one line."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    last = lines[-LAST_LINES:]
-    causes = (found[1] for line in lines[:-LAST_LINES] if (found := ERROR.match(line)) is not None)
-    first = next(causes, None)
-    told = [line[-LINE_LENGTH:] for line in last]
-    if first is not None:
-        told = [first[: 2 * LINE_LENGTH], *told]
+    lines = _lines(log)
+    first = _first_error(lines[:-LAST_LINES])
+    told = [] if first is None else [first]
+    told += [line[-LINE_LENGTH:] for line in lines[-LAST_LINES:]]
     return " | ".join(told) or "its log is empty"
+
+
+def first_error(log: Path) -> str | None:
+    """The first error in a log; None where it has none."""
+    return _first_error(_lines(log))
+
+
+def _lines(log: Path) -> list[str]:
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _first_error(lines: Sequence[str]) -> str | None:
+    causes = (found[1] for line in lines if (found := ERROR.match(line)) is not None)
+    first = next(causes, None)
+    return None if first is None else first[: 2 * LINE_LENGTH]
 
 
 @cache

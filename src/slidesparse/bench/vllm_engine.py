@@ -143,10 +143,17 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
     answer_calls(connection, lambda: Driver(options))
 
 
-def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
+def answer_calls(
+    connection: Connection, make: Callable[[], Any], tell: Callable[[Exception], str] = first_line
+) -> None:
     """Make a driver, and call its methods as the other process asks, until it sends None.
 
     The first answer, without a value, says that the driver was made, or why it was not.
+
+    Args:
+        connection: The near end's pipe.
+        make: Makes the driver.
+        tell: Says what an error is, in one line.
     """
     driver: Any = None
     message: tuple[str, tuple[Any, ...]] | None = ("start", ())
@@ -159,7 +166,7 @@ def answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
             connection.send((value, None))
         except Exception as error:  # any error must reach the other process
             traceback.print_exc()
-            connection.send((None, first_line(error)))
+            connection.send((None, tell(error)))
             if driver is None:
                 return
         message = connection.recv()
