@@ -367,6 +367,18 @@ def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     assert "no stock engine" in summary.failed["Qwen2.5-7B int8 6:8"]
 
 
+def test_who_died_in_process_did_not_die_over_http(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    assert run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+    monkeypatch.setattr(serve, "why_no_http", lambda: None)
+    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+
+
 def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
     profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
     assert [(workload.name, workload.seconds) for workload in profile.workloads] == [

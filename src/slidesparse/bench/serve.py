@@ -171,7 +171,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
         added=run_.added,
-        failed={_name(r.key): r.why_not or "" for r in run_.found if r.died} | run_.failed,
+        failed={_name(r.key): r.why_not or "" for r in run_.found if r.died and r.http == http} | run_.failed,
         waiting=tuple(map(_name, waiting)),
     )
 

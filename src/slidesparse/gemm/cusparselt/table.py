@@ -227,7 +227,10 @@ def load_algorithms(path: Path) -> AlgorithmTable:
         return ()
     except InputError as error:
         raise InputError(
-            f"damaged search results in {path}", got=error, remedy="delete the file and run slidesparse tune"
+            f"damaged search results in {path}: {error.what}",
+            got=error.got,
+            needed=error.needed,
+            remedy="delete the file and run slidesparse tune",
         ) from error
 
 
