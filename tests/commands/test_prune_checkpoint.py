@@ -604,7 +604,7 @@ def test_weights_that_the_model_does_not_use_are_named_as_left_alone(tmp_path: P
     if dtype == "int8":
         entries = checkpoint.config["quantization_config"]["ignore"]
         assert {*entries} == {"lm_head", "mtp.layers.0.self_attn.q_proj", r"re:mtp\.layers\.0\.mlp\.experts\..*"}
-    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no use for \d+ tensors? of"):
         slidesparse.load(tmp_path / "s")
 
 
@@ -623,7 +623,7 @@ def test_unexpected_tensors_are_copied_and_named(tmp_path: Path) -> None:
     spoil(tmp_path / "m", "model.layers.0.self_attn.q_proj.bias", torch.ones(64, dtype=torch.bfloat16))
     summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
     assert summary.unexpected == ["model.layers.0.self_attn.q_proj.bias"]
-    with pytest.warns(UserWarning, match="are not used by LlamaForCausalLM"):
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no use for \d+ tensors? of"):
         slidesparse.load(tmp_path / "s")
 
 
@@ -695,7 +695,7 @@ from slidesparse.cli import main
 from slidesparse.commands.prune import prune_checkpoint
 from transformers import LlamaForCausalLM
 def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    return int(re.search(r"VmHWM:\\s+(\d+)", open("/proc/self/status").read())[1])
 before = peak()
 failed = main()
 print(peak() - before, file=sys.stderr)

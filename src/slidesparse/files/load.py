@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.log import LOG
 from slidesparse.errors import SlideSparseWarning
@@ -137,7 +138,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
     unused = meta.names.unexpected
     if unused:
         warnings.warn(
-            f"{len(unused)} tensors of {checkpoint.path} are not used by {type(model).__name__} and were not loaded:"
+            f"{type(model).__name__} has no use for {counted(len(unused), 'tensor')} of {checkpoint.path}:"
             f" {', '.join(unused[:3])}",
             SlideSparseWarning,
             stacklevel=3,

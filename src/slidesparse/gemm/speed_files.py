@@ -37,6 +37,8 @@ VERSION = 2
 
 PACKAGED = Path(__file__).parent / "speed_tables"
 
+REMEDY = "delete it; a model that is loaded, or slidesparse tune, measures again"
+
 _UNWRITTEN: dict[Path, SpeedTable] = {}
 """Tables of this process that the disk refused: it goes by them all the same."""
 
@@ -124,9 +126,10 @@ def load_speeds(path: Path) -> SpeedTable | None:
         return _read(path, (state.st_ino, state.st_mtime_ns, state.st_size))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (InputError, OSError) as error:
-        remedy = "delete it; a model that is loaded, or slidesparse tune, measures again"
-        raise InputError(f"damaged {path}", got=error, remedy=remedy) from error
+    except InputError as error:
+        raise InputError(f"damaged {path}: {error.what}", got=error.got, needed=error.needed, remedy=REMEDY) from error
+    except OSError as error:
+        raise InputError(f"damaged {path}", got=error, remedy=REMEDY) from error
 
 
 @lru_cache(maxsize=64)
