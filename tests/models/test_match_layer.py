@@ -122,6 +122,28 @@ def test_a_layer_that_comes_no_nearer_keeps_its_bits() -> None:
     assert all(torch.equal(found[name], layer.get_parameter(name)) for name in FREE)
 
 
+@pytest.mark.parametrize("largest", [1.0, 40000.0])
+def test_hidden_states_beyond_half_of_the_range_of_fp16_are_matched(largest: float) -> None:
+    """Large models have such a channel at the first token; what a layer shall give was Inf there, and none moved."""
+
+    def pruned(matching: Matching | None) -> torch.Tensor:
+        model = nn.Module()
+        torch.manual_seed(0)
+        model.layers = nn.ModuleList([Layer().to(torch.float16)])
+        hidden = correlated_inputs(64, COLUMNS).to(torch.float16)
+        hidden[::16, 3] = largest
+        samples = [Sample(x, [ARGUMENTS]) for x in hidden.split(16)]
+        sets, pattern = [["layers.0.down"]], Pattern.parse("2:4")
+        layer_list = find_layer_list(model, sets[0])
+        given = (model, layer_list, sets, {"layers.0.down": pattern}, get_pruner("sparsegpt"), samples)
+        assert len(list(prune_layers(*given, matching=matching))) == 1
+        weight: torch.Tensor = model.get_parameter("layers.0.down.weight")
+        return weight
+
+    first, matched = pruned(None), pruned(Matching(30))
+    assert float((first != matched).float().mean()) > 0.2
+
+
 def options(folder: Path, match: int, **changes: Any) -> PruneOptions:
     text = Calibration(str(folder / "text.txt"), 64, 32)
     defaults: dict[str, Any] = {"method": "sparsegpt", "calibration": text, "match": match}

@@ -145,9 +145,10 @@ def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Se
 
     That is the mean of what the dense model gives there and of what the dense layer makes of the inputs as they are.
     The first alone asks a layer to undo what the layers before have lost, which it learns by heart from little text.
+    Each is halved before they are added: FP16 has no sum of two numbers that are beyond half of its range.
     """
     return [
-        Example(sample.hidden, sample.arguments[index], (wanted.hidden + run_layer(layer, sample, index)) / 2)
+        Example(sample.hidden, sample.arguments[index], wanted.hidden / 2 + run_layer(layer, sample, index) / 2)
         for sample, wanted in zip(samples, dense, strict=True)
     ]
 
