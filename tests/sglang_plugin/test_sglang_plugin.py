@@ -252,3 +252,17 @@ def test_a_layer_of_each_kind_runs_before_graphs_are_captured(monkeypatch: pytes
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     layer.quant_method.process_weights_after_loading(layer)
     assert warmed == [(8192, torch.bfloat16, layer.slide)]
+
+
+@pytest.mark.parametrize(("dtype", "sparse"), [(torch.int8, True), (torch.float8_e4m3fn, False)], ids=str)
+def test_where_a_batch_must_not_matter_only_exact_products_are_ours(
+    server: Any, dtype: torch.dtype, sparse: bool
+) -> None:
+    from slidesparse.integrations.sglang.scheme import SGLangScheme
+
+    server.enable_deterministic_inference = True
+    layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
+    assert isinstance(layer.scheme, SGLangScheme) is sparse
+    server.enable_deterministic_inference = False
+    layer = built(config_of(dtype=dtype), "a.down_proj", torch.zeros(24, 96, dtype=dtype), torch.ones(24, 1))
+    assert isinstance(layer.scheme, SGLangScheme)

@@ -24,6 +24,8 @@ from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.targets import read_as_matrix
 
+NOT_INVARIANT = "--enable-deterministic-inference, and only INT8 products are the same in every batch"
+
 log = logging.getLogger(LOGGER)
 
 
@@ -34,12 +36,14 @@ class SGLangConfig(CompressedTensorsConfig):
         marker: The sparsity of the checkpoint.
         options: The user's options.
         most: Tokens of the largest batch.
+        batch_invariant: A request must be computed alike in whatever batch it runs.
         warmup: Runs a layer of each kind when it is loaded: before SGLang captures CUDA graphs.
     """
 
     marker: Marker
     options: SGLangOptions
     most: int
+    batch_invariant: bool = False
     warmup: WarmUp | None = None
 
     @classmethod
@@ -60,6 +64,7 @@ class SGLangConfig(CompressedTensorsConfig):
         made: SGLangConfig = super().from_config(config)
         made.marker, made.options = marker, SGLangOptions.parse(getattr(hf_config, OPTIONS, None))
         made.most = max(largest_batch(arguments), 1)
+        made.batch_invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         log.info("slidesparse: pattern %s, %s", marker.pattern, made.options)
         return made
 
@@ -89,6 +94,8 @@ class SGLangConfig(CompressedTensorsConfig):
         reason = why_not(scheme)
         if read_as_matrix(layer_name):
             reason = "latent attention reads its weight as a matrix"
+        if self.batch_invariant and isinstance(scheme, CompressedTensorsW8A8Fp8):
+            reason = NOT_INVARIANT
         named = find_layer(self.marker, layer_name, self.packed_modules_mapping) if reason is None else None
         if named is None or named.pattern is None:
             _say_once(f"slidesparse: left to SGLang: {reason or 'left alone when the checkpoint was pruned'}")
