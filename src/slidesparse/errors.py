@@ -64,6 +64,14 @@ class SlideSparseError(Exception):
 class InputError(SlideSparseError, ValueError):
     """An argument, an option or a tensor that cannot be used."""
 
+    def located(self, place: str, remedy: str | None = None) -> InputError:
+        """Return this error with the place where it is, such as a file and a line; a remedy replaces its own.
+
+        >>> str(InputError("version", got=3, needed="2").located("table.json", "delete it"))
+        'table.json: version; got 3; needed 2; delete it'
+        """
+        return InputError(f"{place}: {self.what}", got=self.got, needed=self.needed, remedy=remedy or self.remedy)
+
 
 class PatternViolation(InputError):
     """A weight with more non-zeros in a group than its pattern allows.

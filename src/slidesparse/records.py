@@ -300,7 +300,6 @@ def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
                 records.append(parse(line))
             except InputError as error:
                 cut = number == len(lines) and not text.endswith("\n")
-                remedy = "its writer was stopped in the middle of it: delete that line" if cut else error.remedy
-                what = f"{path}, line {number}: {error.what}"
-                raise InputError(what, got=error.got, needed=error.needed, remedy=remedy) from error
+                remedy = "its writer was stopped in the middle of it: delete that line" if cut else None
+                raise error.located(f"{path}, line {number}", remedy) from error
     return records

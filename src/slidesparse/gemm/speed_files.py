@@ -127,7 +127,7 @@ def load_speeds(path: Path) -> SpeedTable | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except InputError as error:
-        raise InputError(f"damaged {path}: {error.what}", got=error.got, needed=error.needed, remedy=REMEDY) from error
+        raise error.located(f"damaged {path}", REMEDY) from error
     except OSError as error:
         raise InputError(f"damaged {path}", got=error, remedy=REMEDY) from error
 

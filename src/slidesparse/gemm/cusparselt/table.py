@@ -226,12 +226,7 @@ def load_algorithms(path: Path) -> AlgorithmTable:
     except FileNotFoundError:
         return ()
     except InputError as error:
-        raise InputError(
-            f"damaged search results in {path}: {error.what}",
-            got=error.got,
-            needed=error.needed,
-            remedy="delete the file and run slidesparse tune",
-        ) from error
+        raise error.located(f"damaged search results in {path}", "delete the file and run slidesparse tune") from error
 
 
 def known_algorithms(path: Path) -> AlgorithmTable:
