@@ -44,13 +44,14 @@ def test_the_hosts_time_is_a_number(wrong: object) -> None:
         Options.parse({"slidesparse": {"host_us": wrong}})
 
 
-def vllm_config(eager: bool = False, mode: int = 3, **options: Any) -> Any:
+def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: Any) -> Any:
     """What is read of vLLM's."""
     return SimpleNamespace(
         additional_config={"slidesparse": options},
         model_config=SimpleNamespace(enforce_eager=eager, dtype=torch.bfloat16),
         compilation_config=SimpleNamespace(mode=mode, backend="inductor"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=gpus),
         lora_config=None,
     )
 
@@ -67,6 +68,11 @@ def test_a_model_has_its_options_and_tells_them_in_one_line(caplog: pytest.LogCa
     ]
 
 
+def test_a_model_that_is_cut_between_gpus_is_known_as_a_part() -> None:
+    assert not ModelState.create(vllm_config()).status.part
+    assert ModelState.create(vllm_config(gpus=2)).status.part
+
+
 def test_layers_are_measured_unless_the_user_wants_none() -> None:
     tuner = ModelState.create(vllm_config()).tuner
     assert tuner is not None
@@ -75,7 +81,12 @@ def test_layers_are_measured_unless_the_user_wants_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [({"eager": True}, "runs eagerly .--enforce-eager"), ({"mode": 0}, "is not compiled")]
+    ("how", "told"),
+    [
+        ({"eager": True}, "the model runs eagerly .--enforce-eager"),
+        ({"mode": 0}, "the model is not compiled"),
+        ({"mode": 1}, "vLLM compiles it without passes over its graphs"),
+    ],
 )
 def test_a_model_that_is_not_compiled_says_that_nothing_is_joined(
     how: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
@@ -84,7 +95,7 @@ def test_a_model_that_is_not_compiled_says_that_nothing_is_joined(
     assert not ModelState.create(vllm_config(**how)).options.fuse
     options, line = caplog.messages
     assert '"fuse": true' in options
-    assert re.search(rf"no norm or activation is joined with a linear: the model {told}", line)
+    assert re.search(rf"no norm or activation is joined with a linear: {told}", line)
     caplog.clear()
     ModelState.create(vllm_config(**how, fuse=False))  # nothing was lost
     assert len(caplog.messages) == 1

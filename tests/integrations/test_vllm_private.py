@@ -106,6 +106,7 @@ def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
         model = SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
         scheduler, compilation = SimpleNamespace(max_num_batched_tokens=8), SimpleNamespace(mode=3, backend="inductor")
         parts = {"model_config": model, "scheduler_config": scheduler, "compilation_config": compilation}
+        parts["parallel_config"] = SimpleNamespace(pipeline_parallel_size=1)
         return model_state.ModelState.create(
             SimpleNamespace(additional_config={}, lora_config=None, **parts)
         ).options.fuse

@@ -49,6 +49,25 @@ def test_layers_whose_numbers_end_their_names_share_a_line(caplog: pytest.LogCap
     ]
 
 
+def test_a_part_of_a_model_without_any_pattern_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """With pipeline parallelism another process may hold all layers that were pruned."""
+    with pytest.raises(UnsupportedError, match="no layer of this checkpoint satisfies any pattern"):
+        ModelStatus().note_outcome("model.layers.1.mlp.down_proj", NO_PATTERN, LOG)
+    ModelStatus(part=True).note_outcome("model.layers.1.mlp.down_proj", NO_PATTERN, LOG)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning == (
+        "slidesparse: none of the 1 layers in this stage of the pipeline satisfies any pattern: it runs dense"
+    )
+
+
+def test_a_part_of_a_model_does_not_speak_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    dense = Outcome(False, True, "6:8; no times", eligible=True)
+    for part, said in ((False, "the pruned model is"), (True, "this stage of the pipeline is")):
+        caplog.clear()
+        ModelStatus(part=part).note_outcome("model.layers.1.mlp.down_proj", dense, LOG)
+        assert f"{said} served at dense speed" in caplog.messages[-1]
+
+
 def test_the_memory_of_packed_weights_is_said_with_that_of_dense_ones(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     status = ModelStatus()

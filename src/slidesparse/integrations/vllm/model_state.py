@@ -23,6 +23,9 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 products are the same in every batch"
 
+STOCK_COMPILE = 1
+"""vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` and hands no option of Inductor's over."""
+
 log = logging.getLogger(LOGGER)
 
 
@@ -71,7 +74,8 @@ class ModelState:
         tuner = None if options.tune == "off" else LoadTuner(most, model.dtype, log)
         adapters = vllm_config.lora_config is not None
         invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
-        return cls(options, tuner=tuner, warmup=warmup, adapters=adapters, batch_invariant=invariant)
+        status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
+        return cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.
@@ -109,6 +113,8 @@ def why_not_joined(vllm_config: Any) -> str | None:
         return "the model runs eagerly (--enforce-eager)"
     if vllm_config.compilation_config.mode == 0 or vllm_config.compilation_config.backend == "eager":
         return "the model is not compiled (--compilation-config)"
+    if vllm_config.compilation_config.mode == STOCK_COMPILE:
+        return "vLLM compiles it without passes over its graphs (mode of --compilation-config)"
     if is_batch_invariant():
         return "VLLM_BATCH_INVARIANT is set, and a joined norm sums in another order where tokens are few"
     if not can_match_graphs():

@@ -19,8 +19,9 @@ from slidesparse.gemm.speed import MEASURED_HERE
 from slidesparse.integrations.vllm.options import OPTIONS
 from slidesparse.models.layer_kinds import kind_of
 
-NONE_SPARSE = (
-    "slidesparse: none of the %d layers that could run sparse does (%s): the pruned model is served at dense speed%s"
+NONE_SPARSE = "slidesparse: none of the %d layers that could run sparse does (%s): %s is served at dense speed%s"
+NO_PATTERN_HERE = (
+    "slidesparse: none of the %d layers in this stage of the pipeline satisfies any pattern: it runs dense"
 )
 FORCE = "--additional-config '%s' runs them sparse whatever was measured"
 MEASURE = 'slidesparse tune measures this GPU, as a start without "tune": "off" does; '
@@ -62,10 +63,12 @@ class ModelStatus:
     Attributes:
         waiting: Name -> the layer, until it is loaded.
         outcomes: Name -> the layer's outcome.
+        part: Other processes hold other layers of the model (pipeline parallelism).
     """
 
     waiting: dict[str, weakref.ref[object]] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    part: bool = False
 
     def expect_layer(self, name: str, layer: object) -> None:
         """Wait for a layer that was built and will be loaded."""
@@ -75,7 +78,7 @@ class ModelStatus:
         """Note the outcome of a loaded layer; after the last one, log all outcomes.
 
         Raises:
-            UnsupportedError: After the last one, when no weight satisfies any pattern.
+            UnsupportedError: After the last one, when no weight of the whole model satisfies any pattern.
         """
         self.outcomes[name] = outcome
         self.waiting.pop(name, None)
@@ -83,17 +86,25 @@ class ModelStatus:
         if self.waiting:
             return
         if not any(outcome.qualified for outcome in self.outcomes.values()):
-            raise UnsupportedError(
-                "--quantization slidesparse: no layer of this checkpoint satisfies any pattern",
-                got=f"{len(self.outcomes)} layers, none with two zeros in every group of 32 columns or less",
-                remedy="prune it with slidesparse prune, or serve it without --quantization slidesparse",
-            )
+            self._tell_no_pattern(log)
         for line in self.describe():
             log.info(line)
         eligible = [outcome for outcome in self.outcomes.values() if outcome.eligible]
         if eligible and not any(outcome.sparse for outcome in eligible):
             ((most, _),) = Counter(eligible).most_common(1)
-            log.warning(NONE_SPARSE, len(eligible), most.text, _remedies(most, eligible))
+            served = "this stage of the pipeline" if self.part else "the pruned model"
+            log.warning(NONE_SPARSE, len(eligible), most.text, served, _remedies(most, eligible))
+
+    def _tell_no_pattern(self, log: logging.Logger) -> None:
+        """Refuse a model without any pattern; of a part of one only warn, since others may hold the pruned layers."""
+        if self.part:
+            log.warning(NO_PATTERN_HERE, len(self.outcomes))
+            return
+        raise UnsupportedError(
+            "--quantization slidesparse: no layer of this checkpoint satisfies any pattern",
+            got=f"{len(self.outcomes)} layers, none with two zeros in every group of 32 columns or less",
+            remedy="prune it with slidesparse prune, or serve it without --quantization slidesparse",
+        )
 
     def describe(self) -> list[str]:
         """Return a line of totals, and one line for every kind of layer and outcome."""
