@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from slidesparse.bench import environment, vllm, vllm_profile
+from slidesparse.bench import environment, vllm, vllm_engine, vllm_profile
 from slidesparse.bench.vllm import by_class, run
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, DENSE_MODELS, model_config, write_checkpoint
-from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions
+from slidesparse.bench.vllm_engine import BATCHED_TOKENS, Engine, EngineOptions, answer_calls
 from slidesparse.bench.vllm_profile import EngineProfile, adapt
 from slidesparse.cli import main
 from slidesparse.commands.inspect import inspect_checkpoint
@@ -306,3 +310,49 @@ def test_an_engine_whose_process_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="the vLLM engine failed; got"):
         engine.ready(timeout_s=120)
     engine.stop()
+
+
+class Adder:
+    """A far end that answers."""
+
+    def add(self, one: int, other: int) -> int:
+        return one + other
+
+
+def adds(connection: Connection, options: EngineOptions) -> None:
+    answer_calls(connection, Adder)
+
+
+def is_deaf(connection: Connection, options: EngineOptions) -> None:
+    connection.send((None, None))
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("dies", ["before it is asked", "before it reads what it is asked"])
+def test_a_process_that_dies_between_answers_is_an_engine_that_failed(tmp_path: Path, dies: str) -> None:
+    engine = Engine(EngineOptions(tmp_path, False), adds)
+    try:
+        engine.ready(timeout_s=120)
+        assert engine.call("add", 1, 2) == 3
+        if dies == "before it is asked":
+            os.kill(engine._process.pid or 0, signal.SIGKILL)
+            engine._process.join()
+            engine.ask("add", 1, 2)
+        else:
+            os.kill(engine._process.pid or 0, signal.SIGSTOP)
+            engine.ask("add", 1, 2)
+            os.kill(engine._process.pid or 0, signal.SIGKILL)
+        with pytest.raises(UnsupportedError, match="the vLLM engine failed; got its process ended"):
+            engine.answer(60)
+    finally:
+        engine.stop()
+
+
+def test_an_engine_that_is_killed_has_ended_when_the_next_may_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "STOP_S", 0.1, raising=False)
+    engine = Engine(EngineOptions(tmp_path, False), is_deaf)
+    engine.ready(timeout_s=120)
+    engine.stop()
+    assert engine._process.exitcode == -signal.SIGKILL

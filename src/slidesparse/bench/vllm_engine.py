@@ -41,6 +41,9 @@ DECODE_TOKENS = 128
 BATCHED_TOKENS = 16384
 SEQUENCES = 512
 
+STOP_S = 20.0
+"""An engine has so long to end by itself."""
+
 FIRST_TOKEN, VOCABULARY = 10, 100_000
 """Token ids of random prompts."""
 
@@ -101,7 +104,8 @@ class Engine:
 
     def ask(self, name: str, *arguments: Any) -> None:
         """Start a method of :class:`Driver` in the other process; :meth:`answer` waits for it."""
-        self._near.send((name, arguments))
+        with suppress(OSError):  # that process has ended, as its answer will say
+            self._near.send((name, arguments))
 
     def answer(self, timeout_s: float = 600.0) -> Any:
         """Wait for the method that was asked for last, and return its value.
@@ -113,7 +117,7 @@ class Engine:
             raise UnsupportedError("the vLLM engine does not answer", got=f"nothing in {timeout_s:.0f} s")
         try:
             value, error = self._near.recv()
-        except EOFError:
+        except (EOFError, OSError):
             value, error = None, "its process ended; its output says why"
         if error is not None:
             raise UnsupportedError("the vLLM engine failed", got=error)
@@ -125,12 +129,13 @@ class Engine:
         return self.answer()
 
     def stop(self) -> None:
-        """Ask the engine's process to end, and kill it after 20 s."""
+        """Ask the engine's process to end, kill it after :data:`STOP_S`, and wait until it has ended."""
         with suppress(OSError):
             self._near.send(None)
-        self._process.join(20)
+        self._process.join(STOP_S)
         if self._process.is_alive():
             self._process.kill()
+            self._process.join()  # until then it has its memory, and the next engine may find none
 
 
 @with_room  # for stock vLLM too: the frames of this benchmark above an engine must not decide which is faster
