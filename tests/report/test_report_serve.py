@@ -15,7 +15,7 @@ from slidesparse.bench.serve_load import BURST, LOADS, MIXED, soak
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.records import Machine
-from slidesparse.report.serve import group_tables, write_serve_report
+from slidesparse.report.serve import group_tables, load_table, write_serve_report
 from slidesparse.report.serve_computing import computing
 from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
 from slidesparse.report.serve_soak import soak_lines
@@ -178,6 +178,7 @@ def test_the_gpu_computes_for_the_kernels_time_of_the_steps_as_served() -> None:
     assert computing(profiled, [])[key].served is None
     over_http = [replace(record, step_tokens=None, step_us=None) for record in RECORDS]
     assert computing(profiled, over_http)[key].served is None
+    assert computing(profiled, [*RECORDS, *over_http])[key].served == found.served
 
 
 WAITS = Waits(Latency(100.0, 200.0), Latency(10.0, 20.0))
@@ -202,6 +203,28 @@ def test_a_soak_is_one_line(tmp_path: Path) -> None:
     assert line in page
     assert "## Qwen2.5-7B, INT8, 28 layers, over HTTP: loads" in page  # apart from what was asked in process
     assert "## Qwen2.5-7B, INT8, 28 layers: loads" in page
+
+
+def test_a_soak_served_all_that_came_and_not_each_of_its_lengths_once() -> None:
+    soaked = replace(record("6:8", soak(360.0)), soak=SOAKED, seconds=(250.0,))
+    (group,) = groups([soaked])
+    rows = load_table(group).rows
+    assert [row[:3] for row in rows] == [("6:8", "arrivals, soak", 5000 / 250.0)]
+
+
+def test_over_http_nobody_sees_steps_and_there_is_no_table_of_them() -> None:
+    in_process, over_http = groups(
+        [RECORDS[1], replace(RECORDS[1], http=True, step_tokens=None, step_us=None)],
+    )
+    assert [table.name for table in group_tables(in_process)][2:] == ["serve_steps_qwen2_5-7b_int8_28_1"]
+    assert len(group_tables(over_http)) == 2
+
+
+def test_of_what_was_served_twice_the_latest_counts_whichever_file_comes_first() -> None:
+    later = replace(RECORDS[1], started="2026-11-23T00:00:00+00:00", seconds=(1.0,))
+    for both in ([RECORDS[1], later], [later, RECORDS[1]]):
+        (group,) = groups(both)
+        assert group.seconds("stock", "mixed") == 1.0
 
 
 def test_records_without_later_fields_are_read(tmp_path: Path) -> None:

@@ -20,7 +20,17 @@ from slidesparse.report.serve_numbers import (
 )
 from slidesparse.report.serve_soak import soak_lines
 from slidesparse.report.table import Cell, Table
-from slidesparse.served_records import AGAIN, ARRIVALS, CONTROL, MIXED_LOAD, STOCK, ServeRecord, Step, TimelineRecord
+from slidesparse.served_records import (
+    AGAIN,
+    ARRIVALS,
+    CONTROL,
+    DECODE,
+    MIXED_LOAD,
+    STOCK,
+    ServeRecord,
+    Step,
+    TimelineRecord,
+)
 
 PAGE = "serve.md"
 TIMELINE_TABLE = "serve_timeline"
@@ -109,9 +119,9 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
 
 
 def group_tables(group: Group) -> list[Table]:
-    """Speed, loads and steps of one model and type."""
-    made = [speed_table(group), load_table(group)]
-    return [*made, steps_table(group)] if MIXED_LOAD in group.workloads else made
+    """Speed and loads of one model and type, and steps where somebody saw them: over HTTP nobody does."""
+    made = [speed_table(group), load_table(group), steps_table(group)]
+    return [table for table in made if table.rows]
 
 
 def speed_table(group: Group) -> Table:
@@ -149,9 +159,10 @@ def load_table(group: Group) -> Table:
 def _load_cells(record: ServeRecord) -> tuple[Cell, ...]:
     assert record.workload is not None
     power, first, between = record.power, record.first, record.between
-    served = record.workload.kind != "decode"
+    served = record.workload.kind != DECODE
+    asked = record.workload.requests if record.soak is None else record.soak.asked
     return (
-        record.workload.requests / statistics.median(record.seconds) if served else None,
+        asked / statistics.median(record.seconds) if served else None,
         tokens_a_second(record) if served else None,
         tokens_a_joule(record),
         *((power.mean_w, power.sm_mhz, power.busy) if power is not None else (None, None, None)),

@@ -41,9 +41,9 @@ class Computing:
 def computing(profiled: Sequence[TimelineRecord], records: Iterable[ServeRecord]) -> dict[EngineKey, Computing]:
     """Each profiled engine's shares."""
     steps = {
-        record.key: list(zip(record.step_tokens or (), record.step_us or (), strict=True))
+        record.key: list(zip(record.step_tokens, record.step_us or (), strict=True))
         for record in records
-        if record.workload is not None and record.workload.name == MIXED_LOAD and record.why_not is None
+        if record.workload is not None and record.workload.name == MIXED_LOAD and record.step_tokens
     }
     found: dict[EngineKey, list[TimelineRecord]] = {}
     for record in profiled:

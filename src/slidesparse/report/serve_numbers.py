@@ -55,7 +55,8 @@ def groups(records: Iterable[ServeRecord]) -> list[Group]:
         if record.why_not is None and record.workload is not None:
             key = record.key
             engines = found.setdefault((key.model, key.dtype, key.gpus, key.layers, record.http), {})
-            engines.setdefault(_label(record), {})[record.workload.name] = record
+            served, name = engines.setdefault(_label(record), {}), record.workload.name
+            served[name] = max(record, served.get(name, record), key=lambda one: one.started)
     made = []
     for (model, dtype, gpus, layers, http), engines in found.items():
         name = f"{model}, {dtype.upper()}, {layers} layers" + (f", {gpus} GPUs" if gpus > 1 else "")
