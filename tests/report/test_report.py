@@ -261,6 +261,20 @@ def test_no_panel_cuts_another_panels_curves(tmp_path: Path, monkeypatch: pytest
         assert drawn
 
 
+def test_legends_name_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named: list[list[str]] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, handles, path: named.append([h.get_label() for h in handles]))
+    plots.draw_speedups(comparisons(square_records()), "gemm", "t", tmp_path)
+    plots.draw_speedups(comparisons(square_records() + kernel_records()), "gemm", "t", tmp_path)
+    plots.draw_kernels(comparisons([r for r in kernel_records() if r.variant != QUANTIZE]), tmp_path / "k.png")
+    assert not plots.draw_kernels(comparisons(kernel_records()[:1]), tmp_path / "k.png")  # a copy alone
+    assert named == [
+        ["2:4", "6:8", CONTROL, "ideal"],  # without a copy nobody knows the memory's limit
+        ["2:4", "6:8", CONTROL, "roofline", "ideal"],
+        ["quantise + lift 2:4", "quantise + lift 6:8"],
+    ]
+
+
 def test_a_backends_choice_is_held_against_its_library(tmp_path: Path) -> None:
     records = []
     for layer, chosen in (("qkv", 10.1), ("o", 11.0)):

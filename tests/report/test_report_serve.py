@@ -15,6 +15,7 @@ from slidesparse.bench.serve_load import BURST, LOADS, MIXED, soak
 from slidesparse.cli import main
 from slidesparse.errors import InputError
 from slidesparse.records import Machine
+from slidesparse.report import serve_plots
 from slidesparse.report.serve import group_tables, load_table, write_serve_report
 from slidesparse.report.serve_computing import computing
 from slidesparse.report.serve_numbers import groups, steps, tokens_a_joule
@@ -225,6 +226,15 @@ def test_of_what_was_served_twice_the_latest_counts_whichever_file_comes_first()
     for both in ([RECORDS[1], later], [later, RECORDS[1]]):
         (group,) = groups(both)
         assert group.seconds("stock", "mixed") == 1.0
+
+
+def test_a_picture_names_the_control_where_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(serve_plots.Figure, "suptitle", lambda figure, title, **_: titles.append(title))
+    for found in (RECORDS, [one for one in RECORDS if one.key.engine != "control"]):
+        (group,) = groups(found)
+        serve_plots.draw(group, tmp_path)
+    assert [title.partition("; ")[2] for title in titles[::2]] == ["solid line: stock, dashed: control", "line: stock"]
 
 
 def test_records_without_later_fields_are_read(tmp_path: Path) -> None:

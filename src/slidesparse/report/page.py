@@ -56,8 +56,8 @@ A backend's product without scales, with the algorithm that it chose, over the f
 same comparison; each problem is in `library.csv`."""
 
 ABOUT_PLOTS = """\
-Dotted: the roofline, the speed-up if dense and sparse both ran at their limits, with the fastest dense product and the
-fastest copy of these records as the limits of arithmetic and memory. Dashes at the right margins: the ideal."""
+Dashes at the right margins: the ideal. Dotted, where a copy was measured too: the roofline, the speed-up if dense and
+sparse both ran at their limits, those of the fastest dense product and of the fastest copy among these records."""
 
 Section = tuple[str, str, Callable[[Sequence[Comparison]], list[Table]]]
 

@@ -43,8 +43,9 @@ def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folde
     for (model, scaled), by_dtype in pictures.items():
         rows = 2 if len(by_dtype) == 4 else 1
         figure, panels = _grid(rows, len(by_dtype) // rows, f"{title}: {model}{'' if scaled else ', no scales'}")
+        bounded = False
         for axes, (dtype, group) in zip(panels.flat, by_dtype.items(), strict=True):
-            _draw_panel(axes, group, known)
+            bounded |= _draw_panel(axes, group, known)
             axes.set_title(dtype.upper(), loc="left", fontsize=10)
         for row in panels:
             row[0].set_ylabel("speed-up over dense")
@@ -54,7 +55,8 @@ def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folde
         panels[0][0].yaxis.set_major_locator(MultipleLocator(0.2))
         names = _patterns([point for group in by_dtype.values() for point in group])
         handles = [_sample(COLOURS[name], MARKERS[name], name) for name in names]
-        handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
+        if bounded:
+            handles.append(Line2D([], [], color=GREY, linestyle=":", label="roofline"))
         handles.append(Line2D([], [], color=GREY, linewidth=3, solid_capstyle="butt", label="ideal"))
         path = folder / f"{benchmark}_speedup_{model.lower()}{'' if scaled else '_bare'}.png"
         _save(figure, handles, path)
@@ -62,7 +64,9 @@ def draw_speedups(found: Sequence[Comparison], benchmark: str, title: str, folde
     return paths
 
 
-def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> None:
+def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> bool:
+    """Draw the points of one type; return whether there are rooflines among them."""
+    bounded = False
     axes.axhline(1, color=GREY, linewidth=1)
     axes.set_xscale("log", base=2)
     for name in _patterns(group):
@@ -70,6 +74,7 @@ def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> None:
         measured = {p.tokens: s for p in group if (s := p.speedup(name)) is not None}
         bound = {p.tokens: s for p in group if main and (s := p.roofline(name, known)) is not None}
         style = {"color": COLOURS[name], "marker": MARKERS[name], "markersize": 4 if main else 3}
+        bounded |= bool(bound)
         axes.plot(list(bound), list(bound.values()), ":", color=COLOURS[name], linewidth=1.2)
         axes.plot(list(measured), list(measured.values()), linewidth=1.6 if main else 0.8, **style)
         ideal = next(i for point in group if (i := point.ideal(name)) is not None)
@@ -78,6 +83,7 @@ def _draw_panel(axes: Any, group: Sequence[Point], known: Limits) -> None:
         axes.plot((1.01, 1.05), (ideal, ideal), color=COLOURS[name], linewidth=3, transform=margin, clip_on=False)
     _token_axis(axes, [point.tokens for point in group], "M = N = K" if group[0].model == SQUARE else "M (tokens)")
     axes.yaxis.set_major_formatter("{x:.1f}x")
+    return bounded
 
 
 def _patterns(group: Sequence[Point]) -> list[str]:
@@ -90,13 +96,14 @@ def draw_kernels(found: Sequence[Comparison], path: Path) -> bool:
     for one in found:
         if one.case.benchmark == "kernels" and one.best(COPY) is not None:
             groups.setdefault((one.case.in_features, one.case.dtype), []).append(one)
-    if not groups:
+    styles = {QUANTIZE: (GREY, ".")} | {f"lift {name}": (COLOURS[name], MARKERS[name]) for name in COLOURS}
+    timed = [one for group in groups.values() for one in group]
+    curves = {name: style for name, style in styles.items() if any(one.best(name) for one in timed)}
+    if not curves:
         return False
     widths = list(dict.fromkeys(columns for columns, _ in groups))
     dtypes = list(dict.fromkeys(dtype for _, dtype in groups))
     figure, panels = _grid(len(widths), len(dtypes), "Quantise and lift: bytes a second over those of a copy")
-    names = [name for name in COLOURS if any(one.best(f"lift {name}") for group in groups.values() for one in group)]
-    curves = {QUANTIZE: (GREY, ".")} | {f"lift {name}": (COLOURS[name], MARKERS[name]) for name in names}
     for row, columns in zip(panels, widths, strict=True):
         for axes, dtype in zip(row, dtypes, strict=True):
             group = sorted(groups.get((columns, dtype), ()), key=lambda one: one.case.tokens)

@@ -44,7 +44,9 @@ def _draw_speed(group: Group, path: Path) -> bool:
         axes.set_title(name, loc="left", fontsize=10)
     for row in grid:
         row[0].set_ylabel("speed over the first stock engine")
-    figure.suptitle(f"{group.name}: served loads; solid line: stock, dashed: control", x=0.01, ha="left", fontsize=11)
+    drawn = any(CONTROL in speeds for speeds in panels.values())
+    lines = "solid line: stock, dashed: control" if drawn else "line: stock"
+    figure.suptitle(f"{group.name}: served loads; {lines}", x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150)
     return True
 
