@@ -257,6 +257,22 @@ def open_records(path: Path, mode: str) -> IO[str]:
     return path.open(mode, encoding="utf-8")
 
 
+def new_records(path: Path) -> IO[str]:
+    """Open a new file of records.
+
+    Raises:
+        InputError: It exists already, or cannot be written.
+    """
+    try:
+        return open_records(path, "x")
+    except FileExistsError as error:
+        raise InputError(
+            "the records file exists", got=path, remedy="name another; slidesparse report reads several"
+        ) from error
+    except OSError as error:
+        raise InputError("cannot write the records", got=error) from error
+
+
 def end_last_line(path: Path) -> None:
     """End the last line of a file that is to be added to, where an editor or a stopped writer did not."""
     with open_records(path, "r") as file:

@@ -112,6 +112,25 @@ def test_a_run_records_every_engine_and_the_report_draws_them(pretend: None, tmp
     assert "| Qwen2.5-7B | int8 | 64 | 6:8 | 0.01 | 0.06 | 0.02 | 0.00 | 0.09 | 7.50 |" in page
 
 
+def test_a_compressed_file_is_compressed_and_is_not_written_over(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl.gz"
+    records = run(PROFILE, path)
+    assert read_records([path]) == records
+    with pytest.raises(InputError, match=r"the records file exists; got .*records\.jsonl\.gz; name another"):
+        run(PROFILE, path)
+
+
+def test_what_no_kernel_does_takes_no_time_that_a_reader_would_refuse(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(KERNEL_NAMES, "flash::x")  # a release may name its attention otherwise
+    path = tmp_path / "records.jsonl"
+    records = run(PROFILE, path)
+    assert read_records([path]) == records
+    layers = [record.case.layer for record in records if record.case.benchmark == KERNELS]
+    assert layers == ["gemm", "elementwise", "rest"] * 3
+
+
 def test_auto_runs_beside_a_backend_on_the_same_checkpoint_under_a_name_of_its_own(
     pretend: None, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from slidesparse.bench.problems import Profile
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.records import ALL, DTYPE_NAMES, GROUPED, SQUARE, Case, Record, open_records
+from slidesparse.records import ALL, DTYPE_NAMES, GROUPED, SQUARE, Case, Record, new_records
 from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.timing import CudaStopwatch
 
@@ -164,22 +164,15 @@ def run(
         InputError: When the file exists already or cannot be written.
     """
     start = clock()
-    try:
-        file = open_records(path, "x")
-    except FileExistsError as error:
-        raise InputError(
-            "the records file exists", got=path, remedy="name another; slidesparse report reads several"
-        ) from error
-    except OSError as error:
-        raise InputError("cannot write the records", got=error) from error
     records: list[Record] = []
-    total = sum(len(_cases(name, profile)) for name in names)
-    with file, torch.no_grad(), progress_bar("benchmarks", total, unit="cases") as advance:
-        for found in _measure_all(names, profile, session, start, clock):
-            file.writelines(record.to_line() + "\n" for record in found)
-            file.flush()
-            records += found
-            advance(1)
+    with new_records(path) as file, torch.no_grad():
+        total = sum(len(_cases(name, profile)) for name in names)
+        with progress_bar("benchmarks", total, unit="cases") as advance:
+            for found in _measure_all(names, profile, session, start, clock):
+                file.writelines(record.to_line() + "\n" for record in found)
+                file.flush()
+                records += found
+                advance(1)
     return _summary(records, path, clock() - start)
 
 

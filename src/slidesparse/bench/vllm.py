@@ -36,10 +36,20 @@ from slidesparse.bench.problems import ideal_speedup
 from slidesparse.bench.vllm_checkpoint import model_config, write_checkpoint
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS, DECODE_TOKENS, Engine, EngineOptions
 from slidesparse.bench.vllm_profile import EngineProfile, Variant
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import UnsupportedError
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
-from slidesparse.records import DENSE_VARIANT, ENGINE, KERNELS, STEP_KERNELS, Case, Clocks, Record, Timing
+from slidesparse.records import (
+    DENSE_VARIANT,
+    ENGINE,
+    KERNELS,
+    STEP_KERNELS,
+    Case,
+    Clocks,
+    Record,
+    Timing,
+    new_records,
+)
 
 STOCK, OURS = "vllm", "slidesparse"
 
@@ -71,16 +81,14 @@ def run(profile: EngineProfile, path: Path, scratch: Path | None = None) -> list
             temporary folder when None.
 
     Raises:
-        InputError: The file exists already.
+        InputError: The file exists already or cannot be written.
         UnsupportedError: No GPU, no vLLM, or an engine that does not start.
     """
     environment.require_cuda()
     if find_spec("vllm") is None:
         raise UnsupportedError("slidesparse bench vllm needs vLLM", remedy='pip install "slidesparse[vllm]"')
-    if path.exists():
-        raise InputError("the records file exists", got=path, remedy="name another; slidesparse report reads several")
     records = []
-    with path.open("x", encoding="utf-8") as file:
+    with new_records(path) as file:
         for model in profile.models:
             for dtype in profile.dtypes:
                 for record in _measure(profile, model, dtype, scratch):
@@ -271,6 +279,8 @@ def _kernel_records(engines: Engines, kind: str, case: Case) -> Iterator[Record]
     started, clocks = now(), environment.clocks()
     for variant, engine in engines.items():
         for name, time_us in by_class(engine.call("kernels", kind, case.tokens)).items():
+            if not time_us:  # of a kind that no kernel is of
+                continue
             timing = Timing(time_us, time_us, time_us, 1, 1, "profiler")
             yield _record(replace(case, layer=name), variant, started, (clocks, clocks), timing=timing)
 
