@@ -273,15 +273,6 @@ def new_records(path: Path) -> IO[str]:
         raise InputError("cannot write the records", got=error) from error
 
 
-def end_last_line(path: Path) -> None:
-    """End the last line of a file that is to be added to, where an editor or a stopped writer did not."""
-    with open_records(path, "r") as file:
-        text = file.read()
-    if text and not text.endswith("\n"):
-        with open_records(path, "a") as file:
-            file.write("\n")
-
-
 def read_records(paths: Iterable[Path]) -> list[Record]:
     """Return all records of some files, in their order.
 
@@ -301,21 +292,42 @@ def parse_lines(paths: Iterable[Path], parse: Callable[[str], T]) -> list[T]:
     Raises:
         InputError: Naming the file and the line that is no record, or the file that cannot be read.
     """
+    return [record for path in paths for record in _parse_text(path, _read_text(path), parse)]
+
+
+def resume_lines(path: Path, parse: Callable[[str], T]) -> list[T]:
+    """Return the records of a file that is to be added to; its last line is ended, where an editor or a stop left it.
+
+    Args:
+        path: The file.
+        parse: See :func:`parse_lines`, for errors too.
+    """
+    text = _read_text(path)
+    records = _parse_text(path, text, parse)
+    if text and not text.endswith("\n"):
+        with open_records(path, "a") as file:
+            file.write("\n")
+    return records
+
+
+def _read_text(path: Path) -> str:
+    try:
+        require_regular(path)
+        with open_records(path, "r") as file:
+            return file.read()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}", got=error) from error
+
+
+def _parse_text(path: Path, text: str, parse: Callable[[str], T]) -> list[T]:
+    # Not splitlines(), which also splits at U+2028 and others that a JSON string may hold.
+    lines = text.removesuffix("\n").split("\n") if text else []
     records = []
-    for path in paths:
+    for number, line in enumerate(lines, start=1):
         try:
-            require_regular(path)
-            with open_records(path, "r") as file:
-                text = file.read()
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {path}", got=error) from error
-        # Not splitlines(), which also splits at U+2028 and others that a JSON string may hold.
-        lines = text.removesuffix("\n").split("\n") if text else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(parse(line))
-            except InputError as error:
-                cut = number == len(lines) and not text.endswith("\n")
-                remedy = "its writer was stopped in the middle of it: delete that line" if cut else None
-                raise error.located(f"{path}, line {number}", remedy) from error
+            records.append(parse(line))
+        except InputError as error:
+            cut = number == len(lines) and not text.endswith("\n")
+            remedy = "its writer was stopped in the middle of it: delete that line" if cut else None
+            raise error.located(f"{path}, line {number}", remedy) from error
     return records

@@ -18,7 +18,7 @@ from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
 from slidesparse.errors import InputError
-from slidesparse.records import Machine, open_records, parse_lines
+from slidesparse.records import Machine, open_records, parse_lines, resume_lines
 from slidesparse.served_figures import Latency, Power, Soak, Steady, check_figures, check_soak
 
 FORMAT = 1
@@ -233,6 +233,11 @@ def read(kind: type[R], paths: Iterable[Path]) -> list[R]:
         InputError: Naming the file and line that is no such record, or a file that cannot be read.
     """
     return parse_lines(paths, partial(_from_line, kind))
+
+
+def resume(kind: type[R], path: Path) -> list[R]:
+    """Read the records of a file that is to be added to, as :func:`read` does, and end its last line."""
+    return resume_lines(path, partial(_from_line, kind))
 
 
 def _from_line(kind: type[R], line: str) -> R:

@@ -227,6 +227,33 @@ def test_a_run_goes_on_where_the_last_one_ended(pretend: None, tmp_path: Path) -
     assert run(PROFILE, path, tmp_path).added == 0
 
 
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_two_runs_do_not_add_to_one_file(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    refused: list[str] = []
+
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        with pytest.raises(InputError) as error:  # while this one measures
+            run(PROFILE, tmp_path / name, tmp_path / "other")
+        refused.append(str(error.value))
+        return Pretender.measure(self, workload, rate)
+
+    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
+    profile = replace(PROFILE, engines=("stock",))
+    assert run(profile, tmp_path / name, tmp_path).added == 3
+    assert len(refused) == 3
+    assert refused[0].startswith(f"another bench serve adds to {tmp_path / name}; ")
+    assert len(Pretender.started) == 1
+    assert run(PROFILE, tmp_path / name, tmp_path).added == 0 + 15  # no longer
+
+
+def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--http on"):
+        run(replace(PROFILE, http="on"), tmp_path / "r.jsonl", tmp_path / "scratch")
+    assert [path.name for path in tmp_path.iterdir()] == ["scratch"]
+
+
 def test_a_compressed_file_is_continued_too(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     run(replace(PROFILE, engines=("stock",)), path, tmp_path)
@@ -357,6 +384,17 @@ def test_without_stock_arrivals_are_refused_before_anything_starts(
     assert not Pretender.started
 
 
+def test_the_death_of_another_stock_engine_does_not_let_arrivals_start(pretend: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
+    (first, *_) = read(ServeRecord, [path])
+    path.write_text(to_line(replace(first, workload=None, seconds=(), why_not="no memory")) + "\n")
+    Pretender.started = []
+    with pytest.raises(InputError, match="of what stock takes; got no stock engine"):
+        run(replace(PROFILE, dtypes=("fp8",), workloads=FULL, engines=("6:8",)), path, tmp_path)
+    assert not Pretender.started
+
+
 def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)
@@ -387,6 +425,31 @@ def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp
     ]
     run(profile, tmp_path / "r.jsonl", tmp_path)
     assert Pretender.asked[1::2] == [("arrivals, soak", pytest.approx(0.8 * 1000 / 6))] * 2
+
+
+def test_what_will_run_is_said_with_its_time_before_an_engine_starts(
+    pretend: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soaked = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
+    run(soaked, tmp_path / "r.jsonl", tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    line = (
+        "slidesparse: about 17 minutes for 2 engines: Qwen2.5-7B int8 stock, Qwen2.5-7B int8 6:8; "
+        "stock serves the mixed load first, as arrivals, soak will be a share of what it takes"
+    )
+    assert line in lines
+    assert lines.index(line) < lines.index("slidesparse: Qwen2.5-7B int8 stock: starting")
+    run(soaked, tmp_path / "r.jsonl", tmp_path)
+    assert "minutes" not in capsys.readouterr().err  # nothing is left to do
+    run(replace(soaked, engines=("2:4",), patterns=("2:4",)), tmp_path / "r.jsonl", tmp_path)
+    assert "slidesparse: about 8 minutes for 1 engine: Qwen2.5-7B int8 2:4\n" in capsys.readouterr().err  # known
+
+
+def test_a_budget_counts_the_soak_of_the_first_engine(pretend: None, tmp_path: Path) -> None:
+    profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock"], budget_s=400.0)
+    assert run(profile, tmp_path / "r.jsonl", tmp_path).waiting == ("Qwen2.5-7B int8 stock",)
+    assert not Pretender.started
+    assert run(replace(profile, budget_s=600.0), tmp_path / "r.jsonl", tmp_path).added == 2
 
 
 def test_over_http_and_in_process_are_not_mixed(

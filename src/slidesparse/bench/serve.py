@@ -15,7 +15,8 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
+from slidesparse.base.file_lock import file_lock
 from slidesparse.bench import environment
 from slidesparse.bench.comparison import now
 from slidesparse.bench.serve_checkpoints import ready_checkpoint, removable, require_space, scratch_folder
@@ -35,16 +38,17 @@ from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
 from slidesparse.bench.serve_server import why_no_http
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.records import DENSE_VARIANT, Machine, end_last_line, open_records
+from slidesparse.records import DENSE_VARIANT, Machine, open_records
 from slidesparse.served_records import (
     AT_ONCE,
     DECODE,
+    SOAK,
     STOCK,
     EngineKey,
     ServeRecord,
     TimelineRecord,
     Workload,
-    read,
+    resume,
     to_line,
 )
 
@@ -52,7 +56,7 @@ SAME = ("gpu", "driver", "torch", "vllm")
 """What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""
 
 FIRST_GUESS_S = 150.0
-"""What an engine takes, before one has."""
+"""What an engine takes without a soak, before one has."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +119,24 @@ class _Run:
         done = [record.workload for record in mine]
         return [workload for workload in self.profile.workloads if workload not in done]
 
-    def spent(self) -> bool:
-        """Whether another engine would end after the budget."""
+    def guess_s(self, key: EngineKey) -> float:
+        """What an engine takes, by a guess."""
+        return FIRST_GUESS_S + sum(workload.seconds for workload in self.missing(key) if workload.kind == SOAK)
+
+    def spent(self, key: EngineKey) -> bool:
+        """Whether an engine would end after the budget."""
         if self.profile.budget_s is None:
             return False
-        return time.monotonic() - self.started + (self.longest_s or FIRST_GUESS_S) > self.profile.budget_s
+        return time.monotonic() - self.started + (self.longest_s or self.guess_s(key)) > self.profile.budget_s
+
+    def of_stock(self, key: EngineKey) -> list[ServeRecord]:
+        """What became of the stock engine of an engine's model and type."""
+        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
+        return [record for record in self.found if record.key == stock and record.http == self.http]
 
     def saturation(self, key: EngineKey) -> float | None:
         """Requests a second that stock took of the mixed load."""
-        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
-        served = [record for record in self.found if record.key == stock and record.http == self.http]
-        taken = [record.seconds for record in served if record.workload == MIXED and record.why_not is None]
+        taken = [one.seconds for one in self.of_stock(key) if one.workload == MIXED and one.why_not is None]
         return MIXED.requests / statistics.median(taken[-1]) if taken else None
 
 
@@ -139,8 +150,8 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
             when None.
 
     Raises:
-        InputError: The file holds something else or was measured elsewhere, or requests are to arrive at a share of
-            what no stock engine took.
+        InputError: The file holds something else, was measured elsewhere or is added to by another run, or requests
+            are to arrive at a share of what no stock engine took.
         UnsupportedError: No GPU, too few, one that others hold; no vLLM, no HTTP though it is asked for; a full disk.
     """
     environment.require_cuda()  # first: who has no GPU shall not install vLLM for nothing
@@ -149,15 +160,11 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
     if torch.cuda.device_count() < profile.gpus:
         raise UnsupportedError("--gpus", got=torch.cuda.device_count(), needed=f"{profile.gpus} on this machine")
     timeline = profile.timeline is not None
-    before = [path] if path.exists() and path.stat().st_size else []
-    with scratch_folder(scratch) as folder:
-        profiled = read(TimelineRecord, before) if timeline else []
-        found = [] if timeline else read(ServeRecord, before)
+    with _alone(path), scratch_folder(scratch) as folder:
+        profiled = resume(TimelineRecord, path) if timeline else []
+        found = [] if timeline else resume(ServeRecord, path)
         machine = environment.machine()
         _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
-        _require_writable(path)
-        for file in before:
-            end_last_line(file)
         http = _over_http(profile)
         run_ = _Run(profile, path, folder, machine, time.monotonic(), http, found, profiled)
         kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
@@ -166,6 +173,7 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
             require_free(environment.uuids(profile.gpus), SHARE)
         for keys in ahead:
             _require(run_, keys)
+        _tell_ahead(run_, [key for keys in ahead for key in keys])
         waiting = [key for kind in kinds for key in _serve_all(run_, *kind)]
     return ServeSummary(
         path=str(path),
@@ -190,15 +198,27 @@ def _require_same(path: Path, before: Iterable[Machine], machine: Machine) -> No
                 )
 
 
-def _require_writable(path: Path) -> None:
-    """Refuse a file that nobody can add to, before an engine has run for minutes."""
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a file that can be added to: a second run would measure what this one does, at the same time.
+
+    Raises:
+        InputError: The file cannot be written, or another run holds it.
+    """
     new = not path.exists()
     try:
         path.open("ab").close()
-        if new:
-            path.unlink()
     except OSError as error:
         raise InputError("--out", got=error, needed="a file that can be written") from error
+    try:
+        with file_lock(path, 0) as held:
+            if not held:
+                remedy = "wait for its end, or name another file with --out"
+                raise InputError(f"another bench serve adds to {path}", needed="one at a time", remedy=remedy)
+            yield
+    finally:
+        if new and not path.stat().st_size:
+            path.unlink()
 
 
 def _over_http(profile: ServeProfile) -> bool:
@@ -232,10 +252,26 @@ def _require(run_: _Run, keys: list[EngineKey]) -> None:
 
 def _stock_counts(run_: _Run, first: EngineKey) -> bool:
     """Whether stock's saturation is known, or will be, or its death is a record already."""
-    if first.engine == STOCK and MIXED in run_.missing(first):
+    if _stock_comes(run_, first) or run_.saturation(first) is not None:
         return True
-    died = any(record.key.engine == STOCK and record.died for record in run_.found)
-    return died or run_.saturation(first) is not None
+    return any(record.died for record in run_.of_stock(first))
+
+
+def _stock_comes(run_: _Run, first: EngineKey) -> bool:
+    """Whether the first engine is stock, and will serve the mixed load."""
+    return first.engine == STOCK and MIXED in run_.missing(first)
+
+
+def _tell_ahead(run_: _Run, keys: Sequence[EngineKey]) -> None:
+    """Say what will run, and how long that takes by a guess."""
+    if not keys:
+        return
+    minutes, names = sum(map(run_.guess_s, keys)) / 60, ", ".join(map(_name, keys))
+    line = f"about {minutes:.0f} minutes for {counted(len(keys), 'engine')}: {names}"
+    loads = [workload.name for workload in run_.missing(keys[0]) if workload.load]
+    if loads and run_.profile.timeline is None and _stock_comes(run_, keys[0]):
+        line += f"; stock serves the mixed load first, as {', '.join(loads)} will be a share of what it takes"
+    _tell(line)
 
 
 def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
@@ -244,7 +280,7 @@ def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
     for key in keys:
         if not run_.missing(key):
             continue
-        if run_.spent():
+        if run_.spent(key):
             break
         began = time.monotonic()
         _serve_one(run_, key)
