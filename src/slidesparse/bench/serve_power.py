@@ -108,9 +108,10 @@ class PowerMeter:
         return sum(float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) for handle in self._handles) / 1e3
 
     def _sample(self) -> None:
-        self._guarded(self._sample_until_stopped)
+        if not self._guarded(self._sample_until_stopped):
+            self._samples = []  # of a part of the time
 
-    def _sample_until_stopped(self) -> None:
+    def _sample_until_stopped(self) -> bool:
         nvml = self._nvml
         while True:
             for handle in self._handles:
@@ -119,7 +120,7 @@ class PowerMeter:
                 warm = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
                 self._samples.append(GpuSample(time.perf_counter(), float(clock), float(busy), float(warm)))
             if self._stop.wait(INTERVAL_S):
-                return
+                return True
 
 
 def open_nvml() -> Any:
