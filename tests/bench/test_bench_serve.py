@@ -536,6 +536,7 @@ def test_the_command_line_reaches_the_engines(
     "wrong",
     [
         ["--patterns", "6:9"],
+        ["--patterns", "dense"],
         ["--models", "GPT"],
         ["--dtype", "fp16"],
         ["--engines", "9:9"],

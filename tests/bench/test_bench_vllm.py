@@ -206,7 +206,7 @@ def test_the_command_line_reaches_the_engines(
     pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(vllm_profile.PROFILES, "quick", PROFILE)
-    command = ["bench", "vllm", "--graphs", "2048", "--tokens", "65536", "--alone"]
+    command = ["bench", "vllm", "--layers", "1", "--graphs", "2048", "--tokens", "65536", "--alone"]
     assert main([*command, "--out", str(tmp_path / "records.jsonl")]) == 0
     assert len(Pretender.started) == 4
     assert "records" in capsys.readouterr().out
@@ -288,6 +288,7 @@ def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         {"dtypes": ["fp16"]},
         {"models": ["GPT"]},
         {"patterns": ["6:9"]},
+        {"patterns": ["6:8", "dense"]},  # by a backend's name its engine would pass for stock
         {"layers": 0},
         {"rounds": 1},
         {"graphs": 0},
@@ -299,6 +300,12 @@ def test_wrong_choices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "needed bench vllm" in capsys.readouterr().err
     assert main(["bench", "vllm", "--budget-s", "5", "--out", str(tmp_path / "x")]) == 1
     assert "--budget-s" in capsys.readouterr().err
+
+
+def test_what_is_named_twice_is_measured_once(pretend: None, tmp_path: Path) -> None:
+    twice = adapt(PROFILE, patterns=["6:8", "6:8"], tokens=[64, 64], sequences=[16, 16])
+    assert [variant.pattern for variant in twice.variants()] == ["dense", "6:8"]
+    assert twice.sizes() == [("prefill", 64), ("decode", 16)]
 
 
 def test_without_a_dense_engine_nothing_is_measured_and_the_others_are_stopped(

@@ -239,7 +239,7 @@ def test_a_pruned_checkpoint_is_tuned_for_its_patterns_and_its_type(tmp_path: Pa
     ("arguments", "words"),
     [
         ((["GPT"], None, None, [64]), "unknown model; got 'GPT'; needed a checkpoint's folder or one of Llama"),
-        ((None, ["dense"], None, [64]), "a pattern to tune"),
+        ((None, ["dense"], None, [64]), "a pattern to measure"),
         ((None, None, ["int4"], [64]), "unknown dtype"),
         ((None, None, None, [0]), "tokens to tune for"),
         ((None, None, None, []), "tokens to tune for"),

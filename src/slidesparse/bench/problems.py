@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from slidesparse.errors import InputError
-from slidesparse.pattern import Pattern
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANT_NAMES
 from slidesparse.records import CONTROL, DENSE_VARIANT, DTYPE_NAMES, LAYERS, SQUARE, Case
 
@@ -117,6 +117,18 @@ def select(names: Sequence[str] | None, known: Iterable[str], default: Sequence[
         if name not in known:
             raise InputError(f"unknown {what}", got=repr(name), needed=", ".join(known))
     return tuple(dict.fromkeys(names or default))
+
+
+def select_patterns(texts: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns that a user picked, each once, or the profile's own.
+
+    Raises:
+        InputError: One that is none, or slides nothing: its times would pass for those of the dense baseline.
+    """
+    chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in texts or ()))
+    if str(DENSE) in chosen:
+        raise InputError("a pattern to measure", got=str(DENSE), needed="one that slides something")
+    return chosen or tuple(default)
 
 
 def cases(benchmark: str, profile: Profile) -> list[Case]:

@@ -16,7 +16,6 @@ from slidesparse.bench.comparison import Session, now
 from slidesparse.bench.problems import Profile
 from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.gemm import BACKENDS
-from slidesparse.pattern import DENSE, Pattern
 from slidesparse.records import ALL, DTYPE_NAMES, GROUPED, SQUARE, Case, Record, new_records
 from slidesparse.tuning.checking import WRONG
 from slidesparse.tuning.timing import CudaStopwatch
@@ -107,16 +106,13 @@ def adapt(
     """
     if any(m < 1 for m in tokens or ()):
         raise InputError("tokens", got=min(tokens or ()), needed="at least 1")
-    chosen = tuple(dict.fromkeys(str(Pattern.parse(p)) for p in patterns or ()))
-    if str(DENSE) in chosen:  # its times would pass for those of the dense baseline
-        raise InputError("a pattern to measure", got=str(DENSE), needed="one that slides something")
     if budget_s is not None and not budget_s > 0:
         raise InputError("budget", got=budget_s, needed="a positive number of seconds")
     return replace(
         profile,
         dtypes=problems.select(dtypes, known_dtypes, profile.dtypes, "dtype"),
         models=problems.select(models, known_models or problems.MODELS, profile.models, "model"),
-        model_patterns=chosen or profile.model_patterns,
+        model_patterns=problems.select_patterns(patterns, profile.model_patterns),
         tokens=tuple(dict.fromkeys(tokens or profile.tokens)),
         backends=problems.select(backends, BACKENDS, profile.backends, "backend"),
         budget_s=profile.budget_s if budget_s is None else budget_s,

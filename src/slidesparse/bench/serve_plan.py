@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from slidesparse.bench.linear import AUTO
-from slidesparse.bench.problems import select
+from slidesparse.bench.problems import select, select_patterns
 from slidesparse.bench.serve_load import FULL, QUICK, soak
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
@@ -181,7 +181,7 @@ def adapt(
     profile = ServeProfile(
         models=select(models, ARCHITECTURES, usual.models, "model"),
         dtypes=select(dtypes, DTYPES, usual.dtypes, "dtype"),
-        patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or usual.patterns),
+        patterns=select_patterns(patterns, usual.patterns),
         workloads=_workloads(quick, workloads, soak_s),
         backends=select(backends, (AUTO, *BACKENDS), usual.backends, "backend"),
         graphs=graphs,

@@ -16,14 +16,14 @@ from slidesparse.base.progress import progress_bar, table
 from slidesparse.bench import environment, speed
 from slidesparse.bench.comparison import Session
 from slidesparse.bench.model_shapes import ModelShapes, shapes_of
-from slidesparse.bench.problems import MODELS, select
+from slidesparse.bench.problems import MODELS, select, select_patterns
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.cusparselt.table import AlgorithmRecord, table_path
 from slidesparse.gemm.cusparselt.tune import tune_shapes
 from slidesparse.gemm.select import installation, libraries
 from slidesparse.gemm.speed import LayerSpeed, WrongForm
 from slidesparse.gemm.speed_files import add_layers, lock_path, tuned_path
-from slidesparse.pattern import DENSE, Pattern
+from slidesparse.pattern import Pattern
 from slidesparse.quant import QUANT_NAMES, parse_dtype
 from slidesparse.records import DTYPE_NAMES, Case, read_records
 
@@ -91,10 +91,7 @@ def make_job(
         InputError: An unknown name, a pattern without 2:4 segment, or an M below 1.
         CheckpointError: A checkpoint that cannot be read.
     """
-    chosen = tuple(dict.fromkeys(str(Pattern.parse(text)) for text in patterns or ()))
-    for text in chosen:
-        if Pattern.parse(text) == DENSE:
-            raise InputError("a pattern to tune", got=text, needed="one that slides something")
+    chosen = select_patterns(patterns, ())
     if not tokens or min(tokens) < 1:
         raise InputError("tokens to tune for", got=list(tokens), needed="numbers of at least 1")
     types = select(dtypes, DTYPE_NAMES, (), "dtype")

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slidesparse.bench.linear import AUTO
-from slidesparse.bench.problems import select
+from slidesparse.bench.problems import select, select_patterns
 from slidesparse.bench.vllm_checkpoint import DENSE_MODELS
 from slidesparse.bench.vllm_engine import BATCHED_TOKENS
 from slidesparse.errors import InputError
 from slidesparse.gemm import BACKENDS
-from slidesparse.pattern import Pattern
 from slidesparse.records import DENSE_VARIANT
 
 
@@ -118,12 +117,12 @@ def adapt(
         profile,
         dtypes=select(dtypes, ("int8", "fp8", "bf16"), profile.dtypes, "dtype"),
         models=select(models, DENSE_MODELS, profile.models, "model"),
-        patterns=tuple(str(Pattern.parse(pattern)) for pattern in patterns or profile.patterns),
-        prefill=tuple(tokens or profile.prefill),
-        decode=tuple(sequences or profile.decode),
+        patterns=select_patterns(patterns, profile.patterns),
+        prefill=tuple(dict.fromkeys(tokens or profile.prefill)),
+        decode=tuple(dict.fromkeys(sequences or profile.decode)),
         rounds=rounds or profile.rounds,
-        layers=layers or profile.layers,
+        layers=layers,
         backends=select(backends, (AUTO, *BACKENDS), profile.backends, "backend"),
-        graphs=graphs or profile.graphs,
-        alone=alone or profile.alone,
+        graphs=graphs,
+        alone=alone,
     )
