@@ -15,7 +15,7 @@ import transformers
 from architectures import ARCHITECTURES
 from checkpoints import add_tokenizer, write_text
 from small_mixtures import MIXTURES
-from small_models import make
+from small_models import TEXT, Architecture, make
 
 import slidesparse
 from slidesparse.cli import main
@@ -379,6 +379,16 @@ def test_experts_of_which_nobody_knows_how_they_multiply(tmp_path: Path, monkeyp
 
 
 # -- what commands say -------------------------------------------------------------------------------------------------
+
+
+def test_the_remedy_names_experts_as_their_model_does(tmp_path: Path) -> None:
+    changes = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+    make(tmp_path / "m", Architecture("JetMoeForCausalLM", {**TEXT, **changes}))
+    with pytest.raises(UnsupportedError, match="cannot tell along which dimension") as error:
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    ignore = tuple(re.findall("--ignore '([^']+)'", str(error.value)))
+    assert ignore == ("re:.*input_linear", "re:.*output_linear")
+    assert prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", ignore=ignore)).patterns
 
 
 def test_the_commands_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

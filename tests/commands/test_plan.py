@@ -19,9 +19,10 @@ from checkpoints import SMALL, make_source, reverse_letters
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
-from slidesparse.commands.plan import describe, plan_checkpoint
+from slidesparse.commands.plan import plan_checkpoint
 from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
+from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
 from slidesparse.commands.step_time import LayerTimes
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError

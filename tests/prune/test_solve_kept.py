@@ -78,6 +78,16 @@ def test_no_row_gets_worse_and_no_zero_moves(pattern: str, dtype: torch.dtype) -
     assert not torch.equal(after, swept)
 
 
+def test_weights_near_the_limit_of_fp16_stay_finite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.rand(16, 64, generator=generator) * 2e4 + 4.4e4).half()
+    x = torch.rand(256, 1, generator=generator) + 0.05 * torch.randn(256, 64, generator=generator)
+    factor, _ = sparsegpt.inverse_factor(x.T @ x)
+    assert float(sparsegpt.sweep(weight.float(), factor, Pattern(4, 6)).max()) > torch.finfo(torch.float16).max
+    pruned = get_pruner("sparsegpt").prune(Linears({"w": weight}, Pattern(4, 6), x.T @ x))["w"]
+    assert bool(torch.isfinite(pruned).all())
+
+
 def test_a_row_that_would_get_worse_keeps_what_the_sweep_gave_it() -> None:
     dense, gram = torch.ones(2, 4), torch.eye(4)
     first, second = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[1.0, 0.5, 0, 0], [1, 0.5, 0, 0]])

@@ -206,8 +206,9 @@ def _standard_output_kept_clean() -> Iterator[None]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from slidesparse.commands.plan import describe, plan_checkpoint
+    from slidesparse.commands.plan import plan_checkpoint
     from slidesparse.commands.plan_options import CANDIDATES, PlanOptions, parse_gain
+    from slidesparse.commands.plan_words import describe
     from slidesparse.models.choose_patterns import Target
 
     refuse_samples(options)

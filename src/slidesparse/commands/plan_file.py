@@ -17,9 +17,7 @@ from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json
-from slidesparse.models.choose_patterns import (
-    Plan,
-)
+from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import Pattern
 

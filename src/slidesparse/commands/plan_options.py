@@ -9,9 +9,7 @@ from slidesparse.commands.step_time import parse_load, served_steps
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.gemm import get_backend
-from slidesparse.models.choose_patterns import (
-    Target,
-)
+from slidesparse.models.choose_patterns import Target
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
 from slidesparse.quant import QuantName

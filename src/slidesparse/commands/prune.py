@@ -31,7 +31,6 @@ from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs, shown_names
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from slidesparse.files.generation_settings import generation_settings
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import write_json
 from slidesparse.files.shared_staging import staged_together
@@ -190,7 +189,6 @@ def prepare(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
-    generation_settings(checkpoint)  # copied as they are: refused where no model would load with them
     checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}

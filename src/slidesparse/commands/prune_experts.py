@@ -7,11 +7,10 @@ tensor are cut into such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
-from torch import nn
 
 from slidesparse.base.traced_tensor import sources
 from slidesparse.commands.prune_options import PruneOptions
@@ -25,28 +24,14 @@ from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.experts import (
     LEAVE_DENSE,
-    Experts,
     describe_treated,
     find_experts,
     ignore_entries,
-    linears_inside,
 )
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, quantize_weight, requantize
 from slidesparse.support import check_weight
-
-
-def entries_for_linears(entries: Iterable[str], found: Iterable[Experts], model: nn.Module) -> list[str]:
-    """Return an ignore list without the entries that match nothing but experts."""
-    found = list(found)
-    names, inside = [one.layer(leaf) for one in found for leaf in one.weights], linears_inside(model, found)
-    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in inside]
-
-    def matches(names: list[str], entry: str) -> bool:
-        return any(matches_entry(name, entry) for name in names)
-
-    return [entry for entry in entries if matches(linears, entry) or not matches(names, entry)]
 
 
 def can_be_quantised(name: str, tensor: ExpertTensor, stored: Stored, architecture: str) -> bool:

@@ -12,8 +12,9 @@ import torch
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import ALONE, Ranks
 from slidesparse.commands.calibrated_steps import Source, steps_of
-from slidesparse.commands.prune_experts import ExpertJob, entries_for_linears
+from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
+from slidesparse.commands.treated import find_treated
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.calibration import calibration_windows
 from slidesparse.files.check_tensors import check_finite, refuse_faults, stored_names
@@ -24,13 +25,12 @@ from slidesparse.files.meta_model import build_meta_model
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
-from slidesparse.models.experts import find_routers, linears_inside
+from slidesparse.models.experts import find_routers
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.parts import text_config
 from slidesparse.models.sparsify import layer_patterns, require_alike, run_once, sets_to_prune
-from slidesparse.models.targets import Targets, find_targets, treated_head
+from slidesparse.models.targets import treated_head
 from slidesparse.models.unused_linears import entries_for_unused
-from slidesparse.models.weight_reads import read_without_calling
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, RowPruner, get_pruner
 from slidesparse.quant import (
@@ -69,7 +69,16 @@ class PruneJob:
         self.experts = ExpertJob(checkpoint, self.meta, options, self.source_dtype, self.dtype)
         self.routers = find_routers(self.meta.model, self.experts.found)
         run = run_once(self.meta.model)
-        self.targets = self._find_targets(options, run)
+        quantised = source_quantisation(checkpoint.config) if self.source_dtype else {}
+        self.targets = find_treated(
+            self.meta,
+            self.experts.found,
+            options.ignore,
+            run,
+            lm_head=options.lm_head,
+            also_ignore=quantised.get("ignore", []),
+            part=options.part,
+        )
         patterns = layer_patterns([*self.targets.linears, *self.experts.layers], self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
@@ -87,20 +96,6 @@ class PruneJob:
         self.parameters = {stored[name] for name, _ in self.meta.model.named_parameters() if name in stored}
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
-
-    def _find_targets(self, options: PruneOptions, run: Callable[[], object] | None) -> Targets:
-        """Sort the linears into those to be treated and the rest, by what the model, its run and its files show."""
-        model, quantised = self.meta.model, source_quantisation(self.checkpoint.config) if self.source_dtype else {}
-
-        def find(keep: Mapping[str, str]) -> Targets:
-            also = quantised.get("ignore", [])
-            return find_targets(model, ignore, options.lm_head, also, part=options.part, keep=keep, without=inside)
-
-        inside = linears_inside(model, self.experts.found)
-        ignore = entries_for_linears(options.ignore, self.experts.found, model)
-        stored_otherwise = self.meta.why_stored_otherwise() | self.routers
-        read = read_without_calling(model, find(stored_otherwise).linears, run)
-        return find({**stored_otherwise, **read})
 
     def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks = ALONE) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""

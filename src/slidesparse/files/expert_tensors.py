@@ -17,7 +17,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import LEAVE_DENSE, Experts, find_experts
+from slidesparse.models.experts import Experts, find_experts
 from slidesparse.quant import dequantize
 from slidesparse.support import check_pattern
 
@@ -68,15 +68,15 @@ def tensors_of(experts: Experts, meta: MetaModel, checkpoint: Checkpoint) -> dic
         for state in experts.states(leaf):
             if (origin := meta.names.origins.get(state)) is None:
                 continue  # a tensor that is missing, which others name
-            for name, swapped in _sources(origin, experts):
+            for name, swapped in _sources(origin, experts, meta):
                 if experts.transposed is None:
-                    raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}")
+                    raise _unknown(experts, f"{leaf} {list(experts.weights[leaf])}", meta)
                 found[name] = ExpertTensor(experts, experts.layer(leaf), experts.transposed != swapped)
-                _check_shape(name, found[name], checkpoint.stored(name).shape, experts.columns(leaf))
+                _check_shape(name, found[name], checkpoint.stored(name).shape, experts.columns(leaf), meta)
     return found
 
 
-def _sources(origin: Origin, experts: Experts) -> Iterator[tuple[str, bool]]:
+def _sources(origin: Origin, experts: Experts, meta: MetaModel) -> Iterator[tuple[str, bool]]:
     """Yield the tensors that a parameter is made of, each with whether its last two dimensions are swapped on the way.
 
     Raises:
@@ -87,9 +87,9 @@ def _sources(origin: Origin, experts: Experts) -> Iterator[tuple[str, bool]]:
         return
     swaps = _swaps(origin)
     if swaps is None:
-        raise _unknown(experts, f"a weight made by {getattr(origin.function, '__name__', origin.function)}")
+        raise _unknown(experts, f"a weight made by {getattr(origin.function, '__name__', origin.function)}", meta)
     for inner in origins_of(origin):
-        for name, swapped in _sources(inner, experts):
+        for name, swapped in _sources(inner, experts, meta):
             yield name, swapped != swaps
 
 
@@ -104,17 +104,18 @@ def _swaps(step: Computation) -> bool | None:
     return False if name == "__getitem__" and step.args[1:] in ((None,), (Ellipsis,)) else None
 
 
-def _check_shape(name: str, tensor: ExpertTensor, shape: tuple[int, ...], columns: int) -> None:
+def _check_shape(name: str, tensor: ExpertTensor, shape: tuple[int, ...], columns: int, meta: MetaModel) -> None:
     if len(shape) not in (2, 3) or shape[-2 if tensor.transposed else -1] != columns:
-        raise _unknown(tensor.experts, f"{name} {list(shape)}")
+        raise _unknown(tensor.experts, f"{name} {list(shape)}", meta)
 
 
-def _unknown(experts: Experts, got: str) -> UnsupportedError:
+def _unknown(experts: Experts, got: str, meta: MetaModel) -> UnsupportedError:
+    names = dict.fromkeys(one.name.rpartition(".")[2] for one in find_experts(meta.model))
     return UnsupportedError(
         f"cannot tell along which dimension the experts of {experts.name} multiply",
         got=got,
         needed="experts that transformers describes, or gate_up_proj and down_proj",
-        remedy=f"leave them dense with {LEAVE_DENSE}",
+        remedy="leave all experts dense with " + " ".join(f"--ignore 're:.*{name}'" for name in names),
     )
 
 

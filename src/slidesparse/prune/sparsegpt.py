@@ -51,8 +51,14 @@ class SparseGPT:
         rows = [len(weight) for weight in weights.values()]
         pruned = {}
         for (name, weight), first, second in zip(weights.items(), swept.split(rows), solved.split(rows), strict=True):
-            pruned[name] = better_rows(weight, first.to(weight.dtype), second.to(weight.dtype), gram)
+            pruned[name] = better_rows(weight, _as_stored(first, weight.dtype), _as_stored(second, weight.dtype), gram)
         return pruned
+
+
+def _as_stored(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in a type; numbers past its range become its largest, as compensation can make them in FP16."""
+    limits = torch.finfo(dtype)
+    return weight.clamp(limits.min, limits.max).to(dtype)
 
 
 def inverse_factor(gram: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, float]:

@@ -1,0 +1,61 @@
+"""Find the linears of a checkpoint that are treated: by what its model, a run of that and its files show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from slidesparse.files.meta_model import MetaModel
+from slidesparse.models.experts import Experts, find_routers, linears_inside
+from slidesparse.models.parts import Part
+from slidesparse.models.targets import Targets, find_targets, matches_entry
+from slidesparse.models.weight_reads import read_without_calling
+
+
+def find_treated(
+    meta: MetaModel,
+    experts: Sequence[Experts],
+    ignore: Iterable[str],
+    run: Callable[[], object] | None,
+    *,
+    lm_head: bool = False,
+    also_ignore: Iterable[str] = (),
+    part: Part = "language",
+) -> Targets:
+    """Sort the linears of a model into those to be treated and the rest; those of experts are in neither.
+
+    Args:
+        meta: The meta model.
+        experts: Its experts.
+        ignore: Linears and experts to leave alone, as :func:`slidesparse.models.targets.find_targets` takes them.
+        run: Runs the meta model once; None: it cannot be run.
+        lm_head: Treat the output embedding too.
+        also_ignore: What a quantised source lists.
+        part: Which part of a multimodal model is treated.
+
+    Raises:
+        InputError: An entry matches nothing, or nothing is left to treat.
+    """
+    inside = linears_inside(meta.model, experts)
+    entries = _without_experts(ignore, experts, _linears(meta.model) - inside.keys())
+
+    def find(keep: dict[str, str]) -> Targets:
+        return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
+
+    keep = meta.why_stored_otherwise() | find_routers(meta.model, experts)
+    return find(keep | read_without_calling(meta.model, find(keep).linears, run))
+
+
+def _linears(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _without_experts(entries: Iterable[str], experts: Sequence[Experts], linears: set[str]) -> list[str]:
+    """Return an ignore list without the entries that match nothing but experts."""
+    kinds = [one.layer(leaf) for one in experts for leaf in one.weights]
+
+    def matches(names: Iterable[str], entry: str) -> bool:
+        return any(matches_entry(name, entry) for name in names)
+
+    return [entry for entry in entries if matches(linears, entry) or not matches(kinds, entry)]
