@@ -89,7 +89,7 @@ def test_the_layer_of_the_mixed_load_changes_where_the_times_cross() -> None:
         ((0.9, 1.3, 1.3), ["quick", "dense"]),  # slower on average
         ((0.8, None, 0.9), ["quick", "dense", "quick"]),  # it cannot run there
         ((0.8, None, None), ["quick", "dense"]),
-        ((1.1, 1.1, 1.1), ["dense"]),  # nothing to gain
+        ((1.05, 1.05, 1.05), ["dense"]),  # nothing to gain
         ((0.9, 0.9, 0.9), ["quick"]),
     ],
 )
@@ -134,6 +134,19 @@ def test_a_gap_between_packed_forms_is_dense_though_nothing_says_how_long_dense_
     assert [route.backend for route in lean_routes_of(layer)] == ["quick", "dense", "other"]
 
 
+def test_a_copy_that_a_gap_needs_runs_wherever_it_is_faster() -> None:
+    layer = _layer(dense=(1.0,) * 3, quick=(None, 1.05, 0.5))
+    assert lean_routes_of(layer) == routes_of(layer)
+    assert _at(lean_routes_of(layer), 1024) == "dense"
+
+
+def test_an_m_without_a_dense_time_says_nothing_about_a_copy() -> None:
+    layer = _layer((64, 1024), dense=(1.0, None), quick=(1.2, 0.5))
+    assert [route.backend for route in lean_routes_of(layer)] == ["dense", "quick"]  # slower on average of one M
+    layer = _layer((64, 1024), dense=(1.0, None), quick=(1.05, 0.5), other=(None, 9.0))
+    assert [route.backend for route in lean_routes_of(layer)] == ["quick"]
+
+
 def test_two_packed_forms_may_run_without_a_dense_copy() -> None:
     layer = _layer(dense=(1.0,) * 3, quick=(0.8, 1.2, 1.2), other=(1.2, 1.1, 0.7))
     assert [route.backend for route in lean_routes_of(layer)] == ["quick", "other"]
@@ -174,7 +187,7 @@ micros = st.floats(1.0, 100.0)
 def test_routes_are_what_is_decided_for_each_number_of_tokens(data: st.DataObject, points: int) -> None:
     tokens = tuple(sorted(data.draw(st.sets(st.integers(1, 3000), min_size=points, max_size=points))))
     times = st.lists(st.one_of(micros, st.none()), min_size=points, max_size=points).map(tuple)
-    names = ("dense", "quick", "other")
+    names = ("dense", "quick", "other", "third")
     layer = _layer(tokens, **{name: data.draw(times) for name in names})
     routes, main = routes_of(layer), fastest(layer)
     assert routes[0].from_tokens == 0
@@ -210,6 +223,7 @@ def test_the_fastest_over_all_token_counts() -> None:
     layer = _layer(dense=(0.1, 0.1, 0.1), quick=(1.0, 8.0, 1.0), other=(2.0, 2.0, 2.1), gap=(0.1, None, 0.1))
     assert fastest(layer) == "quick"
     assert fastest(_layer(dense=(1.0, 1.0, 1.0))) is None
+    assert fastest(_layer(dense=(1.0, 1.0, 1.0), wrong=(None,) * 3)) is None
     assert fastest(_layer(gap=(0.1, None, 0.1), wrong=(None,) * 3)) == "gap"
 
 

@@ -77,7 +77,7 @@ def decide(layer: LayerSpeed, tokens: float) -> str:
     main = fastest(layer)
     times = {name: us for name in layer.us if (us := time_at(layer, name, tokens)) is not None}
     best = min(times, key=lambda name: times[name], default=DENSE)
-    if main is None or not times.keys() - {DENSE}:
+    if not times.keys() - {DENSE}:
         return DENSE
     packed = min(times.keys() - {DENSE}, key=lambda name: times[name] * (1 if name == main else MARGIN))
     return best if MARGIN * times[best] <= times[packed] else packed
@@ -89,7 +89,7 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
 
     A range that is narrower than :data:`NARROW` stays on the main packed form, if that can run in all of it.
     """
-    starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1) if at > 0)}
+    starts = {0, *(at for near in _changes(layer) for at in (near - 1, near, near + 1))}
     routes = _joined(Route(start, decide(layer, max(start, 1))) for start in sorted(starts))
     main = fastest(layer)
     if main is None:
@@ -97,7 +97,7 @@ def routes_of(layer: LayerSpeed) -> tuple[Route, ...]:
     ends = [*(route.from_tokens for route in routes[1:]), math.inf]
     return _joined(
         Route(route.from_tokens, main)
-        if 0 < route.from_tokens > end / NARROW and _can_run(layer, main, route.from_tokens, int(end) - 1)
+        if route.from_tokens > end / NARROW and _can_run(layer, main, route.from_tokens, int(end) - 1)
         else route
         for route, end in zip(routes, ends, strict=True)
     )
