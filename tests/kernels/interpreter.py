@@ -2,7 +2,8 @@
 
 As of Triton 3.6 it truncates where a GPU rounds to nearest even, has no fused multiply-add, and no inline PTX. Each is
 replaced by its definition: the conversions by torch's, the fused multiply-add by one with exact products, and each
-instruction that our kernels use by what the PTX ISA says of it.
+instruction that our kernels use by what the PTX ISA says of it. It also makes integers of a comparison of two numbers
+that meets a block, and as of 3.9 loads and stores refuse them as a mask: comparisons stay of one bit.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ def complete() -> None:
     def fma(self: object, x: object, y: object, z: object) -> object:
         return interpreter.TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
 
+    splat = builder.create_splat
+
+    def create_splat(self: object, block: tl.block_type, number: object) -> object:
+        if number.data.dtype == np.bool_:
+            return interpreter.TensorHandle(np.full(block.shape, number.data), tl.int1)
+        return splat(self, block, number)
+
     interpreter._convert_float = convert_float
+    builder.create_splat = create_splat
     builder.create_inline_asm = inline_asm
     builder.create_fma = fma
