@@ -212,9 +212,13 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
 
 
 def experts_of_a_token(config: Any) -> int:
-    """Return to how many experts of a layer a token is routed; 1 where the config does not say."""
+    """Return to how many experts of a layer a token is routed; 1 where the config does not say.
+
+    Hunyuan's config may have a list, with a number for each layer; the largest counts.
+    """
     for key in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"):
         found = getattr(config, key, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        counts = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int) and one > 0]
+        if counts:
+            return max(counts)
     return 1
