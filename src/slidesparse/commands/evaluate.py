@@ -140,7 +140,7 @@ def evaluate(
     checkpoint = Checkpoint(path)
     refuse_masked(model_class(checkpoint)[0])
     tokenizer = load_tokenizer(Path(path))
-    model = load_any(path, device)
+    model = load_any(checkpoint, device)
     require_causal(model)
     measured = None
     if documents is not None:
@@ -211,15 +211,13 @@ def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str
     return rows
 
 
-def load_any(path: str | Path, device: str | torch.device) -> Any:
+def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
 
     Raises:
         CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
-        InputError, UnsupportedError: There is no such device.
     """
-    device = usable_device(device)
-    checkpoint = Checkpoint(path)
+    path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)
