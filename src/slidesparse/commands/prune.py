@@ -116,9 +116,7 @@ class PruneSummary:
         found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
-        lines += [EXPERTS_FOLLOW] if self.experts else []
-        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
-        lines += [] if self.dense_head is None else [head_runs_dense(self.dense_head)]
+        lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
@@ -141,9 +139,15 @@ class PruneSummary:
         return "\n".join(lines if warning is None else [*lines, warning])
 
 
-def head_runs_dense(name: str) -> str:
-    """Return what commands say of an output embedding that is pruned in a float type."""
-    return f"{name} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+def what_readers_do(has_experts: bool, in_transformers: bool, dense_head: str | None) -> list[str]:
+    """Return lines on what other programs do with the result; see :class:`PruneSummary` for the arguments."""
+    head = f"{dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+    said = {
+        EXPERTS_FOLLOW: has_experts,
+        NOT_IN_TRANSFORMERS: not in_transformers,
+        head: dense_head is not None,
+    }
+    return [line for line, holds in said.items() if holds]
 
 
 def _some(names: list[str]) -> str:
