@@ -254,8 +254,9 @@ def prune_checkpoint(
         resumed = _write_shards(prepared, work, ranks, progress)
         if ranks.is_first:
             _write_the_rest(prepared, work, options, files, kept_card)
+    losses = job.calibrated.losses if job.calibrated else []
     # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
-    rounded = job.calibrated.losses if job.calibrated and job.dtype == torch.int8 else []
+    rounded = losses if job.dtype == torch.int8 else []
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
@@ -272,10 +273,10 @@ def prune_checkpoint(
         unexpected=list(job.meta.names.unexpected),
         resumed=resumed,
         source_card=kept_card,
-        losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding=rounding_costs(rounded),
         rounded_inputs=describe_rounding(rounded, job.foldable),
-        borrowed=_borrowed(job.calibrated.losses) if job.calibrated else {},
+        borrowed=_borrowed(losses),
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )

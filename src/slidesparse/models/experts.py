@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,7 @@ class Experts:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the experts of every layer that has some, in the model's order."""
-    return list(_experts(model))
-
-
-def _experts(model: nn.Module) -> Iterator[Experts]:
+    experts: list[Experts] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(inside):
@@ -87,7 +84,8 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
         found = _fused(name, module) or _listed(name, module)
         if found is not None:
             inside = (*inside, f"{name}.")
-            yield found
+            experts.append(found)
+    return experts
 
 
 def _is_called_experts(name: str, module: nn.Module) -> bool:
