@@ -48,6 +48,14 @@ DECODERS: dict[str, A] = {
     "stablelm": A("StableLmForCausalLM", TEXT),
     "olmo2": A("Olmo2ForCausalLM", TEXT),
     "olmo3": A("Olmo3ForCausalLM", TEXT),
+    "olmo-hybrid": A(
+        "OlmoHybridForCausalLM",
+        {
+            **{**TEXT, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16},
+            **{"linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        },
+        alone="transformers 5.23 joins its convolutions, and finds none in INT8 checkpoints",
+    ),
     "cohere": A("CohereForCausalLM", TEXT),
     "cohere2": A("Cohere2ForCausalLM", TEXT),
     "granite": A("GraniteForCausalLM", TEXT),

@@ -40,6 +40,30 @@ MIXTURES: dict[str, A] = {
     ),
     "deepseek-v2": A("DeepseekV2ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
     "deepseek-v3": A("DeepseekV3ForCausalLM", {**TEXT, **EXPERTS, **MLA}, alone=INT8),
+    "deepseek-v3.2": A(
+        "DeepseekV32ForCausalLM",
+        {
+            **{**TEXT, **EXPERTS, **MLA, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2},
+            **{"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
+        },
+        alone=INT8,
+    ),
+    "kimi-linear": A(
+        "KimiLinearForCausalLM",
+        {
+            **{**TEXT, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+            **{"v_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4, "num_experts": 4},
+            **{"num_experts_per_token": 2, "num_expert_group": 1, "topk_group": 1, "moe_intermediate_size": 48},
+            **{"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
+        },
+        alone=INT8,
+    ),
+    "hunyuan-moe": A(
+        "HunYuanMoEV1ForCausalLM", {**TEXT, "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2]}, alone=INT8
+    ),
+    "glm4-moe-lite": A(
+        "Glm4MoeLiteForCausalLM", {**TEXT, **EXPERTS, **MLA, "mlp_layer_types": ["dense", "sparse"]}, alone=INT8
+    ),
     "glm4-moe": A(
         "Glm4MoeForCausalLM",
         {

@@ -65,7 +65,7 @@ def test_a_config_with_code_is_refused_in_one_line(evil_config: Path) -> None:
     for run in (
         lambda: build_meta_model(Checkpoint(evil_config)),
         lambda: prune_checkpoint(evil_config, evil_config.parent / "s", PruneOptions("6:8", "int8")),
-        lambda: load_any(evil_config, "cpu"),
+        lambda: load_any(Checkpoint(evil_config), torch.device("cpu")),
     ):
         with pytest.raises(
             UnsupportedError, match=r"code of its own; got model_type 'evil'.*custom code is not run"
@@ -89,7 +89,7 @@ def test_code_that_transformers_need_not_run_is_left_alone(tmp_path: Path) -> No
     make_checkpoint(tmp_path / "m")
     edit(tmp_path / "m/config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     with_code(tmp_path / "m", "C = M = None")
-    load_any(tmp_path / "m", "cpu")
+    load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     slidesparse.load(tmp_path / "s")
     assert not (tmp_path / "m/executed").exists()
@@ -115,7 +115,7 @@ def test_no_attention_is_fetched_from_a_hub(tmp_path: Path, monkeypatch: pytest.
     expected = make_checkpoint(tmp_path / "m", dtype=torch.float32)(tokens()).logits
     for asked in (KERNEL, {"": KERNEL}, "flash_attention_2", "eager"):
         edit(tmp_path / "m/config.json", **{key: asked})
-        model = load_any(tmp_path / "m", "cpu")
+        model = load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
         torch.testing.assert_close(model(tokens()).logits, expected)
         assert model.config._attn_implementation == ("eager" if asked == "eager" else "sdpa")
         build_meta_model(Checkpoint(tmp_path / "m"))

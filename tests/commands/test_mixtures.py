@@ -135,7 +135,8 @@ def test_quantised_experts_have_scales_of_their_own(tmp_path: Path, name: str, d
         assert torch.equal(found[f"{key}_scale"], largest / limit)
         int8, fp8 = (weight * (limit / largest)).round(), (weight / (largest / limit)).to(torch.float8_e4m3fn)
         assert torch.equal(found[key].float(), int8 if dtype == "int8" else fp8.float())
-    routers = [key for key in source if key.endswith((".gate.weight", "router.weight", "router.layer.weight"))]
+    ends = (".gate.weight", ".gate.wg.weight", "router.weight", "router.layer.weight")
+    routers = [key for key in source if key.endswith(ends)]
     assert routers
     assert all(torch.equal(source[key], found[key]) for key in routers)
 

@@ -107,12 +107,12 @@ def test_a_missing_weight_is_not_made_up(tmp_path: Path, tensor: str) -> None:
 def test_a_missing_weight_of_a_format_that_transformers_reads_alone(tmp_path: Path) -> None:
     """BitNet's weights are linears of transformers' own, so its report says what is missing."""
     make_checkpoint(tmp_path / "m", "bitnet", num_hidden_layers=1)
-    load_any(tmp_path / "m", "cpu")
+    load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
     tensors = load_file(tmp_path / "m/model.safetensors")
     del tensors["model.layers.0.mlp.down_proj.weight"]
     save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor of BitNetForCausalLM; got no .*down_proj.weight"):
-        load_any(tmp_path / "m", "cpu")
+        load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_model_type_of_another_family(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "m/config.json").read_text())
     (tmp_path / "m/config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     with pytest.raises(CheckpointError, match=r"model_type of .*; got 'qwen2'; needed 'llama', the one of LlamaForC"):
-        load_any(tmp_path / "m", "cpu")
+        load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])
@@ -140,7 +140,7 @@ def test_more_layers_than_tensors(tmp_path: Path, key: str) -> None:
     path = tmp_path / "m/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: 1_000_000}))
     with pytest.raises(CheckpointError, match=rf"{key} of .*; got 1000000; needed at most 256"):
-        load_any(tmp_path / "m", "cpu")
+        load_any(Checkpoint(tmp_path / "m"), torch.device("cpu"))
 
 
 def test_families_that_share_a_class(tmp_path: Path) -> None:

@@ -61,10 +61,11 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
         ("starcoder2", 1),
         ("phi3", 1),
         ("glm", 1),
+        ("llama4-text", 2),
     ],
 )
 def test_the_float_model_computes_what_it_did(name: str, writers: int, tmp_path: Path) -> None:
-    """With gates, with norms around the MLP, with biases, and with both writers in one linear."""
+    """With gates, norms around the MLP, biases, both writers in one linear, and a router that gives a tuple."""
     make(tmp_path / "m", ARCHITECTURES[name], torch.float32)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     for parameter in model.parameters():

@@ -13,7 +13,7 @@ from torch import nn
 
 import slidesparse as ss
 from slidesparse.linear import SlideLinear
-from slidesparse.models.experts import Experts, describe_experts, find_experts, find_routers
+from slidesparse.models.experts import Experts, describe_experts, experts_of_a_token, find_experts, find_routers
 
 
 def empty(name: str) -> Any:
@@ -78,3 +78,9 @@ def test_every_mixture_says_along_which_dimension_it_multiplies(name: str) -> No
         assert one.transposed is (name in ("gpt-oss", "llama4", "llama4-text"))
         assert one.columns("gate_up_proj") == 64
         assert one.columns("down_proj") in (48, 152)
+
+
+@pytest.mark.parametrize(("routed", "expected"), [(2, 2), ([2, 2], 2), ([2, 3], 3), ([], 1)])
+def test_experts_of_a_token_may_be_a_list(routed: Any, expected: int) -> None:
+    """Hunyuan-A13B's config has a number for each layer."""
+    assert experts_of_a_token(transformers.HunYuanMoEV1Config(num_experts=4, moe_topk=routed)) == expected

@@ -36,14 +36,16 @@ def test_a_start_is_orthogonal_and_its_own(size: int) -> None:
     assert not torch.equal(q, random_rotation(size, 1))
 
 
-def test_few_sets_at_a_time_learn_what_all_do() -> None:
+def test_few_sets_at_a_time_learn_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found, start = sets(8), random_rotation(HIDDEN, 0)
     before = mean_damage(torch.eye(HIDDEN), found, GROUP)
     seen: list[float] = []
-    one, some = (
-        learn(start, found, GROUP, 60, at_once=count, advance=lambda _, note: seen.append(float(note.split()[-1])))
-        for count in (8, 2)
-    )
+
+    def learned(sets_of_a_step: int) -> torch.Tensor:
+        monkeypatch.setattr(learn_rotation, "SETS_OF_A_STEP", sets_of_a_step)
+        return learn(start, found, GROUP, 60, advance=lambda _, note: seen.append(float(note.split()[-1])))
+
+    one, some = learned(8), learned(2)
     for q in (one, some):
         torch.testing.assert_close(q @ q.T, torch.eye(HIDDEN), rtol=1e-5, atol=1e-5)
     all_at_once, sampled = (mean_damage(q, found, GROUP) for q in (one, some))

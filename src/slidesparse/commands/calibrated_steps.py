@@ -41,12 +41,12 @@ class CalibratedSteps:
         seed: Of the calibration text, and of all that is drawn.
     """
 
-    rotation: Rotation | None = None
-    rotate: int = 0
-    smooth: Sequence[Fold] | None = None
-    reorder: Sequence[Inner] | None = None
-    matching: Matching | None = None
-    seed: int = 0
+    rotation: Rotation | None
+    rotate: int
+    smooth: Sequence[Fold] | None
+    reorder: Sequence[Inner] | None
+    matching: Matching | None
+    seed: int
 
     def prepare(
         self,

@@ -12,7 +12,7 @@ import torch
 
 from slidesparse.base.whole_file import readable_size
 from slidesparse.commands.cards import warn_of_type
-from slidesparse.commands.prune import NOT_IN_TRANSFORMERS, Prepared, head_runs_dense, plan_of, prepare
+from slidesparse.commands.prune import Prepared, plan_of, prepare, what_readers_do
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.prune_time import PruneTime, estimate_time
@@ -21,8 +21,7 @@ from slidesparse.files.dry_staging import bytes_to_write
 from slidesparse.files.source_files import Links
 from slidesparse.files.tokenizer_files import NO_TOKENIZER
 from slidesparse.files.write_errors import innermost_folder, require_space
-from slidesparse.models.experts import EXPERTS_FOLLOW
-from slidesparse.quant import dtype_name
+from slidesparse.quant import dtype_name, parse_dtype
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ class DryRun:
         for pattern, what in self.experts.items():
             lines.append(f"would treat {_line(what, 'tensors of experts')} at {pattern}")
         lines += [f"experts: {line}" for line in self.treated_experts]
-        lines += [EXPERTS_FOLLOW] if self.experts else []
-        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
-        lines += [] if self.dense_head is None else [head_runs_dense(self.dense_head)]
+        lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
         lines += [f"would leave {_line(what, 'layers')}: {reason}" for reason, what in self.left.items()]
         lines.append(f"would copy {_line(self.others, 'other tensors')}, and {_line(self.files, 'other files')}")
         lines += [f"would not copy, they hold other weights: {', '.join(self.not_copied)}"] if self.not_copied else []
@@ -107,8 +104,8 @@ class DryRun:
         lines.append(f"{size} in {self.destination}, {free} free")
         lines += [f"would be REFUSED: {self.refused}"] if self.refused is not None else []
         lines.append(f"about {_duration(self.time.seconds)} of computing: {self.time.basis}")
-        warning = warn_of_type(torch.int8 if self.dtype == "int8" else torch.float8_e4m3fn)
-        return "\n".join([*lines, warning] if warning is not None and self.dtype in ("int8", "fp8") else lines)
+        warning = warn_of_type(parse_dtype(self.dtype))
+        return "\n".join(lines if warning is None else [*lines, warning])
 
 
 def dry_run(

@@ -140,30 +140,15 @@ def evaluate(
     checkpoint = Checkpoint(path)
     refuse_masked(model_class(checkpoint)[0])
     tokenizer = load_tokenizer(Path(path))
-    model = load_any(path, device)
+    model = load_any(checkpoint, device)
     require_causal(model)
     measured = None
     if documents is not None:
         content = as_text(documents, tokenizer)
         tokens = encode(tokenizer, content)
         check_tokens(tokens, model.config, path)
-        tokens = tokens.to(device)
-        most = positions(model.config)
-        window = min(most, len(tokens)) if window is None else window
-        if window > positions(model.config, at_most=window):
-            raise InputError(
-                "window", got=window, needed=f"at most {positions(model.config, window)}, the model's positions"
-            )
-        with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
-            measured = measure_perplexity(
-                logits_of(model),
-                tokens,
-                window,
-                max(window // 2, 1) if stride is None else stride,
-                n_bytes=len(content.encode()),
-                batch=batch,
-                advance=advance,
-            )
+        n_bytes = len(content.encode())
+        measured = _perplexity(model, tokens.to(device), n_bytes, window, stride, batch, progress)
     found = {} if harness is None else _run_tasks(harness, model, tokenizer, tasks, limit, batch)
     experts = _experts_words(checkpoint, model)
     evaluation = Evaluation(str(path), None if text is None else str(text), measured, found, experts)
@@ -181,6 +166,31 @@ def _refuse_idle(options: Mapping[str, int | None], of: str, needed: str) -> Non
             got=f"{given} without {of}",
             needed=needed,
             remedy=f"add {of}, or leave out {given}",
+        )
+
+
+def _perplexity(
+    model: Any,
+    tokens: torch.Tensor,
+    n_bytes: int,
+    window: int | None,
+    stride: int | None,
+    batch: int,
+    progress: bool | None,
+) -> Perplexity:
+    """Return the perplexity on a text, by the arguments of :func:`evaluate`.
+
+    Raises:
+        InputError: The windows are longer than the model reads, or the model answers with NaN.
+    """
+    window = min(positions(model.config), len(tokens)) if window is None else window
+    most = positions(model.config, at_most=window)
+    if window > most:
+        raise InputError("window", got=window, needed=f"at most {most}, the model's positions")
+    stride = max(window // 2, 1) if stride is None else stride
+    with progress_bar("eval", max(len(tokens) - 1, 0), unit="tokens", show=progress) as advance:
+        return measure_perplexity(
+            logits_of(model), tokens, window, stride, n_bytes=n_bytes, batch=batch, advance=advance
         )
 
 
@@ -211,15 +221,13 @@ def _card_rows(evaluation: Evaluation, limit: int | None) -> dict[str, tuple[str
     return rows
 
 
-def load_any(path: str | Path, device: str | torch.device) -> Any:
+def load_any(checkpoint: Checkpoint, device: torch.device) -> Any:
     """Load a model for inference: with sparse layers when ``prune`` wrote it, else as transformers loads it.
 
     Raises:
         CheckpointError: It cannot be loaded, or lacks weights, which transformers would make up.
-        InputError, UnsupportedError: There is no such device.
     """
-    device = usable_device(device)
-    checkpoint = Checkpoint(path)
+    path = checkpoint.path
     if checkpoint.config.get(MARKER_KEY) is not None:
         return load(path, device)
     known, config = model_class(checkpoint)

@@ -15,7 +15,7 @@ from slidesparse.base.progress import progress_bar, table, wrapped
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.inspect_experts import ExpertLayer, describe_expert_layers, inspect_experts
 from slidesparse.errors import CheckpointError, SlideSparseError
-from slidesparse.files.check_tensors import find_faults, stored_names
+from slidesparse.files.check_tensors import find_faults, not_finite, stored_names
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
@@ -231,16 +231,7 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
             found.append(str(error))
-    stored = stored_names(meta)
-    for name, _ in meta.model.named_parameters():
-        tensor = stored.get(name)
-        if (
-            tensor is not None
-            and name.removesuffix(".weight") not in shown
-            and not is_finite(checkpoint.tensor(tensor))
-        ):
-            found.append(f"{tensor} holds NaN or Inf")
-    return found
+    return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
 
 
 def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> Layer:

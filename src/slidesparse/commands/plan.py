@@ -87,7 +87,7 @@ def plan_checkpoint(
     config: Any = meta.model.config
     too_short = FEWER if pruner.needs_calibration else SHORTER
     windows = calibration_windows(checkpoint.path, config, _windows_of(options), too_short).to(device)
-    model = load_any(source, device)
+    model = load_any(checkpoint, device)
     require_causal(model)
     experts = calibrated_experts(model, planned.reached)
     measured = about(checkpoint, options, windows)

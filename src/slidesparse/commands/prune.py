@@ -116,9 +116,7 @@ class PruneSummary:
         found = ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common())
         lines = [f"treated {counted(len(self.patterns), 'layer')}: {found}"]
         lines += [f"treated experts: {line}" for line in self.treated_experts]
-        lines += [EXPERTS_FOLLOW] if self.experts else []
-        lines += [] if self.in_transformers else [NOT_IN_TRANSFORMERS]
-        lines += [] if self.dense_head is None else [head_runs_dense(self.dense_head)]
+        lines += what_readers_do(bool(self.experts), self.in_transformers, self.dense_head)
         if self.losses:
             worst = max(self.losses, key=self.losses.__getitem__)
             mean = sum(self.losses.values()) / len(self.losses)
@@ -141,9 +139,15 @@ class PruneSummary:
         return "\n".join(lines if warning is None else [*lines, warning])
 
 
-def head_runs_dense(name: str) -> str:
-    """Return what commands say of an output embedding that is pruned in a float type."""
-    return f"{name} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+def what_readers_do(has_experts: bool, in_transformers: bool, dense_head: str | None) -> list[str]:
+    """Return lines on what other programs do with the result; see :class:`PruneSummary` for the arguments."""
+    head = f"{dense_head} follows its pattern, and vLLM runs it dense: it asks no plugin for one in a float type"
+    said = {
+        EXPERTS_FOLLOW: has_experts,
+        NOT_IN_TRANSFORMERS: not in_transformers,
+        head: dense_head is not None,
+    }
+    return [line for line, holds in said.items() if holds]
 
 
 def _some(names: list[str]) -> str:
@@ -250,8 +254,9 @@ def prune_checkpoint(
         resumed = _write_shards(prepared, work, ranks, progress)
         if ranks.is_first:
             _write_the_rest(prepared, work, options, files, kept_card)
+    losses = job.calibrated.losses if job.calibrated else []
     # FP8 has small numbers next to large ones, so outliers of a token cost its others nothing.
-    rounded = job.calibrated.losses if job.calibrated and job.dtype == torch.int8 else []
+    rounded = losses if job.dtype == torch.int8 else []
     return PruneSummary(
         destination=str(destination),
         dtype=dtype_name(job.dtype),
@@ -268,10 +273,10 @@ def prune_checkpoint(
         unexpected=list(job.meta.names.unexpected),
         resumed=resumed,
         source_card=kept_card,
-        losses={" ".join(loss.names): loss.loss for loss in job.calibrated.losses} if job.calibrated else {},
+        losses={" ".join(loss.names): loss.loss for loss in losses},
         rounding=rounding_costs(rounded),
         rounded_inputs=describe_rounding(rounded, job.foldable),
-        borrowed=_borrowed(job.calibrated.losses) if job.calibrated else {},
+        borrowed=_borrowed(losses),
         source_bytes=checkpoint.n_bytes,
         destination_bytes=size,
     )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from slidesparse.base.ahead import ahead
-from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.ranks import Ranks
 from slidesparse.commands.calibrated_steps import Source, steps_of
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
@@ -97,7 +97,7 @@ class PruneJob:
         self.layer_of = {f"{prefix}.weight": name for name, prefix in self.prefixes.items()}
         self._check_tensors()
 
-    def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks = ALONE) -> None:
+    def calibrate(self, folder: Path, progress: bool | None, ranks: Ranks) -> None:
         """Prune all layers with the calibration text, if the method needs one; ``folder`` keeps them."""
         if self.windows is None:
             return

@@ -177,10 +177,17 @@ def check_values(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) 
     Raises:
         CheckpointError: Naming its tensor.
     """
+    for tensor in not_finite(meta, checkpoint, read):
+        raise _holds_no_numbers(tensor)
+
+
+def not_finite(meta: MetaModel, checkpoint: Checkpoint, read: Container[str]) -> Iterator[str]:
+    """Yield the tensors of parameters that hold NaN or Inf, except for the weights of layers in ``read``."""
     stored = stored_names(meta)
     for name, _ in meta.model.named_parameters():
-        if name in stored and name.removesuffix(".weight") not in read:
-            check_finite(checkpoint.tensor(stored[name]), stored[name])
+        tensor = stored.get(name)
+        if tensor is not None and name.removesuffix(".weight") not in read and not is_finite(checkpoint.tensor(tensor)):
+            yield tensor
 
 
 def check_finite(tensor: torch.Tensor, name: str) -> None:
@@ -190,4 +197,8 @@ def check_finite(tensor: torch.Tensor, name: str) -> None:
         CheckpointError: Naming it.
     """
     if not is_finite(tensor):
-        raise CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")
+        raise _holds_no_numbers(name)
+
+
+def _holds_no_numbers(name: str) -> CheckpointError:
+    return CheckpointError(f"{name} holds NaN or Inf", needed="finite numbers")

@@ -99,6 +99,18 @@ class Checkpoint:
         return sum(stored.n_bytes for shard in self.shards.values() for stored in shard.values())
 
 
+class ChangedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors change when they are read; a subclass says how.
+
+    Args:
+        source: The checkpoint, whose files are left as they are.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.__dict__.update(source.__dict__)
+        self.source = source
+
+
 def _refuse_endless_files(folder: Path) -> None:
     """Refuse a folder with pipes, devices, or texts that promise far more than they hold.
 

@@ -56,8 +56,8 @@ class CheckpointLayerStore(LayerStore):
         folder: Path,
         device: torch.device,
         compute: torch.dtype,
-        ranks: Ranks = ALONE,
-        experts: ExpertRowsByName | None = None,
+        ranks: Ranks,
+        experts: ExpertRowsByName | None,
     ) -> None:
         self.ranks, self.experts = ranks, experts
         self.checkpoint, self.meta, self.folder, self.device, self.compute = checkpoint, meta, folder, device, compute

@@ -15,7 +15,7 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.rank_tensors import rank_tensors
-from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.ranks import Ranks
 from slidesparse.errors import InputError, first_line
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.expert_rows import ExpertRowsByName
@@ -56,10 +56,10 @@ def prune_layers_from_disk(
     folder: Path,
     device: torch.device,
     *,
-    progress: bool | None = None,
-    ranks: Ranks = ALONE,
-    experts: ExpertRowsByName | None = None,
-    matching: Matching | None = None,
+    progress: bool | None,
+    ranks: Ranks,
+    experts: ExpertRowsByName | None,
+    matching: Matching | None,
 ) -> PrunedLayers:
     """Prune all layers of a causal language model with calibration.
 

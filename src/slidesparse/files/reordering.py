@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
@@ -23,17 +23,17 @@ KEPT = "reordering.safetensors"
 ROWS, COLUMNS = "rows of ", "columns of "
 
 
-class ReorderedCheckpoint(Checkpoint):
+class ReorderedCheckpoint(ChangedCheckpoint):
     """A checkpoint whose rows and columns change places when they are read.
 
     Args:
-        source: The checkpoint, whose files are left as they are.
+        source: The checkpoint.
         orders: ``rows of TENSOR`` or ``columns of TENSOR`` -> the row or column that comes to each place.
     """
 
     def __init__(self, source: Checkpoint, orders: Mapping[str, torch.Tensor]) -> None:
-        self.__dict__.update(source.__dict__)
-        self.source, self.orders = source, orders
+        super().__init__(source)
+        self.orders = orders
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
@@ -62,13 +62,10 @@ def find_reordering(
     linears: dict[str, Any] = {name: module for name, module in meta.model.named_modules() if name in patterns}
     found = [] if run is None else find_inner(linears, meta.model, run)
     uniform = [one for one in found if patterns[one.reader] != DENSE and patterns[one.reader].is_uniform]
-    otherwise = meta.why_stored_otherwise()
 
     def is_stored_plainly(name: str) -> bool:
         leaves = [leaf for leaf, _ in meta.model.get_submodule(name).named_parameters()]
-        return name not in otherwise and all(
-            meta.own_tensor(checkpoint, f"{name}.{leaf}") == f"{meta.prefix(name)}.{leaf}" for leaf in leaves
-        )
+        return all(meta.own_tensor(checkpoint, f"{name}.{leaf}") == f"{meta.prefix(name)}.{leaf}" for leaf in leaves)
 
     channels = [one for one in uniform if all(map(is_stored_plainly, (*one.writers, one.reader)))]
     if not channels:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slidesparse.base.progress import progress_bar
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
@@ -47,20 +47,20 @@ class Rotation:
     writers: frozenset[str]
 
 
-class RotatedCheckpoint(Checkpoint):
+class RotatedCheckpoint(ChangedCheckpoint):
     """A checkpoint whose residual stream is rotated when its tensors are read.
 
     They are computed in float32, and rounded once to the type in which they are stored.
 
     Args:
-        source: The checkpoint, whose files are left as they are.
+        source: The checkpoint.
         rotation: How tensors change.
         q: Orthogonal, float32 [hidden, hidden].
     """
 
     def __init__(self, source: Checkpoint, rotation: Rotation, q: torch.Tensor) -> None:
-        self.__dict__.update(source.__dict__)
-        self.source, self.rotation, self.q = source, rotation, q
+        super().__init__(source)
+        self.rotation, self.q = rotation, q
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
 from slidesparse.files.dense_layers import DenseLayers
 from slidesparse.files.kept_tensors import kept_tensors
 from slidesparse.files.meta_model import MetaModel
@@ -22,21 +22,21 @@ from slidesparse.models.smooth import Fold, exponents, find_folds, fold
 KEPT = "smoothing.safetensors"
 
 
-class SmoothedCheckpoint(Checkpoint):
+class SmoothedCheckpoint(ChangedCheckpoint):
     """A checkpoint whose norms and linears are scaled when they are read, in their own type.
 
     Args:
-        source: The checkpoint on disk, whose files are left as they are.
+        source: The checkpoint.
         factors: Tensor -> what its last dimension is multiplied by, powers of two.
     """
 
     def __init__(self, source: Checkpoint, factors: Mapping[str, torch.Tensor]) -> None:
-        self.__dict__.update(source.__dict__)
+        super().__init__(source)
         self.factors = factors
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         """Read one tensor."""
-        value = super().tensor(name, device)
+        value = self.source.tensor(name, device)
         return value * self.factors[name].to(value) if name in self.factors else value
 
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.checkpoint import ChangedCheckpoint, Checkpoint
 from slidesparse.files.meta_model import build_meta_model
 
 TIED = "tie_word_embeddings"
 
 
-class UntiedCheckpoint(Checkpoint):
+class UntiedCheckpoint(ChangedCheckpoint):
     """A checkpoint with one tensor more, the output embedding, which is read as a copy of the input embedding.
 
     Args:
-        source: The checkpoint, whose files are left as they are.
+        source: The checkpoint.
         embedding: The tensor of the input embedding.
         head: The name that the output embedding's weight gets; a tensor of that name is passed over.
     """
 
     def __init__(self, source: Checkpoint, embedding: str, head: str) -> None:
-        self.__dict__.update(source.__dict__)
-        self.source, self.embedding, self.head = source, embedding, head
+        super().__init__(source)
+        self.embedding, self.head = embedding, head
         self.config_changes = {TIED: False}
         self.config = {**source.config, **self.config_changes}
         shard = source.files.get(head, source.files[embedding])

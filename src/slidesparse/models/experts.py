@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,7 @@ class Experts:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the experts of every layer that has some, in the model's order."""
-    return list(_experts(model))
-
-
-def _experts(model: nn.Module) -> Iterator[Experts]:
+    experts: list[Experts] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if name.startswith(inside):
@@ -87,7 +84,8 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
         found = _fused(name, module) or _listed(name, module)
         if found is not None:
             inside = (*inside, f"{name}.")
-            yield found
+            experts.append(found)
+    return experts
 
 
 def _is_called_experts(name: str, module: nn.Module) -> bool:
@@ -212,9 +210,13 @@ def describe_treated(found: Iterable[Experts], patterns: Mapping[str, str]) -> l
 
 
 def experts_of_a_token(config: Any) -> int:
-    """Return to how many experts of a layer a token is routed; 1 where the config does not say."""
+    """Return to how many experts of a layer a token is routed; 1 where the config does not say.
+
+    Hunyuan's config may have a list, with a number for each layer; the largest counts.
+    """
     for key in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"):
         found = getattr(config, key, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        counts = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int) and one > 0]
+        if counts:
+            return max(counts)
     return 1

@@ -146,7 +146,6 @@ def learn(
     steps: int,
     *,
     seed: int = 0,
-    at_once: int = SETS_OF_A_STEP,
     advance: Callable[[int, str], None] = lambda amount, note: None,
 ) -> torch.Tensor:
     """Return an orthogonal matrix, float32 [hidden, hidden], at which the damage is nearly a local minimum.
@@ -157,7 +156,6 @@ def learn(
         group: Columns of a group of the pattern.
         steps: Of Adam.
         seed: Draws the sets of each step.
-        at_once: How many sets a step takes.
         advance: Is called after each step with 1 and the damage of its sets.
     """
     free = nn.Parameter(torch.zeros_like(start))
@@ -165,7 +163,7 @@ def learn(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        some = torch.randperm(len(sets), generator=draw)[:at_once].tolist()
+        some = torch.randperm(len(sets), generator=draw)[:SETS_OF_A_STEP].tolist()
         with torch.enable_grad():
             q = start @ cayley(free)
             at = q.detach().requires_grad_()

@@ -99,9 +99,13 @@ def rows_in(order: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _outputs(linears: Sequence[nn.Linear], run: Callable[[], object]) -> list[torch.Tensor]:
-    """Run, and return what linears give, float32, in the order of their calls."""
+    """Run, and return what linears give, float32, in the order of their calls; Llama 4's routers give several."""
     found: list[torch.Tensor] = []
-    with hooked(one.register_forward_hook(lambda _, args, out: found.append(out.to(torch.float32))) for one in linears):
+
+    def see(_: nn.Module, args: object, out: Any) -> None:
+        found.extend(one.to(torch.float32) for one in (out if isinstance(out, tuple) else (out,)))
+
+    with hooked(one.register_forward_hook(see) for one in linears):
         run()
     return found
 

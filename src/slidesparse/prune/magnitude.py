@@ -8,7 +8,7 @@ from slidesparse.base.row_blocks import row_blocks
 from slidesparse.pattern import Pattern
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.cheapest import kept, two_cheapest
-from slidesparse.prune.mask import magnitude_cost, magnitude_order, prune_masks
+from slidesparse.prune.mask import magnitude_cost, magnitude_order, masked, prune_masks
 from slidesparse.support import as_bits, check_weight, grouped
 
 
@@ -25,10 +25,7 @@ class Magnitude:
         if linears.pattern.is_uniform:  # each row by itself
             return {name: self._by_rows(weight, linears.pattern) for name, weight in linears.weights.items()}
         masks = prune_masks([magnitude_cost(w) for w in linears.weights.values()], linears.pattern)
-        return {
-            name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
-            for (name, weight), mask in zip(linears.weights.items(), masks, strict=True)
-        }
+        return masked(linears.weights, masks)
 
     def _by_rows(self, weight: torch.Tensor, pattern: Pattern) -> torch.Tensor:
         pruned = torch.empty_like(weight, memory_format=torch.contiguous_format)

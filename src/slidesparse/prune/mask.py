@@ -8,7 +8,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -115,6 +115,14 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
         follows = cheapest_groups(by_group, drops, pattern)
         drops = [drop & follows.unsqueeze(-1) for drop in drops]
     return [~drop.flatten(1)[:, : cost.shape[1]] for drop, cost in zip(drops, costs, strict=True)]
+
+
+def masked(weights: Mapping[str, torch.Tensor], masks: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights with +0 where their masks are False."""
+    return {
+        name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
+        for (name, weight), mask in zip(weights.items(), masks, strict=True)
+    }
 
 
 def check_cost(cost: torch.Tensor) -> None:

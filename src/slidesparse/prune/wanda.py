@@ -11,7 +11,7 @@ import torch
 
 from slidesparse.prune.base import Linears, register_pruner
 from slidesparse.prune.gram import checked_gram
-from slidesparse.prune.mask import positive_where, prune_masks
+from slidesparse.prune.mask import masked, positive_where, prune_masks
 from slidesparse.support import is_nonzero
 
 
@@ -25,10 +25,7 @@ class Wanda:
         """See :class:`slidesparse.prune.base.Pruner`."""
         squared_norms = checked_gram(linears).diagonal()
         masks = prune_masks([wanda_cost(w, squared_norms) for w in linears.weights.values()], linears.pattern)
-        return {
-            name: torch.where(mask, weight, torch.zeros((), dtype=weight.dtype))
-            for (name, weight), mask in zip(linears.weights.items(), masks, strict=True)
-        }
+        return masked(linears.weights, masks)
 
 
 def wanda_cost(weight: torch.Tensor, squared_norms: torch.Tensor) -> torch.Tensor:
