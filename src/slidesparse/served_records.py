@@ -211,15 +211,15 @@ def to_line(record: ServeRecord | TimelineRecord) -> str:
     return json.dumps(dataclasses.asdict(record), separators=(",", ":"), allow_nan=False)
 
 
-def is_of(kind: str, path: Path) -> bool:
-    """Whether a file's first line is a record of that benchmark; strict reading says what is wrong with it later."""
+def benchmark_of(path: Path) -> str | None:
+    """The benchmark that a file's first line names, if it does; strict reading says what is wrong with it later."""
     try:
         require_regular(path)
         with open_records(path, "r") as file:
             first = json.loads(file.readline())
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):
-        return False
-    return isinstance(first, dict) and first.get("benchmark") == kind
+        return None
+    return first.get("benchmark") if isinstance(first, dict) else None
 
 
 def read(kind: type[R], paths: Iterable[Path]) -> list[R]:

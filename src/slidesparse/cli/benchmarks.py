@@ -267,11 +267,10 @@ def _report(options: argparse.Namespace) -> int:
     from slidesparse.report import write_report
     from slidesparse.report.serve import write_serve_report
 
-    served, profiled = (
-        [path for path in options.records if served_records.is_of(kind, path)]
-        for kind in (served_records.SERVE, served_records.TIMELINE)
-    )
-    others = [path for path in options.records if path not in (*served, *profiled)]
+    kinds = {path: served_records.benchmark_of(path) for path in options.records}
+    served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
+    profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
+    others = [path for path in kinds if path not in (*served, *profiled)]
     written = write_report(read_records(others), options.out) if others else []
     if served or profiled:
         loads = served_records.read(served_records.ServeRecord, served)
