@@ -63,7 +63,7 @@ class Pretender:
 
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "timeline":
-            return [STEP] * arguments[0]
+            return [STEP] * self.options.timeline_steps
         if name == "measure":
             return self.measure(*arguments)
         return None

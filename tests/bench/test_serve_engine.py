@@ -160,7 +160,7 @@ def test_a_timeline_profiles_the_mixed_load(pretend: None, tmp_path: Path, monke
     monkeypatch.setattr(PretendLLM, "stop_profile", nothing, raising=False)
     monkeypatch.setattr(serve_engine, "MIXED", SHORT)
     driver = ServeDriver(ServeOptions(tmp_path, False, timeline=tmp_path, timeline_steps=9))
-    assert driver.timeline(9) == []
+    assert driver.timeline() == []
     profiler = PretendLLM.made[0].arguments.profiler_config
     assert (profiler.torch_profiler_dir, profiler.max_iterations) == (str(tmp_path), 9)
 

@@ -302,7 +302,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
         _tell(f"{_name(key)}: up after {record.start_s:.0f} s")
         engine.call("warm_up")
         if run_.profile.timeline is not None:
-            for step in engine.call("timeline", run_.profile.timeline):
+            for step in engine.call("timeline"):
                 run_.write(TimelineRecord(key, run_.machine, record.started, step))
             return
         for workload in run_.missing(key):
