@@ -546,6 +546,7 @@ def test_the_command_line_reaches_the_engines(
         ["--timeline", "0"],
         ["--budget-s", "0"],
         ["--tokens", "5"],
+        ["--profile", "quick"],
         ["--rounds", "5"],
         ["--alone"],
         ["--workloads", "bursts"],
