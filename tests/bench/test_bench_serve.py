@@ -417,6 +417,18 @@ def test_who_died_in_process_did_not_die_over_http(
     assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
 
 
+def test_a_run_fails_by_its_own_engines_alone(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(Pretender, "dies_at", "start")
+    assert list(run(PROFILE, path, tmp_path).failed) == [
+        f"Qwen2.5-7B int8 {name}" for name in ("control", "6:8", "2:4")
+    ]
+    monkeypatch.setattr(Pretender, "dies_at", None)
+    assert not run(replace(PROFILE, dtypes=("fp8",)), path, tmp_path).failed
+    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+    assert len(run(PROFILE, path, tmp_path).failed) == 3
+
+
 def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
     profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
     assert [(workload.name, workload.seconds) for workload in profile.workloads] == [

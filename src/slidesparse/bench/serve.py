@@ -63,7 +63,7 @@ class ServeSummary:
         path: The records file.
         records: How many it holds now.
         added: How many of them this run wrote.
-        failed: Engines that died, and why.
+        failed: Engines that died, in this run or an earlier one, and why.
         waiting: Engines that still have to run: the budget was spent.
     """
 
@@ -109,19 +109,20 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
         http = _over_http(profile)
         run_ = ServeRun(profile, path, folder, machine, time.monotonic(), http, found, profiled)
-        kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
-        ahead = [[key for key in profile.keys(*kind) if run_.missing(key)] for kind in kinds]
+        asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
+        ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
         if any(ahead):
             require_free(environment.uuids(profile.gpus), SHARE)
         for keys in ahead:
             _require(run_, keys)
         _tell_ahead(run_, [key for keys in ahead for key in keys])
-        waiting = [key for kind in kinds for key in _serve_all(run_, *kind)]
+        waiting = [key for keys in asked for key in _serve_all(run_, keys)]
+    died = [r for r in run_.found if r.died and r.http == http and any(r.key in keys for keys in asked)]
     return ServeSummary(
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
         added=run_.added,
-        failed={_name(r.key): r.why_not or "" for r in run_.found if r.died and r.http == http} | run_.failed,
+        failed={_name(r.key): r.why_not or "" for r in died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
     )
 
@@ -204,9 +205,8 @@ def _tell_ahead(run_: ServeRun, keys: Sequence[EngineKey]) -> None:
     _tell(line)
 
 
-def _serve_all(run_: ServeRun, model: str, dtype: str) -> list[EngineKey]:
+def _serve_all(run_: ServeRun, keys: Sequence[EngineKey]) -> list[EngineKey]:
     """Run the engines of a model and type; returns those that the budget left out."""
-    keys = run_.profile.keys(model, dtype)
     for key in keys:
         if not run_.missing(key):
             continue
