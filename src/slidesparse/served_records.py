@@ -102,8 +102,8 @@ class ServeRecord:
         start_s: Seconds until it could be asked.
         rate: Requests a second, of arrivals at random.
         seconds: Of each repeat; of decoding, the median step of each, or over HTTP the median time between tokens.
-        prompt_tokens: Taken in by each repeat.
-        output_tokens: Given by each repeat.
+        prompt_tokens: Asked of each repeat.
+        output_tokens: Given by each repeat, a mean where some were lost; 0 without times.
         wall_s: All repeats together.
         first: Time to the first token.
         between: Time between tokens.
