@@ -131,11 +131,11 @@ def seven() -> str:
     return markdown(("", *columns), rows)
 
 
-def rounds(name: str, keys: Iterable[tuple[str, int]]) -> str:
-    """Medians of the rounds, and in brackets the quiet ones where they differ by more than 0.02."""
+def one_b() -> str:
+    """Llama-3.2-1B: medians of the rounds, and in brackets the quiet ones where they differ by more than 0.02."""
     rows = []
-    for kind, tokens in keys:
-        one = engines(name)[kind, tokens]
+    for kind, tokens in [("prefill", m) for m in (512, 2048, 4096, 16384)] + [("decode", m) for m in (64, 256)]:
+        one = engines("llama-3.2-1b-int8-auto.jsonl")[kind, tokens]
         cells = []
         for pattern in ("2:4", "4:6", "6:8"):
             median, quiet = speedup(one, pattern), quiet_speedup(one, pattern)
@@ -143,12 +143,6 @@ def rounds(name: str, keys: Iterable[tuple[str, int]]) -> str:
             cells.append(f"{median:.2f}" + (f" ({quiet:.2f})" if abs(median - quiet) > 0.02 else ""))
         rows.append([f"{kind} {tokens}", milliseconds(one), *cells, percent(spread(one))])
     return markdown(("INT8", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
-
-
-def one_b() -> str:
-    """Llama-3.2-1B."""
-    keys = [("prefill", m) for m in (512, 2048, 4096, 16384)]
-    return rounds("llama-3.2-1b-int8-auto.jsonl", keys + [("decode", m) for m in (64, 256)])
 
 
 def graphs() -> str:
@@ -415,10 +409,15 @@ def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
 
 
+def decoding_us(name: str) -> dict[tuple[str, int, str], float]:
+    """(type, sequences, variant) -> microseconds of a block, in a record of benchmarks/decoding_linears.py."""
+    lines = (H200 / name).read_text().splitlines()[1:]
+    return {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
+
+
 def decoding() -> str:
     """The linears of decoding in one CUDA graph."""
-    lines = (H200 / "decoding-linears.jsonl").read_text().splitlines()[1:]
-    times = {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
+    times = decoding_us("decoding-linears.jsonl")
     patterns = ("2:4", "4:6", "6:8", "8:10")
     rows = []
     for dtype, tokens in product(("int8", "fp8"), (16, 64, 256)):
@@ -430,8 +429,7 @@ def decoding() -> str:
 
 def decoding_anchors() -> str:
     """What a better dense kernel gives there, and what fewer bytes give on top of it."""
-    lines = (H200 / "decoding-anchors.jsonl").read_text().splitlines()[1:]
-    times = {(one["dtype"], one["tokens"], one["variant"]): one["us"] for one in map(json.loads, lines)}
+    times = decoding_us("decoding-anchors.jsonl")
     others = {f"dense, {name}": label for name, label in ANCHORS.items()}
     patterns = ("6:8", "4:6", "2:4")
     rows = []

@@ -63,7 +63,8 @@ class Case:
             kernels``.
         model: The model that the shape comes from, ``square``, or empty for a kernel on activations alone.
         layer: ``qkv``, ``o``, ``gate_up`` or ``down``; of whole engines ``prefill`` or ``decode``, or the work of
-            kernels (``gemm``, ...); of experts ``gate_up, balanced``; empty where there is no model.
+            kernels (``gemm``, ...); of experts ``gate_up, balanced``; empty where there is no model, or its
+            engine failed.
         dtype: ``int8``, ``fp8``, ``bf16`` or ``fp16``.
         tokens: M, rows of the activations (tokens of a prefill, sequences of a decoding step); 0 where there are none.
         out_features: N, rows of the weight; 0 where there is none.
@@ -232,7 +233,7 @@ def _check(record: Record) -> None:
     """Refuse names that no table has, and numbers that nobody can have measured."""
     case, timing = record.case, record.timing
     known = {"benchmark": BENCHMARKS, "dtype": DTYPE_NAMES}
-    if case.benchmark == ENGINE:
+    if case.benchmark == ENGINE and timing is not None:
         known["layer"] = (PREFILL, DECODE)
     for name, names in known.items():
         if getattr(case, name).partition(",")[0] not in names:

@@ -102,8 +102,8 @@ class ServeRecord:
         start_s: Seconds until it could be asked.
         rate: Requests a second, of arrivals at random.
         seconds: Of each repeat; of decoding, the median step of each, or over HTTP the median time between tokens.
-        prompt_tokens: Taken in by each repeat.
-        output_tokens: Given by each repeat.
+        prompt_tokens: Asked of each repeat.
+        output_tokens: Given by each repeat, a mean where some were lost; 0 without times.
         wall_s: All repeats together.
         first: Time to the first token.
         between: Time between tokens.
@@ -211,15 +211,15 @@ def to_line(record: ServeRecord | TimelineRecord) -> str:
     return json.dumps(dataclasses.asdict(record), separators=(",", ":"), allow_nan=False)
 
 
-def is_of(kind: str, path: Path) -> bool:
-    """Whether a file's first line is a record of that benchmark; strict reading says what is wrong with it later."""
+def benchmark_of(path: Path) -> str | None:
+    """The benchmark that a file's first line names, if it does; strict reading says what is wrong with it later."""
     try:
         require_regular(path)
         with open_records(path, "r") as file:
             first = json.loads(file.readline())
     except (OSError, ValueError, EOFError, zlib.error, RecursionError):
-        return False
-    return isinstance(first, dict) and first.get("benchmark") == kind
+        return None
+    return first.get("benchmark") if isinstance(first, dict) else None
 
 
 def read(kind: type[R], paths: Iterable[Path]) -> list[R]:

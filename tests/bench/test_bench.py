@@ -488,6 +488,20 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:
         runner.run(["gemm"], TINY, session(), tmp_path / "none" / "r.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["kernels", "--models", "Qwen2.5-7B"], "bench gemm or linear or pack or all or vllm or serve"),
+        (["pack", "--tokens", "64"], "bench gemm or kernels or linear or all or vllm"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], needed: str
+) -> None:
+    assert main(["bench", *words, "--out", str(tmp_path / "r.jsonl")]) == 1
+    assert capsys.readouterr().err == f"slidesparse: {words[1]}; got bench {words[0]}; needed {needed}\n"
+
+
 # -- the environment and the command line --------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ class Pretender:
 
     def call(self, name: str, *arguments: Any) -> Any:
         if name == "timeline":
-            return [STEP] * arguments[0]
+            return [STEP] * self.options.timeline_steps
         if name == "measure":
             return self.measure(*arguments)
         return None
@@ -206,7 +206,7 @@ def test_experts_go_with_the_linears(pretend: None, tmp_path: Path) -> None:
 
 def test_checkpoints_stay_for_the_next_run_until_another_type_needs_the_room(pretend: None, tmp_path: Path) -> None:
     def kept() -> list[str]:
-        return sorted(folder.name for folder in (tmp_path / "scratch").iterdir())
+        return sorted(folder.name for folder in (tmp_path / "scratch").glob("[!.]*"))
 
     run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
     assert kept() == [f"Qwen2.5-7B-28-int8-{pattern}" for pattern in ("2of4", "6of8", "dense")]
@@ -246,6 +246,20 @@ def test_two_runs_do_not_add_to_one_file(
     assert refused[0].startswith(f"another bench serve adds to {tmp_path / name}; ")
     assert len(Pretender.started) == 1
     assert run(PROFILE, tmp_path / name, tmp_path).added == 0 + 15  # no longer
+
+
+def test_two_runs_do_not_replace_each_others_checkpoints(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Pretender, workload: Workload, rate: float | None) -> Measured:
+        other = replace(PROFILE, dtypes=("fp8",))  # on another GPU, say
+        with pytest.raises(InputError, match="--scratch; got one that another bench serve uses; needed one for each"):
+            run(other, tmp_path / "other.jsonl", tmp_path / "scratch")
+        assert (self.options.folder / "config.json").exists()
+        return Pretender.measure(self, workload, rate)
+
+    monkeypatch.setattr(serve, "ServedEngine", type("Busy", (Pretender,), {"measure": measure}))
+    assert run(replace(PROFILE, engines=("stock",)), tmp_path / "r.jsonl", tmp_path / "scratch").added == 3
 
 
 def test_a_refused_run_leaves_no_file(pretend: None, tmp_path: Path) -> None:
@@ -325,7 +339,7 @@ def test_a_budget_ends_a_run_between_engines_and_keeps_the_checkpoints(
     assert 0 < summary.added < 18
     assert len(summary.waiting) == 6 - summary.added // 3
     assert "run the same command again: Qwen2.5-7B int8 " in summary.describe()
-    assert list((tmp_path / "scratch").iterdir())
+    assert list((tmp_path / "scratch").glob("[!.]*"))
 
 
 @pytest.mark.parametrize(("dies_at", "workload"), [("start", None), ("mixed", "mixed")])
@@ -417,6 +431,18 @@ def test_who_died_in_process_did_not_die_over_http(
     assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
 
 
+def test_a_run_fails_by_its_own_engines_alone(pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    monkeypatch.setattr(Pretender, "dies_at", "start")
+    assert list(run(PROFILE, path, tmp_path).failed) == [
+        f"Qwen2.5-7B int8 {name}" for name in ("control", "6:8", "2:4")
+    ]
+    monkeypatch.setattr(Pretender, "dies_at", None)
+    assert not run(replace(PROFILE, dtypes=("fp8",)), path, tmp_path).failed
+    assert not run(replace(PROFILE, engines=("stock",)), path, tmp_path).failed
+    assert len(run(PROFILE, path, tmp_path).failed) == 3
+
+
 def test_a_soak_comes_last_at_the_rate_of_the_larger_arrivals(pretend: None, tmp_path: Path) -> None:
     profile = adapt(dtypes=["int8"], workloads=["mixed"], soak_s=360.0, engines=["stock", "6:8"])
     assert [(workload.name, workload.seconds) for workload in profile.workloads] == [
@@ -480,7 +506,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
         UnsupportedError, match=r"no disk space .* got 27\.0 GB in .* needed 27\.\d GB; name a larger disk"
     ):
         run(PROFILE, tmp_path / "r.jsonl", tmp_path / "scratch")
-    assert not list((tmp_path / "scratch").iterdir())
+    assert not list((tmp_path / "scratch").glob("[!.]*"))
     run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")  # two need less
 
 
@@ -546,6 +572,7 @@ def test_the_command_line_reaches_the_engines(
         ["--timeline", "0"],
         ["--budget-s", "0"],
         ["--tokens", "5"],
+        ["--profile", "quick"],
         ["--rounds", "5"],
         ["--alone"],
         ["--workloads", "bursts"],

@@ -200,6 +200,28 @@ def test_an_engine_alone_that_does_not_start_is_recorded(pretend: None, tmp_path
     records = run(profile, tmp_path / "records.jsonl")
     assert [r.why_not is not None for r in records[:3]] == [True, False, False]
     assert [r.algorithm for r in records[:3]] == ["cusparselt", "", "hopper"]
+    assert read_records([tmp_path / "records.jsonl"]) == records
+
+
+@pytest.mark.parametrize(("dying", "failed"), [(2, "2:4"), (4, "dense")])
+def test_an_engine_alone_that_dies_loses_what_no_other_measured(
+    pretend: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dying: int, failed: str
+) -> None:
+    class Dying(Pretender):
+        def call(self, name: str, *arguments: Any) -> Any:
+            if len(Pretender.started) == dying and name == "decode":
+                raise UnsupportedError("the vLLM engine failed", got="its process ended")
+            return super().call(name, *arguments)
+
+    monkeypatch.setattr(vllm, "Engine", Dying)
+    records = run(replace(PROFILE, alone=True), tmp_path / "alone.jsonl")
+    assert read_records([tmp_path / "alone.jsonl"]) == records
+    assert [r.variant for r in records if r.why_not is not None] == [failed]
+    times = [record for record in records if record.case.benchmark == ENGINE and record.timing is not None]
+    measured = [variant for variant in SECONDS if (variant, dying) != ("2:4", 2)]
+    assert [record.variant for record in times] == 2 * measured
+    assert {record.noise is None for record in times} == {dying == 4}  # dense was not timed twice
+    assert Pretender.stopped == len(Pretender.started) == 4
 
 
 def test_the_command_line_reaches_the_engines(
@@ -327,6 +349,7 @@ def test_an_engine_of_ours_that_does_not_start_is_recorded_and_the_others_are_me
     failed, *timed = records
     assert (failed.algorithm, failed.why_not) == ("cusparselt", "the vLLM engine failed; got no memory")
     assert {record.algorithm for record in timed} == {"", "hopper"}
+    assert read_records([tmp_path / "records.jsonl"]) == records
     page = next(file for file in write_report(records, tmp_path / "report") if file.suffix == ".md").read_text()
     assert "| vllm | int8 | 6:8 | slidesparse | the vLLM engine failed; got no memory | 1 |" in page
 

@@ -104,14 +104,16 @@ def test_a_workload_is_served_and_timed(pretend: None, tmp_path: Path) -> None:
 def test_requests_that_get_too_few_tokens_are_lost(pretend: None, tmp_path: Path) -> None:
     driver = ServeDriver(ServeOptions(tmp_path, False))
     PretendLLM.short = 1
-    assert driver.measure(SHORT, None).lost == 12
+    found = driver.measure(SHORT, None)
+    assert found.lost == 12
+    assert found.output_tokens == sum(sampling.max_tokens - 1 for _, sampling, _ in PretendLLM.made[0].asked[:6])
 
 
 def test_a_figure_that_nobody_could_take_ends_no_engine(pretend: None, tmp_path: Path) -> None:
     driver = ServeDriver(ServeOptions(tmp_path, False))
     found = driver.measure(decode(5, 80), None)  # this engine has steps of four tokens
     assert found.why_not == "no step in which 5 sequences decode: [4] tokens"
-    assert (found.seconds, found.prompt_tokens, found.output_tokens) == ((), 5 * 16, 5 * 64)
+    assert (found.seconds, found.prompt_tokens, found.output_tokens) == ((), 5 * 16, 0)
     assert found.wall_s > 0
     assert driver.measure(decode(4, 80), None).why_not is None
 
@@ -160,7 +162,7 @@ def test_a_timeline_profiles_the_mixed_load(pretend: None, tmp_path: Path, monke
     monkeypatch.setattr(PretendLLM, "stop_profile", nothing, raising=False)
     monkeypatch.setattr(serve_engine, "MIXED", SHORT)
     driver = ServeDriver(ServeOptions(tmp_path, False, timeline=tmp_path, timeline_steps=9))
-    assert driver.timeline(9) == []
+    assert driver.timeline() == []
     profiler = PretendLLM.made[0].arguments.profiler_config
     assert (profiler.torch_profiler_dir, profiler.max_iterations) == (str(tmp_path), 9)
 

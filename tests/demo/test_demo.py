@@ -237,7 +237,7 @@ def test_an_accelerated_backend_is_measured(encoder, batches, monkeypatch):
 def test_the_demonstration(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("slidesparse.demo.run.read_sentences", lambda: read_sentences()[::3])
     plot = tmp_path / "demo.png"
-    found = run_demo(plot, progress=False, patterns=("6:8", "2:4"))
+    found = run_demo(plot, patterns=("6:8", "2:4"))
     assert [(row.pattern, row.dtype) for row in found.rows] == [
         (pattern, dtype) for pattern in ("dense", "6:8", "2:4") for dtype in ("int8", "fp8")
     ]

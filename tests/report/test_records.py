@@ -120,7 +120,7 @@ def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path)
 
 def test_a_pipe_holds_no_records(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "r.jsonl")
-    assert not served_records.is_of(served_records.SERVE, tmp_path / "r.jsonl")
+    assert served_records.benchmark_of(tmp_path / "r.jsonl") is None
     with pytest.raises(InputError, match="got a pipe"):
         read_records([tmp_path / "r.jsonl"])
 

@@ -156,6 +156,13 @@ def test_baselines_name_the_winner_and_all_that_were_tried(tmp_path: Path) -> No
     assert row["algorithms"] == "4"
 
 
+def test_whole_engines_are_no_products_to_choose_a_baseline_from(tmp_path: Path) -> None:
+    of = replace(case(), benchmark="vllm", layer="prefill")
+    engines = [replace(record(of, variant, us), tried=()) for variant, us in ((DENSE_VARIANT, 2.0), ("6:8", 1.0))]
+    assert "baselines" not in report(engines, tmp_path / "a")
+    assert len(report(engines + model_records(), tmp_path / "b")["baselines"]) == 1
+
+
 def test_a_long_search_is_counted_and_not_listed(tmp_path: Path) -> None:
     searched = tuple(Tried(f"heuristic {i}", 5.0) for i in range(64))
     records = [

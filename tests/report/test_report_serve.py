@@ -160,9 +160,18 @@ def test_what_nobody_can_have_measured_is_refused(tmp_path: Path, wrong: dict[st
     assert "\n" not in str(error.value)
 
 
-def test_records_of_two_gpus_are_refused(tmp_path: Path) -> None:
-    other = replace(RECORDS[0], machine=replace(MACHINE, gpu="Other"))
-    with pytest.raises(InputError, match="one GPU"):
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"gpu": "Other"}, "got Other, Pretend; needed records of one GPU"),
+        ({"vllm": "0.33.0"}, r"got 0\.22\.1, 0\.33\.0; needed records of one release of vLLM"),
+    ],
+)
+def test_records_that_must_not_be_divided_by_one_another_are_refused(
+    tmp_path: Path, there: dict[str, str], words: str
+) -> None:
+    other = replace(RECORDS[5], machine=replace(MACHINE, **there))
+    with pytest.raises(InputError, match=words):
         write_serve_report([RECORDS[0], other], [], tmp_path)
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,28 +35,24 @@ from slidesparse.bench.serve_measured import Measured
 from slidesparse.bench.serve_memory import require_free
 from slidesparse.bench.serve_options import SHARE, ServeOptions
 from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
+from slidesparse.bench.serve_run import ServeRun
 from slidesparse.bench.serve_server import why_no_http
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.records import DENSE_VARIANT, Machine, open_records
+from slidesparse.records import Machine
 from slidesparse.served_records import (
     AT_ONCE,
     DECODE,
-    SOAK,
     STOCK,
     EngineKey,
     ServeRecord,
     TimelineRecord,
     Workload,
     resume,
-    to_line,
 )
 
 SAME = ("gpu", "driver", "torch", "vllm")
 """What all records of a file share: engines are compared with one another, and arrivals go by what stock took."""
-
-FIRST_GUESS_S = 150.0
-"""What an engine takes without a soak, before one has."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class ServeSummary:
         path: The records file.
         records: How many it holds now.
         added: How many of them this run wrote.
-        failed: Engines that died, and why.
+        failed: Engines that died, in this run or an earlier one, and why.
         waiting: Engines that still have to run: the budget was spent.
     """
 
@@ -84,60 +80,6 @@ class ServeSummary:
         if self.waiting:
             lines.append(f"not run yet, run the same command again: {', '.join(self.waiting)}")
         return "\n".join(lines)
-
-
-@dataclass
-class _Run:
-    """One run: what was measured before, and where what comes goes."""
-
-    profile: ServeProfile
-    path: Path
-    scratch: Path
-    machine: Machine
-    started: float
-    http: bool
-    found: list[ServeRecord] = field(default_factory=list)
-    profiled: list[TimelineRecord] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    added: int = 0
-    longest_s: float = 0.0
-
-    def write(self, record: ServeRecord | TimelineRecord) -> None:
-        with open_records(self.path, "a") as file:
-            file.write(to_line(record) + "\n")
-        self.added += 1
-        if isinstance(record, ServeRecord):
-            self.found.append(record)
-        else:
-            self.profiled.append(record)
-
-    def missing(self, key: EngineKey) -> list[Workload]:
-        """What an engine has still to serve: nothing once it died."""
-        mine = [record for record in self.found if record.key == key and record.http == self.http]
-        if any(record.died for record in mine) or any(step.key == key for step in self.profiled):
-            return []
-        done = [record.workload for record in mine]
-        return [workload for workload in self.profile.workloads if workload not in done]
-
-    def guess_s(self, key: EngineKey) -> float:
-        """What an engine takes, by a guess."""
-        return FIRST_GUESS_S + sum(workload.seconds for workload in self.missing(key) if workload.kind == SOAK)
-
-    def spent(self, key: EngineKey) -> bool:
-        """Whether an engine would end after the budget."""
-        if self.profile.budget_s is None:
-            return False
-        return time.monotonic() - self.started + (self.longest_s or self.guess_s(key)) > self.profile.budget_s
-
-    def of_stock(self, key: EngineKey) -> list[ServeRecord]:
-        """What became of the stock engine of an engine's model and type."""
-        stock = dataclasses.replace(key, engine=STOCK, pattern=DENSE_VARIANT, backend="", graphs=None)
-        return [record for record in self.found if record.key == stock and record.http == self.http]
-
-    def saturation(self, key: EngineKey) -> float | None:
-        """Requests a second that stock took of the mixed load."""
-        taken = [one.seconds for one in self.of_stock(key) if one.workload == MIXED and one.why_not is None]
-        return MIXED.requests / statistics.median(taken[-1]) if taken else None
 
 
 def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> ServeSummary:
@@ -166,20 +108,21 @@ def run(profile: ServeProfile, path: Path, scratch: Path | None = None) -> Serve
         machine = environment.machine()
         _require_same(path, [*(one.machine for one in found), *(one.machine for one in profiled)], machine)
         http = _over_http(profile)
-        run_ = _Run(profile, path, folder, machine, time.monotonic(), http, found, profiled)
-        kinds = [(model, dtype) for model in profile.models for dtype in profile.dtypes]
-        ahead = [[key for key in profile.keys(*kind) if run_.missing(key)] for kind in kinds]
+        run_ = ServeRun(profile, path, folder, machine, time.monotonic(), http, found, profiled)
+        asked = [profile.keys(model, dtype) for model in profile.models for dtype in profile.dtypes]
+        ahead = [[key for key in keys if run_.missing(key)] for keys in asked]
         if any(ahead):
             require_free(environment.uuids(profile.gpus), SHARE)
         for keys in ahead:
             _require(run_, keys)
         _tell_ahead(run_, [key for keys in ahead for key in keys])
-        waiting = [key for kind in kinds for key in _serve_all(run_, *kind)]
+        waiting = [key for keys in asked for key in _serve_all(run_, keys)]
+    died = [r for r in run_.found if r.died and r.http == http and any(r.key in keys for keys in asked)]
     return ServeSummary(
         path=str(path),
         records=len(run_.profiled if timeline else run_.found),
         added=run_.added,
-        failed={_name(r.key): r.why_not or "" for r in run_.found if r.died and r.http == http} | run_.failed,
+        failed={_name(r.key): r.why_not or "" for r in died} | run_.failed,
         waiting=tuple(map(_name, waiting)),
     )
 
@@ -236,13 +179,13 @@ def _over_http(profile: ServeProfile) -> bool:
     return False
 
 
-def _require(run_: _Run, keys: list[EngineKey]) -> None:
+def _require(run_: ServeRun, keys: list[EngineKey]) -> None:
     """Refuse what cannot end well before any engine is started."""
     if not keys:
         return
     require_space(run_.scratch, keys, removable(run_.profile, keys[0]))
     random = [workload.name for key in keys for workload in run_.missing(key) if workload.load]
-    if random and run_.profile.timeline is None and not _stock_counts(run_, keys[0]):
+    if random and run_.profile.timeline is None and not run_.stock_counts(keys[0]):
         raise InputError(
             f"{random[0]} of what stock takes",
             got="no stock engine that serves the mixed load",
@@ -250,33 +193,20 @@ def _require(run_: _Run, keys: list[EngineKey]) -> None:
         )
 
 
-def _stock_counts(run_: _Run, first: EngineKey) -> bool:
-    """Whether stock's saturation is known, or will be, or its death is a record already."""
-    if _stock_comes(run_, first) or run_.saturation(first) is not None:
-        return True
-    return any(record.died for record in run_.of_stock(first))
-
-
-def _stock_comes(run_: _Run, first: EngineKey) -> bool:
-    """Whether the first engine is stock, and will serve the mixed load."""
-    return first.engine == STOCK and MIXED in run_.missing(first)
-
-
-def _tell_ahead(run_: _Run, keys: Sequence[EngineKey]) -> None:
+def _tell_ahead(run_: ServeRun, keys: Sequence[EngineKey]) -> None:
     """Say what will run, and how long that takes by a guess."""
     if not keys:
         return
     minutes, names = sum(map(run_.guess_s, keys)) / 60, ", ".join(map(_name, keys))
     line = f"about {minutes:.0f} minutes for {counted(len(keys), 'engine')}: {names}"
     loads = [workload.name for workload in run_.missing(keys[0]) if workload.load]
-    if loads and run_.profile.timeline is None and _stock_comes(run_, keys[0]):
+    if loads and run_.profile.timeline is None and run_.stock_comes(keys[0]):
         line += f"; stock serves the mixed load first, as {', '.join(loads)} will be a share of what it takes"
     _tell(line)
 
 
-def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
+def _serve_all(run_: ServeRun, keys: Sequence[EngineKey]) -> list[EngineKey]:
     """Run the engines of a model and type; returns those that the budget left out."""
-    keys = run_.profile.keys(model, dtype)
     for key in keys:
         if not run_.missing(key):
             continue
@@ -288,7 +218,7 @@ def _serve_all(run_: _Run, model: str, dtype: str) -> list[EngineKey]:
     return [key for key in keys if run_.missing(key) and _name(key) not in run_.failed]
 
 
-def _serve_one(run_: _Run, key: EngineKey) -> None:
+def _serve_one(run_: ServeRun, key: EngineKey) -> None:
     """Start an engine and let it serve what it has not served; a record says where it died."""
     workload: Workload | None = None
     options = _options(run_, key)
@@ -302,7 +232,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
         _tell(f"{_name(key)}: up after {record.start_s:.0f} s")
         engine.call("warm_up")
         if run_.profile.timeline is not None:
-            for step in engine.call("timeline", run_.profile.timeline):
+            for step in engine.call("timeline"):
                 run_.write(TimelineRecord(key, run_.machine, record.started, step))
             return
         for workload in run_.missing(key):
@@ -319,7 +249,7 @@ def _serve_one(run_: _Run, key: EngineKey) -> None:
         engine.stop()
 
 
-def _rate(run_: _Run, key: EngineKey, workload: Workload) -> float | None:
+def _rate(run_: ServeRun, key: EngineKey, workload: Workload) -> float | None:
     if workload.kind in (AT_ONCE, DECODE):
         return None
     saturation = run_.saturation(key)
@@ -333,7 +263,7 @@ def _record(record: ServeRecord, workload: Workload, rate: float | None, measure
     return dataclasses.replace(record, workload=workload, rate=rate, **found)
 
 
-def _options(run_: _Run, key: EngineKey) -> ServeOptions:
+def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
     """Write an engine's checkpoint, unless it is there already, and say how to serve it."""
     folder = ready_checkpoint(run_.scratch, key, removable(run_.profile, key), run_.profile.plan)
     arguments: dict[str, Any] = {"quantization": "slidesparse"} if key.dtype == "bf16" and key.backend else {}

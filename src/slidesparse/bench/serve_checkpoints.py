@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slidesparse.base.file_lock import file_lock
 from slidesparse.bench.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.errors import InputError, UnsupportedError
@@ -20,13 +21,16 @@ from slidesparse.served_records import EngineKey
 SPARE_BYTES = 10**9
 """Left free, for logs and caches."""
 
+LOCK = ".lock"
+"""A file in the user's folder, which a run holds."""
+
 
 @contextmanager
 def scratch_folder(folder: Path | None) -> Iterator[Path]:
     """A folder for checkpoints: the user's, which keeps them, or a temporary one.
 
     Raises:
-        InputError: It cannot be made.
+        InputError: It cannot be made, or another run has it: each would replace the checkpoints of the other.
     """
     if folder is None:
         with tempfile.TemporaryDirectory() as made:
@@ -36,7 +40,10 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError("--scratch", got=error, needed="a folder that can be written") from error
-    yield folder
+    with file_lock(folder / LOCK, 0) as held:
+        if not held:
+            raise InputError("--scratch", got="one that another bench serve uses", needed="one for each")
+        yield folder
 
 
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:

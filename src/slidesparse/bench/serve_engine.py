@@ -191,14 +191,15 @@ class ServeDriver:
         power = self._meter.power if self._meter else None
         return dataclasses.replace(summarise([one], asked, one.seconds, steps, power), soak=stood)
 
-    def timeline(self, steps: int) -> list[Step]:
-        """Profile this many steps of the mixed load; :data:`TIMELINE_DELAY` pass before. Only in process."""
+    def timeline(self) -> list[Step]:
+        """Profile as many steps of the mixed load as the options say, after :data:`TIMELINE_DELAY`. Only in process."""
         assert self._options.timeline is not None
         assert isinstance(self._front, Inside)
         asked = requests(MIXED, 0)
         self._run(self._front.start_timeline())
         self._serve(asked)
-        return self._run(self._front.stop_timeline(self._options.timeline))[:steps]
+        found = self._run(self._front.stop_timeline(self._options.timeline))
+        return found[: self._options.timeline_steps]
 
     def close(self) -> None:
         """End the engine."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from slidesparse.bench.serve_load import Request, Served
@@ -42,10 +41,10 @@ class OverHttp:
         Raises:
             UnsupportedError: It did not start.
         """
+        assert options.log is not None
         port = free_port()
-        log = options.log or Path(f"{options.folder}.log")
         command = [sys.executable, *CLI, *server_arguments(options, HOST, port, MODEL)]
-        server = Server(command, port, log)
+        server = Server(command, port, options.log)
         try:
             server.wait_ready()
             return cls(server, open_session())

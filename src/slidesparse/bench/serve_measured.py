@@ -22,8 +22,8 @@ class Measured:
 
     Attributes:
         seconds: Of each repeat; of decoding, the median step of each, or over HTTP :func:`client_step`.
-        prompt_tokens: Taken in by each repeat.
-        output_tokens: Given by each repeat.
+        prompt_tokens: Asked of each repeat.
+        output_tokens: Given by each repeat, a mean where some were lost; 0 where nobody could measure.
         wall_s: All repeats together, as the GPU's energy was counted.
         first: Time to the first token, of all requests.
         between: Time between tokens, of all requests.
@@ -111,10 +111,11 @@ def summarise(
 ) -> Measured:
     """Sum up the repeats of a workload."""
     answers = [answer for one in rounds for answer in one.answers]
+    given = round(sum(answer.tokens for answer in answers) / len(rounds)) if rounds else 0
     return Measured(
         seconds=tuple(one.seconds for one in rounds),
         prompt_tokens=sum(len(request.prompt) for request in asked),
-        output_tokens=sum(request.output for request in asked),
+        output_tokens=given,
         wall_s=wall_s,
         first=to_first(answers),
         between=between(answers),

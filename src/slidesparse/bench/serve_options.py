@@ -29,7 +29,7 @@ class ServeOptions(EngineOptions):
         timeline: Where it writes profiles; None: it makes none.
         timeline_steps: How many steps of a profile.
         http: Ask a server of its own over HTTP.
-        log: Where the engine's output goes, that server's or in process its own.
+        log: Where the engine's output goes: that server's, which always has one, or in process its own.
     """
 
     gpus: tuple[str, ...] = ()

@@ -128,28 +128,42 @@ def _side_by_side(profile: EngineProfile, case: Case, held: Held) -> Iterator[Re
         yield from _kernels(profile, case, engines)
 
 
+class _Turn(NamedTuple):
+    """What an engine did alone: its rounds of every size, the bytes of its weights, its kernels."""
+
+    rounds: dict[tuple[str, int], _Rounds]
+    weights: int
+    kernels: list[Record]
+
+
 def _one_after_the_other(profile: EngineProfile, case: Case, held: Held) -> Iterator[Record]:
-    weights: dict[Variant, int] = {}
-    turns: list[dict[tuple[str, int], _Rounds]] = []
-    kernels: list[Record] = []
-    variants = profile.variants()
-    for variant in (*variants, variants[0]):  # dense again after all others
-        with held(variant) as engine:
-            engines = {variant: engine}
-            yield from _failures(engines, case)
-            if not engines:
-                continue
-            turns.append({what: _rounds([engine], *what, profile.rounds) for what in profile.sizes()})
-            if variant not in weights:
-                weights[variant] = _weights(engine)
-                kernels += _kernels(profile, case, engines)
+    turns: list[tuple[Variant, _Turn]] = []
+    dense, *others = profile.variants()
+    for variant in (dense, *others, dense):
+        try:
+            turns.append((variant, _alone(profile, case, held, variant)))
+        except UnsupportedError as error:
+            if not turns:
+                raise
+            yield _failure(case, variant, error)
+    twice = len(turns) > 1 and turns[-1][0] == dense  # else it died the second time
+    measured = dict(turns[: len(turns) - twice])
+    weights = {variant: turn.weights for variant, turn in measured.items()}
     for kind, size in profile.sizes():
-        first, *_, last = parts = [turn[kind, size] for turn in turns]
-        *seconds, again = (part.seconds[0] for part in parts)
+        first, last = (turn.rounds[kind, size] for _, turn in (turns[0], turns[-1]))
+        seconds = {variant: turn.rounds[kind, size].seconds[0] for variant, turn in measured.items()}
         clocks = first.clocks[0], last.clocks[1]
-        times = _Times(first.started, clocks, dict(zip(weights, seconds, strict=True)), again)
+        times = _Times(first.started, clocks, seconds, last.seconds[0] if twice else None)
         yield from _records(weights, replace(case, layer=profile.kind(kind), tokens=size), times)
-    yield from kernels
+    for turn in measured.values():
+        yield from turn.kernels
+
+
+def _alone(profile: EngineProfile, case: Case, held: Held, variant: Variant) -> _Turn:
+    with held(variant) as engine:
+        engine.ready()
+        rounds = {what: _rounds([engine], *what, profile.rounds) for what in profile.sizes()}
+        return _Turn(rounds, _weights(engine), list(_kernels(profile, case, {variant: engine})))
 
 
 def _weights(engine: Engine) -> int:
@@ -179,7 +193,11 @@ def _failures(engines: Engines, case: Case) -> Iterator[Record]:
             if variant.pattern == DENSE_VARIANT:
                 raise
             del engines[variant]
-            yield _record(case, variant, now(), (environment.NO_CLOCKS, environment.NO_CLOCKS), why_not=str(error))
+            yield _failure(case, variant, error)
+
+
+def _failure(case: Case, variant: Variant, error: UnsupportedError) -> Record:
+    return _record(case, variant, now(), (environment.NO_CLOCKS, environment.NO_CLOCKS), why_not=str(error))
 
 
 def _record(case: Case, variant: Variant, started: str, clocks: tuple[Clocks, Clocks], **found: Any) -> Record:
@@ -221,15 +239,17 @@ def _engine_options(profile: EngineProfile, model: str, dtype: str, variant: Var
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds of every round by variant; dense, the first one, is timed again after all others."""
+    """Seconds of every round by variant; dense, the first one, is timed again after all others, or has died by then."""
 
     started: str
     clocks: tuple[Clocks, Clocks]
     seconds: Mapping[Variant, Sequence[float]]
-    again: Sequence[float]
+    again: Sequence[float] | None
 
     @property
-    def noise(self) -> float:
+    def noise(self) -> float | None:
+        if self.again is None:
+            return None
         first, second = (statistics.median(times) for times in (next(iter(self.seconds.values())), self.again))
         return abs(first - second) / first
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from slidesparse.bench.runner import Summary
 
 
+USUAL = "quick"
+"""The profile of a benchmark, unless the user names another."""
+
+
 def add_commands(commands: Commands) -> None:
     """Add tune, bench and report."""
     for add in (_add_tune, _add_bench, _add_report):
@@ -83,7 +87,7 @@ def _tune(options: argparse.Namespace) -> int:
 def _add_bench(commands: Commands) -> None:
     bench = add_command(commands, "bench", _bench, "Measure this GPU: GEMMs, kernels, whole layers, packing.")
     bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
-    bench.add_argument("--profile", default="quick", choices=("quick", "full"), help="(default: %(default)s)")
+    bench.add_argument("--profile", choices=(USUAL, "full"), help=f"(default: {USUAL})")
     bench.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
     )
@@ -136,7 +140,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.grouped:
         return _bench_grouped(options)
     profile = runner.adapt(
-        problems.PROFILES[options.profile],
+        problems.PROFILES[options.profile or USUAL],
         options.dtype,
         options.models,
         options.budget_s,
@@ -169,7 +173,7 @@ def _bench_grouped(options: argparse.Namespace) -> int:
     if options.backends is not None:
         raise InputError("--backends", got="--grouped", needed="none: one backend multiplies by experts")
     profile = runner.adapt(
-        mixtures.profile_of(problems.PROFILES[options.profile]),
+        mixtures.profile_of(problems.PROFILES[options.profile or USUAL]),
         options.dtype,
         options.models,
         options.budget_s,
@@ -192,6 +196,9 @@ def _bench_grouped(options: argparse.Namespace) -> int:
 def _require_own_options(options: argparse.Namespace) -> None:
     """Refuse options of bench that mean nothing to the benchmark asked for."""
     owners = {
+        ("gemm", "kernels", "linear", "pack", "all", "vllm"): ("profile",),
+        ("gemm", "linear", "pack", "all", "vllm", "serve"): ("models",),
+        ("gemm", "kernels", "linear", "all", "vllm"): ("tokens",),
         ("gemm",): ("grouped",),
         ("vllm", "serve"): ("layers", "graphs", "scratch"),
         ("vllm",): ("sequences", "rounds", "alone"),
@@ -210,7 +217,7 @@ def _bench_vllm(options: argparse.Namespace) -> int:
     if options.budget_s is not None:
         raise InputError("--budget-s", needed="another benchmark: engines take the minutes that they take to start")
     profile = vllm_profile.adapt(
-        vllm_profile.PROFILES[options.profile],
+        vllm_profile.PROFILES[options.profile or USUAL],
         options.dtype,
         options.models,
         patterns=options.patterns,
@@ -231,8 +238,6 @@ def _bench_vllm(options: argparse.Namespace) -> int:
 def _bench_serve(options: argparse.Namespace) -> int:
     from slidesparse.bench import serve, serve_plan
 
-    if options.tokens is not None:
-        raise InputError("--tokens", needed="another benchmark: the workloads of bench serve are fixed")
     profile = serve_plan.adapt(
         quick=options.quick,
         dtypes=options.dtype,
@@ -267,11 +272,10 @@ def _report(options: argparse.Namespace) -> int:
     from slidesparse.report import write_report
     from slidesparse.report.serve import write_serve_report
 
-    served, profiled = (
-        [path for path in options.records if served_records.is_of(kind, path)]
-        for kind in (served_records.SERVE, served_records.TIMELINE)
-    )
-    others = [path for path in options.records if path not in (*served, *profiled)]
+    kinds = {path: served_records.benchmark_of(path) for path in options.records}
+    served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
+    profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
+    others = [path for path in kinds if path not in (*served, *profiled)]
     written = write_report(read_records(others), options.out) if others else []
     if served or profiled:
         loads = served_records.read(served_records.ServeRecord, served)

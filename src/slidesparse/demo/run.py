@@ -134,15 +134,12 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
 # -- the run -------------------------------------------------------------------------------------------------------
 
 
-def run_demo(
-    output: Path | None = None, device: str = "cpu", progress: bool = True, patterns: Sequence[str] = PATTERNS
-) -> DemoReport:
+def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
     """Run the demonstration.
 
     Args:
         output: File of the plot, or None. It is checked before anything runs.
         device: ``cpu`` or ``cuda``.
-        progress: Show a progress bar, when standard error is a terminal.
         patterns: Patterns to try; dense comes first in any case.
 
     Raises:
@@ -158,7 +155,7 @@ def run_demo(
     original, batches = load_encoder(sentences, where)
     baseline = embed(original, batches)
     rows = []
-    with progress_bar("demo", len(asked) * len(QUANT_NAMES), unit="runs", show=None if progress else False) as advance:
+    with progress_bar("demo", len(asked) * len(QUANT_NAMES), unit="runs") as advance:
         for pattern in asked:
             pruned = copy.deepcopy(original)
             if pattern != DENSE:

@@ -60,6 +60,9 @@ last third of the time; memory of the host is that of the engine's processes, it
 NOTES = {TIMELINE_TABLE: (PROFILED,), COMPUTING_TABLE: (COMPUTING,)}
 """Table -> what stands above it."""
 
+ONE = {"gpu": "GPU", "vllm": "release of vLLM"}
+"""What all machines of a report have in common, since engines are divided by one another: field -> its name."""
+
 BASES = (STOCK, AGAIN, CONTROL)
 
 MEASURES: dict[str, Callable[[Step], float]] = {
@@ -80,7 +83,7 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
     """Draw everything that records of served loads, and of their timelines, hold.
 
     Args:
-        records: Of one GPU model.
+        records: Of one GPU model and one release of vLLM.
         profiled: Likewise.
         folder: Made if it does not exist; files of an earlier report are replaced.
 
@@ -88,23 +91,24 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
         The files written, the page first.
 
     Raises:
-        InputError: Records of different GPUs, or a folder that cannot be written.
+        InputError: Records of different GPUs or releases, or a folder that cannot be written.
         UnsupportedError: matplotlib is missing.
     """
     require_plots()
     from slidesparse.report import serve_plots
 
     machines = list(dict.fromkeys([*(r.machine for r in records), *(r.machine for r in profiled)]))
-    gpus = sorted({machine.gpu for machine in machines})
-    if len(gpus) != 1:
-        raise InputError("records of a report", got=", ".join(gpus) or "none", needed="records of one GPU")
+    for name, what in ONE.items():
+        values = sorted({str(getattr(machine, name)) for machine in machines})
+        if len(values) != 1:
+            raise InputError("records of a report", got=", ".join(values) or "none", needed=f"records of one {what}")
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]
     tables += [*computing_tables(profiled, records), *timeline_tables(profiled), *missing_tables(records)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = [path for group in found for path in serve_plots.draw(group, folder)]
-        parts = [f"# Served loads on {gpus[0]}", "\n".join(map(machine_line, machines)), ABOUT]
+        parts = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT]
         parts += [f"![{path.stem}]({path.name})" for path in pictures]
         if soaks := soak_lines(records):
             parts += ["## Soaks", SOAKED, "\n".join(soaks)]

@@ -37,22 +37,21 @@ def _by_group(found: Sequence[Comparison], what: str, name: str, value: Value, s
         for point in points(found, benchmark):
             groups.setdefault((point.dtype, point.model == SQUARE, point.scaled), []).append(point)
         for (dtype, square, scaled), group in groups.items():
-            table = _table(group, value, shown)
-            if not any(cell is not None for row in table.rows for cell in row[len(_LEAD) : -1]):
-                continue
             shapes = "square" if square else "model"
             bare = "" if scaled else ", no scales"
             subject = {"gemm": "GEMM", "linear": "Whole linear layers"}[benchmark]
             title = f"{subject}, {dtype.upper()}{bare}, {shapes} shapes: {what}"
             stem = f"{benchmark}_{shapes}_{dtype}" + ("" if scaled else "_bare")
-            made.append(Table(f"{stem}_{name}", title, table.columns, table.rows, table.formats))
+            table = _table(f"{stem}_{name}", title, group, value, shown)
+            if any(cell is not None for row in table.rows for cell in row[len(_LEAD) : -1]):
+                made.append(table)
     return made
 
 
 _LEAD = ("model", "M", "dense us", "dense TOPS")
 
 
-def _table(group: Sequence[Point], value: Value, shown: str) -> Table:
+def _table(name: str, title: str, group: Sequence[Point], value: Value, shown: str) -> Table:
     variants = sorted({name for point in group for name in point.variants}, key=lambda name: _order(group, name))
     # Models in the order of the records, M rising within each.
     models = list(dict.fromkeys(part.case.model for point in group for part in point.parts))
@@ -68,7 +67,7 @@ def _table(group: Sequence[Point], value: Value, shown: str) -> Table:
         for point in sorted(group, key=lambda point: (models.index(point.model), point.tokens))
     ]
     formats = {"dense us": ".1f", "dense TOPS": ".0f", "noise": ".1%"} | dict.fromkeys(variants, shown)
-    return Table("", "", (*_LEAD, *variants, "noise"), tuple(rows), formats)
+    return Table(name, title, (*_LEAD, *variants, "noise"), tuple(rows), formats)
 
 
 def _order(group: Sequence[Point], variant: str) -> tuple[bool, float, str]:
@@ -234,7 +233,7 @@ def baseline_tables(found: Sequence[Comparison]) -> list[Table]:
     tried: dict[tuple[str, str], dict[str, set[str]]] = {}
     for one in found:
         dense = one.best(DENSE_VARIANT)
-        if dense is None:
+        if dense is None or not dense.tried:
             continue
         benchmark, dtype = one.case.benchmark + ("" if one.case.scaled else ", no scales"), one.case.dtype
         winner = dense.algorithm if len(dense.tried) <= FEW else "the best of a search"
