@@ -21,11 +21,26 @@ BUNDLES = [
 ]
 
 
+def sizes_of(tile: Tile, itemsize: int, field: int) -> bytes:
+    """Assertions for the end of the source: what the host takes its sizes to be."""
+    barriers = "(2 * STAGES + 1) * 8"
+    memory = "1024 + STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + EXCHANGE_BYTES"
+    facts = {
+        "THREADS": tile.threads,
+        "TILE_BLOCKS * ROWS": tile.channels,
+        "SHARE": tile.share,
+        "SLOTS": tile.slots(field),
+        f"{memory} + {barriers}": tile.shared_bytes(itemsize, field),
+    }
+    return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items()).encode()
+
+
 @pytest.mark.parametrize(("dtype", "out_dtype", "field"), PLAIN + BUNDLES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int) -> None:
     opts = options(tile, dtype, out_dtype, field=field)
-    code, log = compile_source(SOURCE.read_bytes(), [*opts, "--ptxas-options=-v"])
+    source = SOURCE.read_bytes() + sizes_of(tile, dtype.itemsize, field)
+    code, log = compile_source(source, [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised
