@@ -115,6 +115,14 @@ def test_activations_of_another_width_are_refused(columns: int) -> None:
         ops.linear(torch.randn(TOKENS, columns), tensors, layer.weight_scale, None, layer.spec)
 
 
+@pytest.mark.parametrize("x", [torch.randn(1, TOKENS, K), torch.randn(K), torch.ones(TOKENS, K, dtype=torch.int32)])
+def test_what_are_no_rows_of_floats_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"activations to lift; got \[.*\] torch\.\w+; needed floats \[M, K\]"):
+        ops.quantize_lift(x, packed_weight().column_map(), torch.int8)
+    with pytest.raises(InputError, match=r"needed floats \[M, K\]"):
+        ops.lift(x, packed_weight().column_map())
+
+
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------
 
 
