@@ -10,9 +10,15 @@ import torch
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper.compile import OUTPUTS, SOURCE, TYPES, compile_source, cubin, options
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, MULTIPROCESSOR_BYTES, SHARED_BYTES, TILES, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
+
+SHARED_BYTES = 232448
+"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
+
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 
 PLAIN = [(dtype, out_dtype, 0) for dtype in TYPES for out_dtype in OUTPUTS]
