@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,6 +229,35 @@ def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
         torch.func.jacfwd(layer)(x)
     with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="for inference"):
         layer(forward_ad.make_dual(x, x))
+
+
+def test_a_tangent_of_any_tensor_is_refused() -> None:
+    """A kernel would lose it, and the definition in torch gives that of rounding, which is zero or wrong."""
+    layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
+    x, gain, bias = torch.randn(TOKENS, K), torch.ones(K), torch.ones(layer.out_features)
+    weight = layer._tensors(), layer.weight_scale
+
+    def calls(make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Callable[[], Any]]:
+        yield lambda: ops.add_rms_norm_linear(x, make(x), gain, EPS, *weight, None, layer.spec)
+        yield lambda: ops.rms_norm_linear(x, make(gain), EPS, *weight, None, layer.spec)
+        yield lambda: ops.linear(x, *weight, make(bias), layer.spec)
+        yield lambda: layer(x, make(bias))
+
+    with forward_ad.dual_level():
+        for call in calls(lambda tensor: tensor):
+            call()  # a constant among duals
+        for call in calls(lambda tensor: forward_ad.make_dual(tensor, tensor)):
+            with pytest.raises(UnsupportedError, match="for inference"):
+                call()
+
+
+def test_a_gradient_of_a_bias_of_the_call_is_refused() -> None:
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", method="magnitude")
+    bias = torch.zeros(8, requires_grad=True)
+    y = layer(torch.randn(2, K), bias)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        (y.sum() + (2 * bias).sum()).backward()
+    assert not layer.bias.requires_grad
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp32"])
