@@ -243,6 +243,7 @@ def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
 def test_a_tangent_of_any_tensor_is_refused() -> None:
     """A kernel would lose it, and the definition in torch gives that of rounding, which is zero or wrong."""
     layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
+    floats = SlideLinear(packed_weight(dtype=torch.float32), backend="reference")
     x, gain, bias = torch.randn(TOKENS, K), torch.ones(K), torch.ones(layer.out_features)
     weight = layer._tensors(), layer.weight_scale
 
@@ -251,6 +252,7 @@ def test_a_tangent_of_any_tensor_is_refused() -> None:
         yield lambda: ops.rms_norm_linear(x, make(gain), EPS, *weight, None, layer.spec)
         yield lambda: ops.linear(x, *weight, make(bias), layer.spec)
         yield lambda: layer(x, make(bias))
+        yield lambda: ops.linear(x, [*floats._tensors()[:2], make(floats._tensors()[2])], None, None, floats.spec)
 
     with forward_ad.dual_level():
         for call in calls(lambda tensor: tensor):
