@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,23 @@ def test_activations_of_another_width_are_refused(columns: int) -> None:
         ops.linear(torch.randn(TOKENS, columns), tensors, layer.weight_scale, None, layer.spec)
 
 
+@pytest.mark.parametrize("x", [torch.randn(1, TOKENS, K), torch.randn(K), torch.ones(TOKENS, K, dtype=torch.int32)])
+def test_what_are_no_rows_of_floats_is_refused(x: torch.Tensor) -> None:
+    with pytest.raises(InputError, match=r"activations to lift; got \[.*\] torch\.\w+; needed floats \[M, K\]"):
+        ops.quantize_lift(x, packed_weight().column_map(), torch.int8)
+    with pytest.raises(InputError, match=r"needed floats \[M, K\]"):
+        ops.lift(x, packed_weight().column_map())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+@pytest.mark.parametrize("op", ["quantize_lift", *FUSED])
+def test_a_type_without_scales_is_nothing_to_quantise_to(op: str, dtype: torch.dtype) -> None:
+    """The schema promises scales: there were none, and a compiled graph failed on them."""
+    given = (torch.randn(TOKENS, K),) if op == "quantize_lift" else activations(op, torch.float32)
+    with pytest.raises(InputError, match=f"type to quantise to; got {dtype}; needed torch.int8 or torch.float8_e4m3fn"):
+        getattr(ops, op)(*given, packed_weight().column_map(), dtype)
+
+
 # -- the definitions of what is fused, in numpy --------------------------------------------------------------------
 
 
@@ -220,6 +238,37 @@ def test_gradients_in_forward_mode_are_refused_too(dtype: str) -> None:
         torch.func.jacfwd(layer)(x)
     with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="for inference"):
         layer(forward_ad.make_dual(x, x))
+
+
+def test_a_tangent_of_any_tensor_is_refused() -> None:
+    """A kernel would lose it, and the definition in torch gives that of rounding, which is zero or wrong."""
+    layer = SlideLinear(replace(packed_weight(), scale=torch.ones(1)))
+    floats = SlideLinear(packed_weight(dtype=torch.float32), backend="reference")
+    x, gain, bias = torch.randn(TOKENS, K), torch.ones(K), torch.ones(layer.out_features)
+    weight = layer._tensors(), layer.weight_scale
+
+    def calls(make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Callable[[], Any]]:
+        yield lambda: ops.add_rms_norm_linear(x, make(x), gain, EPS, *weight, None, layer.spec)
+        yield lambda: ops.rms_norm_linear(x, make(gain), EPS, *weight, None, layer.spec)
+        yield lambda: ops.linear(x, *weight, make(bias), layer.spec)
+        yield lambda: layer(x, make(bias))
+        yield lambda: ops.linear(x, [*floats._tensors()[:2], make(floats._tensors()[2])], None, None, floats.spec)
+
+    with forward_ad.dual_level():
+        for call in calls(lambda tensor: tensor):
+            call()  # a constant among duals
+        for call in calls(lambda tensor: forward_ad.make_dual(tensor, tensor)):
+            with pytest.raises(UnsupportedError, match="for inference"):
+                call()
+
+
+def test_a_gradient_of_a_bias_of_the_call_is_refused() -> None:
+    layer = SlideLinear.from_linear(torch.nn.Linear(K, 8), "6:8", method="magnitude")
+    bias = torch.zeros(8, requires_grad=True)
+    y = layer(torch.randn(2, K), bias)
+    with pytest.raises(UnsupportedError, match="for inference"):
+        (y.sum() + (2 * bias).sum()).backward()
+    assert not layer.bias.requires_grad
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp32"])

@@ -98,6 +98,40 @@ def test_column_map_marks_padding() -> None:
     assert packed.column_map(16).tolist() == [-1, -1, -1, 0, -1, 0, 1, 2, 1, 2, 3, 4, -1, -1, -1, -1]
 
 
+@pytest.mark.parametrize("columns", [9, 15, 16])
+def test_columns_past_the_end_are_padding(columns: int) -> None:
+    packed = pack(torch.zeros(2, columns), "6:8")
+    assert sorted(set(packed.column_map().tolist()) - {-1}) == list(range(columns))
+
+
+def test_other_activations_and_multiples_are_refused() -> None:
+    packed = pack(torch.zeros(2, 16), "6:8")
+    for x in (torch.zeros(3, 15), torch.zeros(3, 17), torch.zeros(3, 16, dtype=torch.int64)):
+        with pytest.raises(InputError, match=r"activations; got .*; needed \[\.\.\., 16\]"):
+            packed.lift(x)
+    for multiple in (0, -1, 2**31 + 1):
+        with pytest.raises(InputError, match="multiple of packed columns"):
+            packed.column_map(multiple)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_groups_are_numbers_of_any_integer_type(dtype: torch.dtype) -> None:
+    packed = pack(torch.zeros(2, 32), "6:8", groups=torch.tensor([1, 3], dtype=dtype))
+    dense, slid = packed.segments
+    assert (dense.groups.tolist(), slid.groups.tolist()) == ([0, 2], [1, 3])
+    assert slid.groups.dtype == torch.int64
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(2)])
+def test_everything_moves_together(scale: torch.Tensor | None) -> None:
+    moved = pack(torch.zeros(2, 16, dtype=torch.int8), "6:8", scale=scale).to("meta")
+    (segment,) = moved.segments
+    assert {segment.groups.device.type, segment.values.device.type, moved.device.type} == {"meta"}
+    assert segment.code is not None
+    assert segment.code.device.type == "meta"
+    assert (None if moved.scale is None else moved.scale.device.type) == (None if scale is None else "meta")
+
+
 def test_dense_pattern_is_one_dense_segment() -> None:
     weight = torch.randint(1, 128, (3, 10), dtype=torch.int8)
     packed = pack(weight, "dense")

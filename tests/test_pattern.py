@@ -36,6 +36,25 @@ def test_bad_share(share: float | Fraction) -> None:
         Pattern(4, 6, share)
 
 
+@pytest.mark.parametrize("numbers", [(3, 5), (5, 7), (32, 34), (0, 2), (4, 8), (6, 6)])
+def test_other_sizes_are_no_sliding_patterns(numbers: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="not a sliding pattern"):
+        Pattern(*numbers)
+
+
+def test_a_share_becomes_a_fraction() -> None:
+    share = Pattern(4, 6, 0.5).share  # type: ignore[arg-type]
+    assert (type(share), share) == (Fraction, Fraction(1, 2))
+    assert hash(Pattern(4, 6, 0.25)) == hash(Pattern.parse("4:6@25%"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gain", [0, -1, Fraction(-1, 2)])
+def test_a_gain_is_more_than_nothing(gain: int | Fraction) -> None:
+    assert Pattern(6, 8).speedup(Fraction(1)) == Fraction(2, 3)
+    with pytest.raises(InputError, match="gain of a 2:4 multiply"):
+        Pattern(6, 8).speedup(Fraction(gain))
+
+
 def test_every_pattern_without_followers_is_dense() -> None:
     assert Pattern(6, 8, Fraction(0)) == Pattern.parse("4:6@0%") == DENSE
     assert (DENSE.expansion, DENSE.ideal_speedup, DENSE.bytes_per_weight("2:4")) == (1, 1, 1)
@@ -161,7 +180,9 @@ def test_our_family_reaches_the_bound(n: int) -> None:
     assert not decompose(2 * n - 1, 2 * n).feasible
 
 
-@pytest.mark.parametrize("arguments", [(0, 8), (9, 8), (6, 8, 4, 4), (6, 8, 0, 4), (2, 3), (1, 8), (1, 4, 1, 8)])
+@pytest.mark.parametrize(
+    "arguments", [(0, 8), (9, 8), (6, 8, 4, 4), (4, 4, 4, 4), (6, 8, 0, 4), (2, 3), (1, 8), (1, 4, 1, 8)]
+)
 def test_sources_that_cannot_be_slid(arguments: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as error:
         decompose(*arguments)

@@ -54,11 +54,13 @@ def arrange(chosen: torch.Tensor, experts: int, tile: int) -> Arrangement:
         tile: Tokens of a tile.
 
     Raises:
-        InputError: Not two dimensions, or no integers.
+        InputError: Not two dimensions, or no integers; on a CPU also an expert that does not exist.
     """
     if chosen.dim() != 2 or chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
         raise InputError("experts of tokens", got=f"{list(chosen.shape)} {chosen.dtype}", needed="integers [M, k]")
     pairs, device = chosen.numel(), chosen.device
+    if device.type == "cpu" and pairs and (largest := int(chosen.max())) >= experts:  # a GPU would be waited for
+        raise InputError("experts of tokens", got=f"expert {largest}", needed=f"experts below {experts}")
     rows = rows_needed(pairs, experts, tile)
     of_pair = chosen.reshape(-1).to(torch.int64)
     of_pair = torch.where(of_pair < 0, experts, of_pair)  # one expert more, for those that are not here

@@ -22,6 +22,7 @@ from slidesparse.layout import Lifted
 from slidesparse.ops.inference_only import infer
 from slidesparse.packed import PackedWeight
 from slidesparse.prologue import Prologue
+from slidesparse.quant import FLOATS
 
 
 class ExpertLinear(nn.Module):
@@ -106,7 +107,7 @@ class SlideExperts(nn.Module):
             [M, H] in x's type, under ``torch.autocast`` too. A backward pass through it is an error.
 
         Raises:
-            InputError: Sizes that do not fit each other.
+            InputError: Sizes that do not fit each other, or another type of x.
         """
         rows = x.dim() == 2 and x.shape[1] == self.hidden
         if not rows or chosen.shape[:1] != x.shape[:1] or weights.shape != chosen.shape:
@@ -115,6 +116,8 @@ class SlideExperts(nn.Module):
                 got=f"{list(x.shape)}, experts {list(chosen.shape)}, weights {list(weights.shape)}",
                 needed=f"[M, {self.hidden}], [M, k], [M, k]",
             )
+        if x.dtype not in FLOATS:
+            raise InputError("tokens of a mixture", got=x.dtype, needed="bf16, fp16 or fp32")
         return infer(self._sum, x, weights, chosen)
 
     def _sum(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

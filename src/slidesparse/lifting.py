@@ -100,7 +100,7 @@ class TorchLift:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None, tensors: LinearTensors, eps: float) -> Lifted:
         """See :class:`Lift`."""
-        self._check_width(x)
+        self._check_rows(x)
         x, total = self._apply_prologue(x, residual, tensors.gain, eps)
         _check_finite(x)
         if self.target == x.dtype:
@@ -124,7 +124,9 @@ class TorchLift:
             raise InputError("residual", got=_form(residual), needed=f"{list(x.shape)}, as the activations")
         return add_rms_norm(x, residual, gain, eps, offset=offset)
 
-    def _check_width(self, x: torch.Tensor) -> None:
+    def _check_rows(self, x: torch.Tensor) -> None:
+        if x.dim() != 2 or not x.is_floating_point():
+            raise InputError("activations to lift", got=f"{list(x.shape)} {x.dtype}", needed="floats [M, K]")
         # A gather would read some of the columns, or past the last one, which ends a process on a GPU.
         width = None if self.columns is None else self.columns * (2 if self.prologue == "silu_mul" else 1)
         if width is not None and x.shape[-1] != width:

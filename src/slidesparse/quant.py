@@ -32,8 +32,6 @@ QuantName = Literal["int8", "fp8"]
 QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
 """The names of the types that carry scales."""
 
-DtypeName = Literal["int8", "fp8", "bf16", "fp16", "fp32"]
-
 DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,

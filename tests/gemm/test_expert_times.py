@@ -14,10 +14,12 @@ from slidesparse.gemm.backend import Problem
 from slidesparse.gemm.expert_times import (
     NOT_MEASURED,
     ExpertKind,
+    as_linear,
     choose_experts,
     keep_expert_times,
     measured_here,
     pays,
+    was_wrong,
 )
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.select import WRONG_HERE, choose, find_measured
@@ -68,6 +70,28 @@ def test_neither_decoding_nor_prompts_may_get_slower(shares: tuple[float | None,
 
 def test_an_engine_of_few_tokens_has_no_prompts_to_weigh() -> None:
     assert pays(times(0.9, 1.0, tokens=(16, 256)))
+
+
+def test_an_m_without_a_time_of_stock_says_nothing_for_packed_experts() -> None:
+    layer = times(0.5, 0.5, 0.5, 0.5, 0.5)
+    assert not pays(replace(layer, us={**layer.us, "dense": (100.0, None, 100.0, 100.0, 100.0)}))
+
+
+def test_experts_on_no_gpu_have_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_expert_times(KIND, times(0.5, 0.5, 0.5, 0.5, 0.5), ["hopper"])
+    assert was_wrong(KIND)
+    monkeypatch.setattr(expert_times, "can_be_timed", lambda device: False)
+    assert (measured_here(KIND), was_wrong(KIND)) == ((), False)
+
+
+def test_a_comparison_is_of_the_experts_that_its_first_name_tells() -> None:
+    own, other = "8 experts, 2 a token: ", "4 of 8 experts, 2 a token: "
+    assert replace(KIND, experts=4).prefix == other
+    one = (1.0,) * len(TOKENS)
+    layer = replace(times(*one), us={f"{own}dense": one, f"{other}hopper 6:8": one})
+    prefix, linear = as_linear(layer)
+    assert (prefix, list(linear.us)) == (own, ["dense"])
+    assert as_linear(replace(layer, us={})) == ("", replace(layer, us={}))
 
 
 def test_nothing_measured_is_dense() -> None:

@@ -25,6 +25,9 @@ FLOAT = torch.float32
 ONE_BY_ONE = torch.empty(0), None
 """What the default gives."""
 
+EACH: list[Any] = []
+"""What the default was given."""
+
 Chain = tuple[HopperChain, list["Linear"], list[torch.Tensor]]
 
 
@@ -69,10 +72,12 @@ class Linear:
     def launch(
         self, inputs: LiftInputs, total: int | None, workspace: int, weight: WeightAddresses, y: int, eps: float
     ) -> None:
+        self.pairs = inputs.pairs
         x = at(inputs.x, *self.lift.shape, inputs.x_stride).clone()
         if self.prologue == "silu_mul":
             x = x[:, : self.columns] * x[:, self.columns :]
         if self.prologue == "add_rms_norm":
+            assert total != inputs.residual  # the walking kernel reads it again after it has written the new one
             x += at(inputs.residual, TOKENS, self.columns, inputs.residual_stride)
             at(total, TOKENS, self.columns, self.columns).copy_(x)
             x = x * at(inputs.gain, 1, self.columns, self.columns) + eps
@@ -131,7 +136,12 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full((rows, columns), torch.nan)
 
     monkeypatch.setattr(hopper_chain, "empty_here", empty_here)
-    monkeypatch.setattr(hopper_chain, "OneByOne", lambda linears: lambda *given: ONE_BY_ONE)
+
+    def each(x: torch.Tensor, residual: torch.Tensor | None, tensors: list[torch.Tensor]) -> Any:
+        EACH[:] = x, residual, tensors
+        return ONE_BY_ONE
+
+    monkeypatch.setattr(hopper_chain, "OneByOne", lambda linears: each)
     log_once.cache_clear()
 
 
@@ -156,6 +166,26 @@ def test_a_chain_that_adds_nothing_hands_the_residual_on() -> None:
     given = chain(x, residual, tensors)
     assert given is not ONE_BY_ONE
     assert given[1] is residual
+
+
+def test_an_index_of_pairs_is_read_where_it_is() -> None:
+    chain, linears, tensors = block(PROLOGUES[:2])
+    memory = torch.zeros(32, dtype=torch.int32)
+    for index, taken in ((memory[:8], True), (memory[1:9], False)):  # the second one is not aligned
+        tensors[1] = index
+        assert (chain(*inputs(), tensors) is not ONE_BY_ONE) == taken
+    assert [linear.pairs for linear in linears] == [memory.data_ptr(), None]
+
+
+def test_the_workspace_has_what_lies_between_the_linears_and_no_more() -> None:
+    chain, linears, _ = block()
+    lifted, product, total = (
+        max(linear.workspace_bytes for linear in linears),
+        4 * TOKENS * 4 * WIDE,
+        4 * TOKENS * HIDDEN,
+    )
+    parts = lifted, product, total
+    assert sum(parts) <= chain._workspace_bytes < sum(parts) + 128 * len(parts)
 
 
 def test_weights_are_checked_once() -> None:
@@ -249,13 +279,15 @@ def test_what_no_launch_reads_is_run_one_by_one_with_a_reason(
     x, residual = inputs()
     linears[3].launcher.ready = False  # nothing is compiled for it yet, which is no reason
     assert chain(x, residual, tensors) is ONE_BY_ONE
+    assert all(got is given for got, given in zip(EACH, (x, residual, tensors), strict=True))
     assert said(caplog) == []
     linears[3].launcher.ready = True
-    assert chain(x[:, 1:], residual, tensors) is ONE_BY_ONE
+    assert chain(x[:, 16:], residual, tensors) is ONE_BY_ONE  # aligned, and of another width
     assert said(caplog) == [ROWS]
     log_once.cache_clear()
-    assert chain(x, residual[:, 1:], tensors) is ONE_BY_ONE
+    assert chain(x, residual[:, :8], tensors) is ONE_BY_ONE
     assert said(caplog) == [ROWS]
+    assert chain(x, residual[:, 1:], tensors) is ONE_BY_ONE
     assert chain(x, None, tensors) is ONE_BY_ONE
     assert said(caplog) == []  # once
     linears[0].here = False  # on a device that is not the current one

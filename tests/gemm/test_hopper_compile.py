@@ -10,9 +10,15 @@ import torch
 from slidesparse import UnsupportedError
 from slidesparse.gemm.hopper import compile as hopper_compile
 from slidesparse.gemm.hopper.compile import OUTPUTS, SOURCE, TYPES, compile_source, cubin, options
-from slidesparse.gemm.hopper.tiles import BLOCK_BYTES, MULTIPROCESSOR_BYTES, SHARED_BYTES, TILES, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Tile
 
 TILE = min(TILES, key=lambda tile: tile.tokens)
+
+SHARED_BYTES = 232448
+"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
+
+MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
+"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 
 PLAIN = [(dtype, out_dtype, 0) for dtype in TYPES for out_dtype in OUTPUTS]
@@ -21,11 +27,26 @@ BUNDLES = [
 ]
 
 
+def sizes_of(tile: Tile, itemsize: int, field: int) -> bytes:
+    """Assertions for the end of the source: what the host takes its sizes to be."""
+    barriers = "(2 * STAGES + 1) * 8"
+    memory = "1024 + STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + EXCHANGE_BYTES"
+    facts = {
+        "THREADS": tile.threads,
+        "TILE_BLOCKS * ROWS": tile.channels,
+        "SHARE": tile.share,
+        "SLOTS": tile.slots(field),
+        f"{memory} + {barriers}": tile.shared_bytes(itemsize, field),
+    }
+    return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items()).encode()
+
+
 @pytest.mark.parametrize(("dtype", "out_dtype", "field"), PLAIN + BUNDLES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int) -> None:
     opts = options(tile, dtype, out_dtype, field=field)
-    code, log = compile_source(SOURCE.read_bytes(), [*opts, "--ptxas-options=-v"])
+    source = SOURCE.read_bytes() + sizes_of(tile, dtype.itemsize, field)
+    code, log = compile_source(source, [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
     assert "C75" not in log, log  # C7508: setmaxnreg ignored; C7510 and its like: wgmma serialised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.compile import SOURCE
-from slidesparse.gemm.hopper.launch import INVALID_CONTEXT, Arguments, GemmLaunch, Kernel, WeightAddresses, find_launch
+from slidesparse.gemm.hopper.launch import Arguments, GemmLaunch, Kernel, WeightAddresses, find_launch, load_kernel
 from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile, choose_tile
 from slidesparse.gemm.hopper.weights import step_shapes
 from slidesparse.layout import ColumnOrder
@@ -22,6 +23,7 @@ driver = pytest.importorskip("cuda.bindings.driver")
 
 PLAIN = Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4)
 SPLIT = Tile(tokens=64, warpgroups=1, row_blocks=1, stages=7, split=2, blocks=2)
+SMALL = Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3)
 STREAM = 4096
 
 
@@ -61,7 +63,8 @@ def kernel(tile: Tile) -> Kernel:
 
 
 @pytest.mark.parametrize(
-    ("tile", "tiles", "grid"), [(PLAIN, 7, 7), (PLAIN, 1000, 132), (SPLIT, 7, 14), (SPLIT, 500, 1000)]
+    ("tile", "tiles", "grid"),
+    [(PLAIN, 7, 7), (PLAIN, 1000, 132), (SMALL, 300, 300), (SMALL, 1000, 396), (SPLIT, 7, 14), (SPLIT, 500, 1000)],
 )
 def test_a_launch_may_start_before_the_kernel_before_it_has_ended(
     listen: Any, tile: Tile, tiles: int, grid: int
@@ -91,7 +94,7 @@ def test_what_a_launch_is_told_is_kept_for_each_grid_and_stream(listen: Any) -> 
 
 
 def test_a_thread_without_a_context_gets_the_kernels(listen: Any) -> None:
-    listener = listen(INVALID_CONTEXT)
+    listener = listen(int(driver.CUresult.CUDA_ERROR_INVALID_CONTEXT))
     kernel(PLAIN).launch(Arguments(), 7, STREAM)
     assert listener.contexts == ["context"]
     assert len(listener.launches) == 2
@@ -212,6 +215,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
     hopper_launch._launch.cache_clear()
     sizes = torch.Size((70, BUNDLED.width)), torch.int8, *step_shapes(BUNDLED, 1, OUT), OUT, torch.bfloat16, 5
     for launch, tokens in ((find_launch(*sizes), 70), (find_launch(*sizes).for_tokens(900), 900)):
+        assert launch.slab_bytes == -(-tokens // 8) * 8 * 128 * 6
         launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
         arguments = told.launches.pop()[0]
         numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
@@ -235,9 +239,102 @@ def test_sizes_that_do_not_fit_are_refused_before_a_kernel_is_loaded(monkeypatch
             find_launch(activations, torch.int8, *operand, out, *rest[1:])
     with pytest.raises(InputError, match="output type of the Hopper kernel"):
         find_launch(x, torch.int8, dense, sparse, OUT, torch.float64, 0)
-    nothing = find_launch(torch.Size((0, ORDER.width)), torch.int8, dense, sparse, *rest)
-    assert nothing.kernel is None
-    nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+
+
+def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: pytest.fail("loaded"))
+    x, types = torch.Size((70, ORDER.width)), (torch.bfloat16, 0)
+    no_tokens = find_launch(torch.Size((0, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, *types)
+    no_outputs = find_launch(x, torch.int8, *step_shapes(ORDER, 1, 0), 0, *types)
+    for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
+        assert nothing.kernel is None
+        nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
+
+
+def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(hopper_launch, "choose_tile", lambda *sizes: asked.append(sizes) or PLAIN)
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: kernel(PLAIN))
+    hopper_launch._launch.cache_clear()
+    wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes
+    given = torch.Size((70, wide.width)), torch.bfloat16, *step_shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
+    launch = find_launch(*given)
+    launch.for_tokens(900)
+    assert asked == [(70, OUT, 2, 1), (900, OUT, 2, 1)]
+    assert launch.slab_bytes == 3 * 72 * 128
+    hopper_launch._launch.cache_clear()
+
+
+# -- loading -------------------------------------------------------------------------------------------------------
+
+CALLS = "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that keeps its calls, and answers each with what it was given, and an object."""
+    told = SimpleNamespace(calls=[], status={})
+
+    def call(name: str) -> Any:
+        made = () if name in ("cuCtxSetCurrent", "cuFuncSetAttribute") else (f"of {name}",)
+        return lambda *given: told.calls.append((name, *given)) or (told.status.get(name, 0), *made)
+
+    named = {name: call(name) for name in CALLS} | {"CUfunction_attribute": driver.CUfunction_attribute}
+    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(**named))
+    monkeypatch.setattr(hopper_launch, "cubin", lambda *given: given)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132 + index)
+    )
+    return told
+
+
+VARIANT = SMALL, torch.int8, torch.bfloat16, 1, 3
+"""A tile, the types, a device, and the bits of a count."""
+
+
+def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None:
+    loaded, shared = hopper_launch._load(*VARIANT, False), SMALL.shared_bytes(1, 3)
+    retain, current, load, find, attribute = loading.calls
+    assert (retain, current) == (("cuDevicePrimaryCtxRetain", 1), ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"))
+    assert load == ("cuModuleLoadData", (SMALL, torch.int8, torch.bfloat16, False, 3))
+    assert find == ("cuModuleGetFunction", "of cuModuleLoadData", b"sparse_gemm")
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert attribute == ("cuFuncSetAttribute", "of cuModuleGetFunction", most, shared)
+    assert (loaded.function, loaded.context, loaded.tile) == ("of cuModuleGetFunction", current[1], SMALL)
+    assert (loaded.shared_bytes, loaded.multiprocessors) == (shared, 133)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_variant_that_cannot_be_loaded_says_which_call_failed(loading: Any, name: str) -> None:
+    loading.status[name] = 2
+    with pytest.raises(UnsupportedError, match=f"{name} failed; got 2"):
+        hopper_launch._load(*VARIANT, False)
+    assert loading.calls[-1][0] == name
+
+
+def test_nothing_is_loaded_while_a_graph_is_captured(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="run the layer once with as many tokens before the capture"):
+        load_kernel(*VARIANT)
+    assert not loading.calls
+
+
+def test_a_driver_has_the_major_version_of_its_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [(0, 13020), (100, 0)]
+    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=lambda: answers.pop(0)))
+    version = hopper_launch.driver_version.__wrapped__
+    assert version() == 13
+    with pytest.raises(UnsupportedError, match="cuDriverGetVersion failed"):
+        version()
+
+    def missing() -> Any:
+        raise RuntimeError("libcuda.so.1")
+
+    monkeypatch.setattr(hopper_launch, "_driver", lambda: SimpleNamespace(cuDriverGetVersion=missing))
+    with pytest.raises(UnsupportedError, match="install the NVIDIA driver"):
+        version()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -249,7 +346,8 @@ def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyP
     given = PLAIN, torch.int8, torch.bfloat16, 99, 3  # a device that no other test has
     try:
         hopper_launch.load_kernels([PLAIN], *given[1:], grouped=grouped)
-        load(*given)
         assert loaded == [(*given, grouped)]
+        load(*given)
+        assert len(loaded) == 1
     finally:
         load.cache_clear()

@@ -44,9 +44,10 @@ class Launches:
         self.lifted: list[tuple[Any, ...]] = []
         self.multiplied: list[tuple[Any, ...]] = []
         self.by_parts: list[tuple[Any, ...]] = []
+        self.asked: list[tuple[Any, ...]] = []
         self.lift: Any = SimpleNamespace(
             launch=lambda inputs, eps, **outputs: self.lifted.append((inputs, eps, outputs)),
-            inputs=lambda *tensors: INPUTS if takes else None,
+            inputs=lambda *tensors: self.asked.append(tensors) or (INPUTS if takes else None),
             why_not=lambda *tensors: reason,
             launcher=SimpleNamespace(ready=True),
             order=ORDER,
@@ -114,6 +115,39 @@ def test_both_launches_get_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not launches.by_parts
 
 
+def test_the_lift_is_asked_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, tensors = Launches(), weight()._replace(gain=torch.ones(ORDER.in_features, dtype=BF16))
+    x, residual = rows(), rows()
+    made(monkeypatch, launches)(x, residual, tensors, 0.0)
+    ((*asked,),) = launches.asked
+    assert all(one is other for one, other in zip(asked, (x, residual, tensors.pairs, tensors.gain), strict=True))
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_the_workspace_has_values_and_scales(monkeypatch: pytest.MonkeyPatch, quantised: bool) -> None:
+    linear = made(monkeypatch, Launches(quantised=quantised))
+    assert linear.workspace_bytes == VALUES + (4 * TOKENS if quantised else 0)
+
+
+def test_another_number_of_tokens_has_its_own_lift_launch_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, more, backend = Launches(), Launches(), Hopper()
+    more.slab_bytes, more.lift.tokens = 5 * VALUES, 40
+    launches.lift.for_tokens = lambda tokens: more.lift if tokens == 40 else None
+    launches.for_tokens = lambda tokens: more if tokens == 40 else None  # type: ignore[attr-defined]
+    launches.backend = backend  # type: ignore[attr-defined]
+    linear = made(monkeypatch, launches)
+    other = linear.for_tokens(40)
+    assert (other.lift, other.out, other.kind) == (more.lift, OUT, linear.kind)
+    assert other.workspace_bytes == 5 * VALUES + 4 * 40
+    parts = other._by_parts
+    assert (parts.backend, parts.lift, parts.out_features) == (backend, more.lift, OUT)
+    more.lift.shape = (40, ORDER.in_features)
+    y, _ = other(rows().repeat(8, 1), None, weight(), 0.0)
+    assert y.shape == (40, OUT)
+    assert (len(more.lifted), len(more.multiplied), launches.lifted, launches.multiplied) == (1, 1, [], [])
+    assert other.weight_addresses(weight()._replace(operand=[SPARSE, DENSE])) is None
+
+
 def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, asked = Launches(), []
     monkeypatch.setattr(hopper_linear, "find_launch", lambda *sizes: asked.append(sizes) or launches)
@@ -152,6 +186,7 @@ DENSE, SPARSE = weight().operand
         ([DENSE[:, :0], DENSE[:, :0]], torch.ones(OUT), None),
         ([SPARSE, DENSE], torch.ones(OUT), None),
         ([DENSE[:, :1], SPARSE], torch.ones(OUT), None),
+        ([DENSE, torch.empty(1, 1, 4, 5120, dtype=torch.uint8)], torch.ones(OUT), None),
         ([DENSE.to("meta"), SPARSE], torch.ones(OUT), None),
         ([DENSE.view(torch.int8), SPARSE], torch.ones(OUT), None),
         ([DENSE.transpose(1, 2).contiguous().transpose(1, 2), SPARSE], torch.ones(OUT), None),

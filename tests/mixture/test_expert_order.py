@@ -54,3 +54,8 @@ def test_all_tokens_may_go_to_one_expert() -> None:
 def test_what_are_no_experts_is_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(InputError, match=r"experts of tokens; got .*; needed integers \[M, k\]"):
         arrange(wrong, 2, 4)
+
+
+def test_an_expert_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InputError, match="experts of tokens; got expert 2; needed experts below 2"):
+        arrange(torch.tensor([[0, 1], [-1, 2]]), 2, 4)

@@ -129,6 +129,9 @@ def test_tokens_that_do_not_fit_are_refused() -> None:
         made(torch.randn(3, HIDDEN + 1), torch.rand(3, 2), routed(3, EXPERTS, 2))
     with pytest.raises(InputError, match=r"tokens of a mixture"):
         made(torch.randn(3, HIDDEN), torch.rand(3, 1), routed(3, EXPERTS, 2))
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(InputError, match=rf"got {dtype}; needed bf16, fp16 or fp32"):
+            made(torch.ones(3, HIDDEN, dtype=dtype), torch.rand(3, 2), routed(3, EXPERTS, 2))
 
 
 def test_experts_may_be_packed_as_one() -> None:

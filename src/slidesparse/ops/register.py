@@ -36,6 +36,11 @@ def _is_eager(keys: Any, dispatch: torch_private.Dispatch) -> bool:
     return known
 
 
+def _has_tangent(arguments: Sequence[Any]) -> bool:
+    tensors = (t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor))
+    return any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_private.Dispatch) -> Callable[..., Any]:
     """Return the kernel of the autograd keys, through which every call outside inference mode goes.
 
@@ -50,7 +55,9 @@ def _under_autograd(name: str, kernel: Callable[..., Any], dispatch: torch_priva
             return operator.redispatch(keys, *arguments)
 
     def run(keys: Any, *arguments: Any) -> Any:
-        if unpack_dual(arguments[0]).tangent is not None:  # forward mode, whose tangent would be lost
+        x = arguments[0]
+        # Forward mode, whose tangents would be lost. Outside of it torch gives the tensor itself, which costs nothing.
+        if unpack_dual(x).primal is not x and _has_tangent(arguments):
             raise inference_only()
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             if torch_private.in_transform():  # torch.func.grad, which takes no autograd.Function from here

@@ -97,7 +97,7 @@ class HopperChain:
         """See :class:`slidesparse.gemm.backend.ChainRunner`."""
         weights = self._weights(tensors) if self._ready or self._can_launch() else None
         if weights is None or not self._takes(x, residual):
-            self._log_one_by_one(x, residual, weights)
+            self._log_one_by_one(weights)
             return self._one_by_one(x, residual, tensors)
         return self._launch(x, residual, weights)
 
@@ -154,9 +154,10 @@ class HopperChain:
 
     def _can_launch(self) -> bool:
         """Whether every kernel is compiled and can read the product before it; asked until the answer is yes."""
+        # A residual between linears has rows as long as the product that is added to it.
         strides = (0, *(chained.linear.out for chained in self._linears[:-1]))
         self._ready = self._fits() and all(
-            chained.linear.lift.can_launch(LiftInputs(0, None, None, None, stride, _residual_stride(chained)))
+            chained.linear.lift.can_launch(LiftInputs(0, None, None, None, stride, 0))
             for chained, stride in zip(self._linears, strides, strict=True)
         )
         return self._ready
@@ -166,9 +167,7 @@ class HopperChain:
         fit = all(after.lift.shape[1] == before.out for before, after in pairwise(linears))
         return fit and all(after.shape == before.shape for before, after in pairwise(self._adding))
 
-    def _log_one_by_one(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weights: Sequence[CheckedWeight] | None
-    ) -> None:
+    def _log_one_by_one(self, weights: Sequence[CheckedWeight] | None) -> None:
         if not self._fits():
             reason = "a linear does not take as many columns as the one before it gives"
         elif not self._ready and all(chained.linear.lift.launcher.ready for chained in self._linears):
@@ -215,11 +214,6 @@ def _known(kind: object) -> KnownWeights:
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[object]:
     return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-
-
-def _residual_stride(chained: ChainedLinear) -> int:
-    """Return the elements of a row of the residual that a linear reads; 0 where it reads none."""
-    return chained.linear.lift.order.in_features if chained.slots.adds else 0
 
 
 def _rounded(n_bytes: int) -> int:

@@ -27,12 +27,6 @@ GROUP = 16
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 SXM. With fewer there are more waves, but the best tile hardly changes."""
 
-SHARED_BYTES = 232448
-"""Shared memory that a block can have (CUDA programming guide, compute capability 9.0: 227 KB)."""
-
-MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
-"""Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
-
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup turns into rows at a time."""
 
