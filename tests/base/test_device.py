@@ -5,18 +5,29 @@ from pathlib import Path
 import pytest
 import torch
 from bench_records import too_old
+from checkpoints import make_checkpoint
 
 import slidesparse
 from slidesparse import InputError, UnsupportedError
 from slidesparse.base.device import usable_device, why_no_cuda
 from slidesparse.commands import info
+from slidesparse.commands.prune import prune_checkpoint
+from slidesparse.commands.prune_options import PruneOptions
 
 
 def test_a_cpu_always_serves() -> None:
     assert usable_device("cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("device", ["gpu", "meta", "cpu:x"])
+def test_the_first_cpu_is_the_cpu(tmp_path: Path) -> None:
+    """Libraries that read files know no numbers of CPUs, and a file was said to be damaged."""
+    assert usable_device("cpu:0") == usable_device(torch.device("cpu", 0)) == torch.device("cpu")
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"), device="cpu:0")
+    assert slidesparse.load(tmp_path / "s", device="cpu:0").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cpu:x", "cpu:1"])
 def test_unknown_devices_are_refused(device: str) -> None:
     with pytest.raises(InputError, match="unknown device; got '"):
         usable_device(device)

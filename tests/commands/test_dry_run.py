@@ -69,6 +69,19 @@ def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "q").iterdir()} >= {"config.json", "model.safetensors"}
 
 
+def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
+    """Its pointer was copied without a word, and the result took no text. A picture's pointer is nobody's concern."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 17209920\n"
+    (tmp_path / "m/picture.png").write_text(pointer)
+    assert not dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8")).lacks_tokenizer
+    (tmp_path / "m/tokenizer.json").write_text(pointer)
+    for told in (dry_run, prune_checkpoint):
+        with pytest.raises(CheckpointError, match=r"tokenizer.json holds no tokenizer; got a pointer of git-lfs"):
+            told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+    assert not (tmp_path / "q").exists()
+
+
 def test_a_model_without_text_lacks_no_tokenizer(tmp_path: Path) -> None:
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import os
+import resource
 import shutil
 from dataclasses import replace
 from fractions import Fraction
@@ -445,6 +446,26 @@ def test_nothing_is_left_without_a_measurement(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    """Closing the file writes once more what could not be written, and that error was the one to be told."""
+    path = tmp_path / "plan.sensitivities.jsonl"
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def run() -> None:
+        with opened_measurements(path, {"model": "m"}) as file:
+            file.add(Sensitivity(("a",), "6:8", 0.25))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, allowed[1]))
+            file.add(Sensitivity(("b",), "6:8", 0.25))
+
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*plan.sensitivities.jsonl; got File too large"):
+            run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    with opened_measurements(path, {"model": "m"}) as again:
+        assert again.damages_of([["a"], ["b"]]) == {("a", "6:8"): 0.25}
+
+
 def test_the_second_of_two_plans_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.sensitivities.jsonl"
     with opened_measurements(path, {"model": "m"}) as file:
@@ -468,7 +489,7 @@ def test_an_interrupted_plan_says_what_is_kept(tmp_path: Path) -> None:
             file.add(Sensitivity(("a",), "6:8", 0.25))
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match="jsonl keeps 1 measurements, and the same command goes on from there"):
+    with pytest.raises(KeyboardInterrupt, match="jsonl keeps 1 measurement, and the same command goes on from there"):
         run()
 
 

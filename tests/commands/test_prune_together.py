@@ -170,7 +170,7 @@ def test_a_process_killed_in_calibration_loses_nothing(
     assert [one.status for one in ended] == [1, -9]
     (line,) = lines(ended)
     assert "rank 1 of 2 is gone" in line
-    assert "keeps 1 finished files: the same command goes on from there" in line
+    assert "keeps 1 finished file: the same command goes on from there" in line
     assert not (tmp_path / "s.partial/failed").exists()  # another command does not replace the layer
     ended = prune(tmp_path, source, 4, options)
     assert {one.status for one in ended} == {0}

@@ -148,7 +148,7 @@ def test_a_run_with_another_plan_is_told_what_differs(tmp_path: Path, plan: dict
 
 
 def test_an_error_says_what_is_kept(tmp_path: Path) -> None:
-    kept = f"{tmp_path}/s.partial keeps 1 finished files"
+    kept = f"{tmp_path}/s.partial keeps 1 finished file"
     goes_on = f"{kept}: the same command goes on from there, and another one replaces them"
     assert stopped(tmp_path, InputError("wrong"), {}) == f"wrong; {goes_on}"
     assert stopped(tmp_path, KeyboardInterrupt(), {}) == f"{kept}, and the same command goes on from there"

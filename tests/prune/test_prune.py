@@ -305,3 +305,14 @@ def test_types_and_shapes_are_kept(method: str) -> None:
         pruned = get_pruner(method).prune(Linears({"w": torch.randn(3, 24).to(dtype)}, Pattern.parse("4:6"), x.T @ x))
         assert pruned["w"].dtype == dtype
         assert pruned["w"].shape == (3, 24)
+
+
+def test_a_weight_that_is_trained_gets_the_mask_of_its_values() -> None:
+    """A linear's weight is a parameter. It has more entries than those from which a CPU takes the faster way."""
+    weight = torch.nn.Linear(128, 64).weight
+    values = weight.detach()
+    for pattern in ("6:8", "4:6@50%"):
+        mask = prune_mask(weight, pattern)
+        assert torch.equal(mask, prune_mask(values, pattern))
+        assert not mask.requires_grad
+        assert torch.equal(prune_mask(values, pattern, weight.square()), mask)

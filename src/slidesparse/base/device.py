@@ -33,10 +33,11 @@ def runs_triton(device: torch.device) -> bool:
 def usable_device(device: str | torch.device) -> torch.device:
     """Return a device on which tensors can be made; a CUDA device without a number is the current one.
 
-    Not every library takes ``cuda`` for the current device: safetensors reads onto the first.
+    Not every library takes ``cuda`` for the current device: safetensors reads onto the first. Nor does it know
+    ``cpu:0``, which torch takes for ``cpu``.
 
     Raises:
-        InputError: It is neither ``cpu`` nor ``cuda``.
+        InputError: It is neither ``cpu`` nor ``cuda``, or a second CPU.
         UnsupportedError: It is a CUDA device, and torch cannot use one.
     """
     if not isinstance(device, str | torch.device):
@@ -45,8 +46,10 @@ def usable_device(device: str | torch.device) -> torch.device:
         where = torch.device(device)
     except RuntimeError as error:
         raise InputError("unknown device", got=repr(device), needed="cpu or cuda") from error
-    if where.type not in ("cpu", "cuda"):
+    if where.type not in ("cpu", "cuda") or (where.type == "cpu" and where.index):
         raise InputError("unknown device", got=repr(device), needed="cpu or cuda")
+    if where.type == "cpu":
+        return torch.device("cpu")
     if where.type == "cuda" and (why := why_no_cuda()) is not None:
         raise UnsupportedError("no CUDA device here", got=why, remedy="use device='cpu'")
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():

@@ -37,7 +37,7 @@ from slidesparse.files.shared_staging import staged_together
 from slidesparse.files.source_files import Links, SourceFiles, survey
 from slidesparse.files.staging import Workplace, new_folder
 from slidesparse.files.stored import Stored
-from slidesparse.files.tokenizer_files import NO_TOKENIZER, lacks_tokenizer
+from slidesparse.files.tokenizer_files import NO_TOKENIZER, lacks_tokenizer, require_fetched
 from slidesparse.files.untied import untied
 from slidesparse.models.config_keys import MARKER_VERSION
 from slidesparse.models.experts import EXPERTS_FOLLOW
@@ -193,6 +193,7 @@ def prepare(
     checkpoint = Checkpoint(usable_path(source, "source"))
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
+    require_fetched(files)
     checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}

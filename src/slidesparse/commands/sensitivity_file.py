@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from slidesparse.base.counted import counted
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import kind_of
 from slidesparse.errors import CheckpointError, InputError, first_line
@@ -40,13 +41,14 @@ def opened_measurements(path: Path, about: Mapping[str, Any]) -> Iterator[Sensit
     Raises:
         CheckpointError: Another run measures into it, or :class:`SensitivityFile` refuses it.
     """
-    with _locked(path) as handle, write_errors(path, "free some space and run again: it goes on from there"):
+    # The file is closed within: closing writes once more what a full disk did not take.
+    with write_errors(path, "free some space and run again: it goes on from there"), _locked(path) as handle:
         file = SensitivityFile(handle, path, about)
         try:
             yield file
         except KeyboardInterrupt as error:
             if file.damages:
-                kept = f"{path} keeps {len(file.damages)} measurements"
+                kept = f"{path} keeps {counted(len(file.damages), 'measurement')}"
                 error.args = (f"{kept}, and the same command goes on from there",)
             raise
         finally:

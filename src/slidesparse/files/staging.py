@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slidesparse.base.counted import counted
 from slidesparse.base.log import LOG
 from slidesparse.base.ranks import LostRank
 from slidesparse.base.typed_json import decode
@@ -267,7 +268,7 @@ def with_what_is_kept(work: Workplace, destination: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         count = 0 if destination.exists() else work.files()
-        kept = f"{work.path} keeps {count} finished files"
+        kept = f"{work.path} keeps {counted(count, 'finished file')}"
         if count and isinstance(error, KeyboardInterrupt):
             error.args = (f"{kept}, and the same command goes on from there",)
         elif count and isinstance(error, LostRank):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slidesparse.errors import CheckpointError
 from slidesparse.files.source_files import SourceFiles
+from slidesparse.files.tensor_reader import LFS_POINTER
 from slidesparse.models.causal import vocabulary_of
 
 BEGINNINGS = ("tokenizer", "vocab", "tekken")
@@ -15,6 +17,23 @@ ENDS = (".model", ".spm", ".tiktoken")
 NO_TOKENIZER = (
     "no tokenizer was there to copy, and without one the result takes no text: add that of the model to its folder"
 )
+
+
+def require_fetched(files: SourceFiles) -> None:
+    """Refuse a tokenizer that is not there yet: only what git-lfs needs to fetch it.
+
+    Raises:
+        CheckpointError: A file of a tokenizer is such a pointer.
+    """
+    for file in files.copied:
+        if len(file.name.parts) == 1 and _is_of_a_tokenizer(file.name.name):
+            with open(file.path, "rb") as opened:
+                if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise CheckpointError(
+                        f"{file.name} holds no tokenizer",
+                        got="a pointer of git-lfs",
+                        remedy="fetch it with: git lfs pull",
+                    )
 
 
 def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:

@@ -109,7 +109,8 @@ def prune_masks(costs: Sequence[torch.Tensor], pattern: Pattern | str) -> list[t
     for cost in costs:
         check_cost(cost)
     # Padding costs less than anything, so it is left out first and never displaces a weight.
-    by_group = [grouped(cost.to(torch.float32), pattern, fill=-1.0) for cost in costs]
+    # Without gradients: a mask has none, and torch refuses to write a result that would have one into given memory.
+    by_group = [grouped(cost.detach().to(torch.float32), pattern, fill=-1.0) for cost in costs]
     drops = [two_cheapest(groups) for groups in by_group]
     if not pattern.is_uniform:
         follows = cheapest_groups(by_group, drops, pattern)
