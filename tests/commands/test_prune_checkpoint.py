@@ -695,7 +695,7 @@ from slidesparse.cli import main
 from slidesparse.commands.prune import prune_checkpoint
 from transformers import LlamaForCausalLM
 def peak():
-    return int(re.search(r"VmHWM:\\s+(\d+)", open("/proc/self/status").read())[1])
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 before = peak()
 failed = main()
 print(peak() - before, file=sys.stderr)

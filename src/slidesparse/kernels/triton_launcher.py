@@ -47,7 +47,7 @@ ORDER = (
     *("grid_0", "grid_1", "grid_2", "stream", "function", "packed_metadata", "launch_metadata"),
     *("launch_enter_hook", "launch_exit_hook", "values()"),
 )
-"""The arguments that Triton 3.4 to 3.8 passes to ``CompiledKernel.run``, as does :meth:`Launcher.launch`: the last part
+"""The arguments that Triton 3.4 to 3.9 passes to ``CompiledKernel.run``, as does :meth:`Launcher.launch`: the last part
 of each expression. ``values()`` means all arguments of the kernel, constants included."""
 
 
