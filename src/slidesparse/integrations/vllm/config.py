@@ -25,7 +25,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.engine import prepare_engine
-from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
+from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
     DRAFT,
@@ -141,8 +141,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
-        if model.options.experts == "dense":
-            model.status.outcomes[prefix] = Outcome(False, True, "experts: left to vLLM, as asked for", experts=True)
+        why_left = why_experts_left(method, self, model.options.experts)
+        if why_left is not None:
+            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {why_left}", experts=True)
             return method
         named = find_experts(self.marker, prefix)
         if named is None:
