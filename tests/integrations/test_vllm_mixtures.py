@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from vllm_models import REFERENCE, configured, loaded
+from vllm_models import REFERENCE, configured, loaded, loaded_by
 
 from slidesparse import PatternViolation, UnsupportedError
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
@@ -177,7 +177,6 @@ def test_experts_are_packed_on_request_and_compute_what_they_did(
         method = layer.quant_method
         assert type(method).__name__ == "CompressedTensorsW8A8Int8MoEMethod"
         assert method.maybe_make_prepare_finalize(routing_tables=None) is None
-        assert not method.supports_eplb
         with pytest.raises(UnsupportedError, match=r"loaded again into packed experts \(model.layers"):
             method.process_weights_after_loading(layer)
         y = method.apply(layer, x, weights, chosen.int(), None, None)
@@ -369,6 +368,64 @@ def test_experts_that_are_left_to_vllm_as_asked_for_are_in_the_log(
     loaded(configured(pruned(tmp_path, "Qwen3MoeForCausalLM", "int8"), quantization="slidesparse"), options)
     assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
     assert "mlp.experts: dense, experts: left to vLLM, as asked for (2 layers)" in caplog.text
+
+
+def with_balancing(path: Path, additional: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration with --enable-eplb, of experts that vLLM can move; it refuses the option itself on a CPU."""
+    from vllm.config import VllmConfig
+
+    module = import_module(
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe."
+        "compressed_tensors_moe_w8a8_int8"
+    )
+    monkeypatch.setattr(module.CompressedTensorsW8A8Int8MoEMethod, "supports_eplb", True)
+    config = VllmConfig(model_config=configured(path, quantization="slidesparse"), additional_config=additional)
+    config.parallel_config.enable_eplb = True
+    return config
+
+
+def with_other_weights(path: Path, additional: dict[str, Any]) -> Any:
+    """A configuration whose experts vLLM quantises anew (``--quantization-config``)."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    if not hasattr(QuantizationConfig, "online_quantization_config"):
+        pytest.skip("vLLM before 0.33 quantises nothing anew that a checkpoint holds quantised")
+    from vllm.config.quantization import resolve_quantization_config
+
+    parsed = resolve_quantization_config("slidesparse", {"moe": "fp8_per_tensor"})
+    model = configured(path, quantization="slidesparse", quantization_config=parsed)
+    return VllmConfig(model_config=model, additional_config=additional)
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_vllm_moves_between_gpus_are_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM said that it cannot move experts which it can move, and ended."""
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    model = loaded_by(with_balancing(path, REFERENCE, monkeypatch))
+    assert all(hasattr(layer, "w13_weight") for layer in experts_of(model).values())
+    assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
+    assert "mlp.experts: dense, experts: left to vLLM: --enable-eplb moves them between GPUs (2 layers)" in caplog.text
+    with pytest.raises(UnsupportedError, match=r'"experts": "sparse"; got --enable-eplb, .*; leave one of the two out'):
+        loaded_by(with_balancing(path, SPARSE, monkeypatch))
+
+
+@pytest.mark.usefixtures("without_expert_kernels")
+def test_experts_that_vllm_quantises_anew_are_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were waited for, so the log never said what became of any layer."""
+    import vllm.model_executor.layers.quantization.online.fp8 as anew
+
+    monkeypatch.setattr(anew.Fp8PerTensorOnlineMoEMethod, "process_weights_after_loading", lambda *_: None)
+    path = pruned(tmp_path, "Qwen3MoeForCausalLM", "int8")
+    loaded_by(with_other_weights(path, REFERENCE))
+    assert "slidesparse: 4 of 6 layers run sparse" in caplog.text
+    assert "mlp.experts: dense, experts: left to vLLM: moe of --quantization-config" in caplog.text
+    with pytest.raises(UnsupportedError, match=r'"experts": "sparse"; got moe of --quantization-config, .*; leave one'):
+        loaded_by(with_other_weights(path, SPARSE))
 
 
 @pytest.mark.usefixtures("without_expert_kernels")

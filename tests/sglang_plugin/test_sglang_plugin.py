@@ -16,7 +16,13 @@ import slidesparse as ss
 from slidesparse.errors import CheckpointError, InputError, PatternViolation, UnsupportedError
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.sglang import METHOD
-from slidesparse.integrations.sglang.refusals import OPTIONS, SGLangOptions, largest_batch, refuse_what_cannot_work
+from slidesparse.integrations.sglang.refusals import (
+    LOAD_FORMATS,
+    OPTIONS,
+    SGLangOptions,
+    largest_batch,
+    refuse_what_cannot_work,
+)
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.quant import quantize_rows, quantize_weight
 
@@ -41,6 +47,8 @@ def test_options_are_read_strictly() -> None:
         ({"lora_paths": ["a"]}, "LoRA adapters on sparse layers"),
         ({"cpu_offload_gb": 20}, "offloading the weights.*--cpu-offload-gb 20"),
         ({"offload_group_size": 4}, "offloading the weights.*--offload-group-size 4"),
+        ({"load_format": "dummy"}, "--load-format dummy with sparse layers; got random weights, which follow no"),
+        ({"load_format": "sharded_state"}, "--load-format sharded_state with sparse layers; got tensors as another"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], told: str) -> None:
@@ -48,6 +56,15 @@ def test_what_cannot_work_is_refused(arguments: dict[str, Any], told: str) -> No
         refuse_what_cannot_work(SimpleNamespace(**arguments))
     assert "\n" not in str(error.value)
     refuse_what_cannot_work(SimpleNamespace(**dict.fromkeys(arguments)))
+
+
+def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> None:
+    from sglang.srt.configs.load_config import LoadFormat
+
+    known = {form.value for form in LoadFormat}
+    assert known > LOAD_FORMATS.keys()
+    for name in known - LOAD_FORMATS.keys():
+        refuse_what_cannot_work(SimpleNamespace(load_format=name))
 
 
 def test_the_largest_batch_is_a_chunk_or_a_prefill() -> None:
@@ -194,17 +211,30 @@ def test_quantised_activations_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_weights_are_not_loaded_again() -> None:
+def test_weights_are_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of ours ended the server, and by IPC norms and embeddings alone were replaced."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
     values, scale = pruned("6:8")
     layer = loaded(config_of(), O_PROJ, values, scale)
-    for again in (layer.quant_method.restore_weights_before_loading, layer.quant_method.process_weights_after_loading):
-        with pytest.raises(UnsupportedError, match=f"loaded again.*{O_PROJ}"):
-            again(layer)
+    model = torch.nn.Sequential(layer)
+    model.load_weights = lambda *_: pytest.fail("weights were loaded")
+    none = dict.fromkeys(("model_config", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+    settings: dict[str, Any] = {"tp_rank": 0, "device": "cpu", "gpu_id": 0, "custom_weight_loaders": {}, **none}
+    updater = WeightUpdater(get_model=lambda: model, **settings)
+    monkeypatch.setattr(WeightUpdater, "_assert_weight_cache_inactive", lambda *_: None)
+    new, told_first = [(f"{O_PROJ}.weight", values)], "weights for a running engine with sparse layers"
+    updater.begin_weight_update()
+    for done, told in (
+        updater.load_weights_from_distributed(new),
+        updater.update_weights_from_tensor(new),
+        updater.update_weights_from_ipc(None),
+        updater.update_weights_from_disk("another", "auto"),
+    ):
+        assert not done
+        assert told == f"{told_first}; got {O_PROJ}, whose dense weight is gone; start SGLang again"
+    updater.end_weight_update(run_post_load=False)
     assert torch.equal(layer(tokens())[0], oracle(tokens(), values, scale))
-    fresh = built(config_of(), O_PROJ, values, scale)
-    fresh.quant_method.restore_weights_before_loading(fresh)  # before it is packed nothing is lost
-    dense = loaded(config_of(options=None), O_PROJ, values, scale)
-    dense.quant_method.restore_weights_before_loading(dense)
 
 
 @pytest.mark.usefixtures("server")

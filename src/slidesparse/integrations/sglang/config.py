@@ -75,15 +75,6 @@ class SGLangConfig(CompressedTensorsConfig):
         mapped = {name: new for name in names for new in hf_to_sglang_mapper.apply_list([name])}
         self.marker = rename_layers(self.marker, mapped)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return SGLang's method; for a layer of ours it refuses to load weights again."""
-        method = super().get_quant_method(layer, prefix)
-        scheme = getattr(layer, "scheme", None)
-        if isinstance(scheme, SGLangScheme):
-            # Not a subclass: SGLang finds a loader of weights by the name of the method's class.
-            method.restore_weights_before_loading = scheme.refuse_loading_again
-        return method
-
     def get_linear_scheme(
         self, layer: torch.nn.Module, layer_name: str | None = None, matched_target: str | None = None
     ) -> CompressedTensorsLinearScheme | None:

@@ -8,11 +8,15 @@ from typing import Any
 
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.select import BACKENDS, Fallback, check_fallback
+from slidesparse.integrations.vllm.refused import RANDOM, SAVED, refuse_load_format
 
 OPTIONS = "slidesparse"
 """The key of ``--json-model-override-args`` that holds our options: SGLang has no other place for a plugin's."""
 
 SERVE_DENSE = "serve dense, without the plugin (SGLANG_PLUGINS=none)"
+
+LOAD_FORMATS = {"dummy": RANDOM, "presharded": SAVED, "remote_instance": SAVED, "sharded_state": SAVED}
+"""``--load-format`` that sparse layers cannot be made from -> what it brings instead of a checkpoint's weights."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,10 @@ def refuse_what_cannot_work(arguments: Any) -> None:
     """Refuse the arguments of a server that sparse layers do not support.
 
     Raises:
-        UnsupportedError: LoRA adapters, which add to a dense weight, or offloading, which knows parameters alone and no
-            packed weights.
+        UnsupportedError: A load format that brings other tensors than a checkpoint's, LoRA adapters, which add to a
+            dense weight, or offloading, which knows parameters alone and no packed weights.
     """
+    refuse_load_format(arguments, LOAD_FORMATS, SERVE_DENSE)
     if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
         got = "--enable-lora or --lora-paths"
         raise UnsupportedError("LoRA adapters on sparse layers", got=got, remedy=SERVE_DENSE)

@@ -25,6 +25,10 @@ from slidesparse.support import check_groups, following_groups
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
 
+NEVER_UPDATED = "_derived_weight_cache_error"
+"""SGLang's name in a module for why its weights cannot be replaced: captured CUDA graphs hold the packed ones. Every
+update of a running engine asks for it before it writes, and returns it. An exception would end the server."""
+
 log = logging.getLogger(LOGGER)
 
 
@@ -61,16 +65,17 @@ class SGLangScheme(CompressedTensorsLinearScheme):
 
         Raises:
             PatternViolation: The weight does not satisfy the pattern that the checkpoint claims.
-            UnsupportedError: The backend that the user named cannot run it; or it is a shard of unknown rank; or it is
-                loaded again.
+            UnsupportedError: The backend that the user named cannot run it; or it is a shard of unknown rank.
         """
-        self.refuse_loading_again(layer)
+        if self.converted:
+            return  # the end of an update, which was refused
         slide = self.pack_layer(layer)
         if slide is None:
             self.inner.process_weights_after_loading(layer)
             return
         del layer.weight, layer.weight_scale
         layer.add_module(SUBMODULE, slide)
+        setattr(layer, NEVER_UPDATED, str(self._refusal()))
         self.converted = True
         if slide.forms[0].tensors[0].is_cuda:
             self.warmup.layer(slide)
@@ -120,18 +125,12 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         y = layer.slide(x, bias)
         return y
 
-    def refuse_loading_again(self, layer: torch.nn.Module) -> None:
-        """Refuse weights for a layer that is packed: captured CUDA graphs hold the addresses of the packed ones.
-
-        Raises:
-            UnsupportedError: The layer is packed.
-        """
-        if hasattr(layer, SUBMODULE):
-            raise UnsupportedError(
-                "weights cannot be loaded again into a running engine with sparse layers",
-                got=f"{self.name}, whose dense weight is gone",
-                remedy="start SGLang again",
-            )
+    def _refusal(self) -> UnsupportedError:
+        return UnsupportedError(
+            "weights for a running engine with sparse layers",
+            got=f"{self.name}, whose dense weight is gone",
+            remedy="start SGLang again",
+        )
 
     def _rank(self, layer: Any, columns: int) -> int:
         """Return the rank of a layer whose columns are shared out; 0 where every rank has all of them."""

@@ -25,7 +25,7 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.files.marker import Marker
 from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.engine import prepare_engine
-from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by
+from slidesparse.integrations.vllm.experts import is_of_experts, pack_experts_by, why_experts_left
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import (
     DRAFT,
@@ -33,6 +33,7 @@ from slidesparse.integrations.vllm.names import (
     find_experts,
     find_layer,
     is_our_checkpoint,
+    list_parts,
     rename_layers,
     require_marker,
     why_left_to_vllm,
@@ -45,7 +46,7 @@ from slidesparse.integrations.vllm.scheme import (
     SlideUnquantizedMethod,
     tell_when_loaded,
 )
-from slidesparse.integrations.vllm.status import ModelStatus, Outcome
+from slidesparse.integrations.vllm.status import Outcome
 from slidesparse.models.config_keys import MARKER_KEY
 
 log = logging.getLogger(LOGGER)
@@ -116,7 +117,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._note_float_head(layer, prefix)
             return None
         model = self.prepare_model()
-        named = self._find_layer(layer, prefix, model.status)
+        named = self._find_layer(layer, prefix, model)
         return UnquantizedLinearMethod() if named is None else SlideUnquantizedMethod(named, model)
 
     def get_scheme(
@@ -130,7 +131,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         if refusal is not None:
             tell_when_loaded(scheme, layer, NamedLayer(layer_name, None), refusal, model)
             return scheme
-        named = self._find_layer(layer, layer_name, model.status)
+        named = self._find_layer(layer, layer_name, model)
         return scheme if named is None else SlideScheme(scheme, named, model)
 
     def _with_experts(
@@ -141,8 +142,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
             self._note_other_experts(prefix)
             return method
         model = self.prepare_model()
-        if model.options.experts == "dense":
-            model.status.outcomes[prefix] = Outcome(False, True, "experts: left to vLLM, as asked for", experts=True)
+        why_left = why_experts_left(method, self, model.options.experts)
+        if why_left is not None:
+            model.status.outcomes[prefix] = Outcome(False, True, f"experts: {why_left}", experts=True)
             return method
         named = find_experts(self.marker, prefix)
         if named is None:
@@ -169,15 +171,18 @@ class SlideSparseConfig(CompressedTensorsConfig):
         """
         if self._model is None:
             self._model = prepare_engine(get_current_vllm_config())
+            self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
-    def _find_layer(self, layer: torch.nn.Module, name: str, status: ModelStatus) -> NamedLayer | None:
+    def _find_layer(self, layer: torch.nn.Module, name: str, model: ModelState) -> NamedLayer | None:
+        for part in list_parts(name, self.packed_modules_mapping):
+            model.unplaced.pop(part, None)
         why_left = why_left_to_vllm(name)
         named = None if why_left else find_layer(self.marker, name, self.packed_modules_mapping)
         if named is None:
-            status.outcomes[name] = Outcome(False, False, why_left or LEFT_ALONE)
-        else:
-            status.expect_layer(name, layer)
+            model.status.outcomes[name] = Outcome(False, False, why_left or LEFT_ALONE)
+            return None
+        model.status.expect_layer(name, layer)
         return named
 
 

@@ -25,6 +25,7 @@ from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.memory import give_blocks_back
 from slidesparse.integrations.vllm.model_state import ModelState
 from slidesparse.integrations.vllm.names import NamedExperts
+from slidesparse.integrations.vllm.options import Experts
 from slidesparse.integrations.vllm.private import given_back_workspace
 from slidesparse.integrations.vllm.scheme import find_pattern
 from slidesparse.integrations.vllm.status import Outcome
@@ -57,6 +58,36 @@ def is_of_experts(method: QuantizeMethodBase | None) -> bool:
     return type(method).__name__ in METHODS
 
 
+def why_experts_left(method: Any, quant_config: Any, asked: Experts) -> str | None:
+    """Return why experts are left to vLLM before they are loaded, in words; None where they need not be.
+
+    Args:
+        method: vLLM's, of :data:`METHODS`.
+        quant_config: vLLM's configuration of the model's quantisation.
+        asked: The user's option.
+
+    Raises:
+        UnsupportedError: They are to run sparse whatever was measured, and vLLM knows how to treat its own form alone.
+    """
+    if asked == "dense":
+        return "left to vLLM, as asked for"
+    online = getattr(quant_config, "online_quantization_config", None)  # vLLM from 0.33 on
+    if method.moe.moe_parallel_config.enable_eplb:
+        option, does = "--enable-eplb", "moves them between GPUs"
+    elif online is not None and online.args.moe is not None:
+        option, does = "moe of --quantization-config", "quantises them anew"
+    else:
+        return None
+    if asked == "sparse":
+        raise UnsupportedError(
+            'experts of which --additional-config says "experts": "sparse"',
+            got=f"{option}, which {does}",
+            needed="experts that stay as they were loaded",
+            remedy="leave one of the two out",
+        )
+    return f"left to vLLM: {option} {does}"
+
+
 def pack_experts_by(method: Any, named: NamedExperts, model: ModelState) -> QuantizeMethodBase:
     """Return the method as one that packs experts when they are loaded.
 
@@ -79,9 +110,6 @@ class _Packing:
     slide_model: ModelState
     slide: SlideExperts | None
     slide_stays_dense: bool
-
-    supports_eplb = False
-    """vLLM would move an expert's scales to another place, and not its packed weights."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts, or let vLLM go on with them; experts that were left to vLLM are so when loaded again.

@@ -12,10 +12,13 @@ import torch
 from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm import LOGGER
+from slidesparse.integrations.vllm.names import NamedLayer
 from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.support import satisfies
 from slidesparse.tuning.at_load import LoadTuner
 
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -43,6 +46,8 @@ class ModelState:
         speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        unplaced: Name -> pattern of the layers that the marker names and vLLM has not built: in another stage of a
+            pipeline, or under another name.
     """
 
     options: Options = field(default_factory=Options)
@@ -53,6 +58,7 @@ class ModelState:
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
     batch_invariant: bool = False
+    unplaced: dict[str, Pattern] = field(default_factory=dict)
 
     @classmethod
     def create(cls, vllm_config: Any) -> ModelState:
@@ -83,6 +89,23 @@ class ModelState:
         Tiles and splits of a product depend on the number of tokens, and so does the order of sums in FP8 and floats.
         """
         return NOT_INVARIANT if self.batch_invariant and dtype != torch.int8 else None
+
+    def pattern_of(self, named: NamedLayer, weight: torch.Tensor, start: int) -> Pattern | None:
+        """Return the pattern of a loaded layer: that of its name, unless the marker may know it by another name.
+
+        vLLM names some layers otherwise than their checkpoint: q, k and v of BERT, the mixers of Falcon-H1. Where
+        the marker has names for which no layer was built, the tightest of their patterns and the common one is taken
+        that the weight satisfies.
+
+        Args:
+            named: The layer.
+            weight: [out, columns of this rank].
+            start: Column of the whole weight at which this rank's begin.
+        """
+        if named.pattern is None or named.is_exception or not self.unplaced:
+            return named.pattern
+        likely = sorted({named.pattern, *self.unplaced.values()}, key=lambda pattern: pattern.density)
+        return next((p for p in likely if p == DENSE or satisfies(weight, p, start % p.group)), named.pattern)
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""

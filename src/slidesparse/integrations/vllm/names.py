@@ -7,7 +7,7 @@ names the layers of the checkpoint. Nothing here needs vLLM or a GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slidesparse.errors import CheckpointError
@@ -48,10 +48,12 @@ class NamedLayer:
     Attributes:
         name: The layer's name in vLLM.
         pattern: The pattern that the checkpoint names; None: find the tightest that the weight satisfies.
+        is_exception: The checkpoint names the layer itself, and not only a pattern for all others.
     """
 
     name: str
     pattern: Pattern | None
+    is_exception: bool = field(default=False, compare=False)
 
 
 DOWN = ("down_proj", "w2")
@@ -112,7 +114,7 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
             remedy="prune them alike, or serve dense with --quantization compressed-tensors",
         )
     pattern = patterns[parts[0]]
-    return None if pattern is None else NamedLayer(name, pattern)
+    return None if pattern is None else NamedLayer(name, pattern, any(part in marker.layers for part in parts))
 
 
 def find_experts(marker: Marker | None, name: str) -> NamedExperts | None:

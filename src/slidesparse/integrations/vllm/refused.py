@@ -9,13 +9,14 @@ from slidesparse.errors import UnsupportedError
 
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
 
-_SAVED = "tensors as another engine held them, which sparse layers do not have"
+RANDOM = "random weights, which follow no pattern"
+SAVED = "tensors as another engine held them, which sparse layers do not have"
 LOAD_FORMATS = {
-    "dummy": "random weights, which follow no pattern",
+    "dummy": RANDOM,
     "ipc_cache": "tensors of another process, after they were processed there",
-    "runai_streamer_sharded": _SAVED,
-    "sharded_state": _SAVED,
-    "tensorizer": _SAVED,
+    "runai_streamer_sharded": SAVED,
+    "sharded_state": SAVED,
+    "tensorizer": SAVED,
 }
 """``--load-format`` that sparse layers cannot be made from -> what it brings instead of a checkpoint's weights."""
 
@@ -30,14 +31,7 @@ def require_supported(vllm_config: Any) -> None:
         UnsupportedError: A load format that brings other tensors than a checkpoint's, weights kept in host memory, or
             linears that vLLM is to quantise anew.
     """
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if load_format in LOAD_FORMATS:
-        raise UnsupportedError(
-            f"--load-format {load_format} with sparse layers",
-            got=LOAD_FORMATS[load_format],
-            needed="the checkpoint that slidesparse prune wrote",
-            remedy=f"leave the option out, or {SERVE_DENSE}",
-        )
+    refuse_load_format(vllm_config.load_config, LOAD_FORMATS, SERVE_DENSE)
     for option, size in offloaded(getattr(vllm_config, "offload_config", None)).items():
         raise UnsupportedError(
             f"{option} with sparse layers",
@@ -51,6 +45,27 @@ def require_supported(vllm_config: Any) -> None:
             got="linears that vLLM quantises anew when they are loaded",
             needed="the weights that slidesparse prune wrote",
             remedy=f"leave {part} out",
+        )
+
+
+def refuse_load_format(config: Any, brought: Mapping[str, str], serve_dense: str) -> None:
+    """Refuse a ``--load-format`` that sparse layers cannot be made from.
+
+    Args:
+        config: What holds the option.
+        brought: Format -> what it brings instead of a checkpoint's weights.
+        serve_dense: How the user goes on without sparse layers.
+
+    Raises:
+        UnsupportedError: One of these formats.
+    """
+    load_format = str(getattr(config, "load_format", "auto"))
+    if load_format in brought:
+        raise UnsupportedError(
+            f"--load-format {load_format} with sparse layers",
+            got=brought[load_format],
+            needed="the checkpoint that slidesparse prune wrote",
+            remedy=f"leave the option out, or {serve_dense}",
         )
 
 

@@ -181,6 +181,7 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         return False
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
+    named = replace(named, pattern=model.pattern_of(named, weight, start))
     packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
     if packed is None:
         model.status.note_outcome(named.name, outcome, log)
@@ -193,7 +194,6 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     if scale is not None:
         del layer.weight_scale
     keep(layer, slide, model.adapters)
-    layer.requires_unquantized_input = True  # from vLLM 0.33 on a model may else hand over quantised activations
     model.add_layer(named.name, slide)
     device = weight.device
     del weight, scale, packed
