@@ -75,7 +75,10 @@ BERT_SETS = [
         ["intermediate.dense"],
         ["output.dense"],
     ]
-] + [["pooler.dense"]]
+]
+
+
+HEAD = "a head of an encoder, which servers keep in floats"
 
 
 def _tokens(seed: int = 0) -> torch.Tensor:
@@ -114,7 +117,28 @@ def test_decoders(make: Make) -> None:
 def test_encoder_without_an_output_embedding() -> None:
     targets = find_targets(_bert())
     assert list(targets.linears) == [name for names in BERT_SETS for name in names]
-    assert targets.dense == {}
+    assert targets.dense == {"pooler.dense": HEAD}
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [
+        ("Bert", {"bert.pooler.dense": HEAD}),
+        ("Roberta", {"classifier.dense": HEAD}),
+        ("ModernBert", {"head.dense": HEAD}),
+    ],
+)
+def test_heads_that_judge_a_text_stay_dense(kind: str, heads: dict[str, str]) -> None:
+    """vLLM holds them in floats: it would read their 8-bit weights without scales."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES, num_labels=40, pad_token_id=0)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    dense = find_targets(model).dense
+    assert {name: dense[name] for name in heads} == heads
+
+
+def test_a_head_by_name_alone_is_an_ordinary_linear() -> None:
+    model = nn.ModuleDict({"classifier": nn.ModuleDict({"dense": nn.Linear(64, 64)})})
+    assert list(find_targets(model).linears) == ["classifier.dense"]
 
 
 @pytest.mark.parametrize("make", DECODERS)
@@ -134,7 +158,7 @@ def test_tying_is_seen_on_the_meta_device() -> None:
 
 def test_small_classifiers_stay_dense() -> None:
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=3))
-    assert find_targets(model).dense == {"classifier": "smaller than 32 features"}
+    assert find_targets(model).dense["classifier"] == "smaller than 32 features"
 
 
 def test_names_decide_nothing() -> None:

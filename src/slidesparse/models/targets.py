@@ -1,8 +1,8 @@
 """Find the layers of a model that are treated, and those among them that read the same input.
 
 A layer is found by its type and size (``nn.Linear``, large enough, not the output embedding, in the part of a
-multimodal model that was asked for), not by its name; the one exception is :data:`READ_AS_MATRIX`, which differs from
-other linears in nothing but its name.
+multimodal model that was asked for), not by its name; the exceptions are :data:`READ_AS_MATRIX` and :data:`HEADS`,
+which differ from other linears in nothing but their names.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ READ_AS_MATRIX = "kv_b_proj"
 """The linear of multi-head latent attention (DeepSeek-V2 and after) whose weight servers split and multiply into other
 weights after loading, without calling the layer: it must stay dense."""
 
+HEADS = (".classifier.dense", ".head.dense", ".pooler.dense")
+"""How linears are named by which encoders of transformers judge a whole text (BERT, RoBERTa, ModernBERT). vLLM holds them
+as plain ``nn.Linear`` and reads no scales for them (model_executor/models/bert.py, roberta.py and modernbert.py)."""
 
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
@@ -91,7 +94,9 @@ def find_targets(
     inside_output = set() if output is None else {id(module) for module in output.modules()}
     adapters = _adapters(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tied = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
+    config = getattr(model, "config", None)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    described = hasattr(config, "model_type")
     ignored = {name for name in named for entry in also_ignore if matches_entry(name, entry)}
     for entry in ignore:
         matches = {name for name in named if matches_entry(name, entry)}
@@ -108,6 +113,8 @@ def find_targets(
             return "nn.MultiheadAttention reads its weight without calling it"
         if read_as_matrix(name):
             return "latent attention reads its weight without calling it"
+        if described and f".{name}".endswith(HEADS):
+            return "a head of an encoder, which servers keep in floats"
         if name in (keep or {}):
             return (keep or {})[name]
         if name.startswith(adapters):
