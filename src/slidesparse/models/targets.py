@@ -31,7 +31,7 @@ weights after loading, without calling the layer: it must stay dense."""
 
 HEADS = (".classifier.dense", ".head.dense", ".pooler.dense")
 """How linears are named by which encoders of transformers judge a whole text (BERT, RoBERTa, ModernBERT). vLLM holds
-them as plain ``nn.Linear`` and reads no scales for them (model_executor/models/bert.py, roberta.py and modernbert.py)."""
+them as plain ``nn.Linear`` and reads no scales for them (model_executor/models/{bert,roberta,modernbert}.py)."""
 
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
