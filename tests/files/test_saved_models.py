@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,11 @@ def test_a_model_without_a_config_stays_as_it_is() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     slidesparse.sparsify_(model, "6:8")
     assert not hasattr(model, "config")
+
+
+def test_pruning_without_transformers_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after ``pip install .`` alone; the line said that slidesparse had a defect."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedError, match=r"transformers is not installed; pip install \"slidesparse\[hf\]\""):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
