@@ -13,7 +13,6 @@ import transformers
 from slidesparse.files.stored import STORED_NAMES, Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
-from slidesparse.files.texts import as_text, read_documents
 
 SMALL = {
     "vocab_size": 96,
@@ -86,11 +85,6 @@ def write_text(path: Path, words: int = 800) -> Path:
     vocabulary = ["sparse", "dense", "weights", "slide", "over", "windows", "of", "four", "and", "keep", "two"]
     path.write_text(" ".join(rng.choice(vocabulary) for _ in range(words)) + ".\n", encoding="utf-8")
     return path
-
-
-def read_text(source: Path, tokenizer: Any = None) -> str:
-    """All documents of a source as one text."""
-    return as_text(read_documents(source), tokenizer)
 
 
 def tokens(vocabulary: int = SMALL["vocab_size"]) -> torch.Tensor:

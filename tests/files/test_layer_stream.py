@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, read_text, reverse_letters, write_text
+from checkpoints import SMALL, add_tokenizer, make_checkpoint, make_source, reverse_letters, write_text
 from small_models import make
 from torch import nn
 
@@ -27,6 +27,7 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, encode, load_tokenizer, sample_windows
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.texts import read_text
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_stack import LayerList, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers

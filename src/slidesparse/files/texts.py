@@ -51,6 +51,11 @@ MAX_FETCHED = 1 << 25
 NEEDED = 'an object such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
+def read_text(source: str | Path, tokenizer: Any = None) -> str:
+    """Return all documents of a source as one text: see :func:`read_documents` and :func:`as_text`."""
+    return as_text(read_documents(source), tokenizer)
+
+
 def read_documents(source: str | Path) -> list[Document]:
     """Read the documents of a file, a folder or a data set.
 
@@ -100,7 +105,7 @@ def _length(document: Document) -> int:
     return len(document) if isinstance(document, str) else sum(len(one["content"]) for one in document)
 
 
-def as_text(documents: Iterable[Document], tokenizer: Any) -> str:
+def as_text(documents: Iterable[Document], tokenizer: Any = None) -> str:
     """Return documents as one text, with an empty line between them; chats by the tokenizer's chat template.
 
     Raises:
