@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from slidesparse.errors import InputError
 from slidesparse.gemm.select import get_backend
 from slidesparse.gemm.spec import parse_chain, parse_weight
 from slidesparse.layout import Lifted, LinearTensors
 from slidesparse.ops.register import define
 from slidesparse.ops.resolve import resolve_chain, resolve_lift, resolve_linear
 from slidesparse.prologue import Prologue
-from slidesparse.quant import QUANTISED
 
 # -- quantise and lift, alone and after a prologue -----------------------------------------------------------------
 
@@ -40,12 +38,6 @@ def _lifted(
     return lift(x, residual, LinearTensors(column_map, pairs, (), None, None, gain), eps)
 
 
-def _quantised(prologue: Prologue, x: torch.Tensor, column_map: torch.Tensor, dtype: torch.dtype, *rest: Any) -> Lifted:
-    if dtype not in QUANTISED:  # there would be no scales, which the schemas promise
-        raise InputError("type to quantise to", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
-    return _lifted(prologue, x, column_map, dtype, *rest)
-
-
 def _quantize_lift(
     x: torch.Tensor,
     column_map: torch.Tensor,
@@ -54,7 +46,7 @@ def _quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _quantised("none", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("none", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 def _quantize_lift_fake(
@@ -88,7 +80,7 @@ def _rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _quantised("rms_norm", x, column_map, dtype, backend, pairs, order, gain, None, eps)[:2]
+    return _lifted("rms_norm", x, column_map, dtype, backend, pairs, order, gain, eps=eps)[:2]
 
 
 def _rms_norm_quantize_lift_fake(
@@ -108,7 +100,7 @@ def _add_rms_norm_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    return _quantised("add_rms_norm", x, column_map, dtype, backend, pairs, order, gain, residual, eps)
+    return _lifted("add_rms_norm", x, column_map, dtype, backend, pairs, order, gain, residual, eps)
 
 
 def _add_rms_norm_quantize_lift_fake(
@@ -131,7 +123,7 @@ def _silu_mul_quantize_lift(
     pairs: torch.Tensor | None = None,
     order: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _quantised("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
+    return _lifted("silu_mul", x, column_map, dtype, backend, pairs, order)[:2]
 
 
 # -- multiply ------------------------------------------------------------------------------------------------------
