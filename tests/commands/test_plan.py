@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import SMALL, make_source, reverse_letters
+from safetensors.torch import load_file, save_file
 
 import slidesparse.commands.plan as planning
 from slidesparse.cli import main
@@ -587,6 +588,28 @@ def test_what_a_plan_leaves_out_stays_dense(source: Path) -> None:
 
     summary = prune_checkpoint(source, folder / "s", PruneOptions(pattern, "int8", layers=layers))
     assert summary.patterns["model.layers.0.mlp.down_proj"] == "dense"
+
+
+def test_a_plan_of_other_weights_is_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = source.parent
+    plan_checkpoint(source, folder / "plan.json", options(source))
+    other = Path(shutil.copytree(source, folder / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 2
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for path, warned in ((source, False), (other, True)):
+        prune = [
+            "prune",
+            str(path),
+            str(folder / f"{path.name}-s"),
+            "--plan",
+            str(folder / "plan.json"),
+            "--dtype",
+            "int8",
+        ]
+        assert main([*prune, "--method", "magnitude", "--device", "cpu"]) == 0
+        told = capsys.readouterr().err
+        assert (f"the plan was measured on another checkpoint than {path}, whose" in told) is warned
 
 
 def test_what_a_plan_was_told_to_leave_alone_keeps_its_type(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     if "" in layers or len(layers) < len(pairs):
         raise InputError("--layer", got=", ".join(options.layer), needed="NAME=PATTERN, each name once")
     pattern, method, ignore = options.pattern, options.method or "magnitude", tuple(options.ignore)
+    plan = None
     if options.plan is not None:
         if layers:
             raise InputError("--layer and --plan", needed="one of them")
@@ -150,6 +151,8 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     source = source_of(options)
     if not ranks.local:
         ranks.wait()
+    if plan is not None:
+        plan.warn_of_other_weights(source)
     device = own_device(ranks, device_of(options))
     summary: DryRun | PruneSummary
     if not options.dry_run:

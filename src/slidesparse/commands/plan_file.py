@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ import torch
 
 from slidesparse.base.paths import usable_path
 from slidesparse.commands.plan_options import PlanOptions
-from slidesparse.errors import CheckpointError, InputError
+from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
 from slidesparse.files.calibration import digest
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
@@ -32,11 +33,13 @@ class StoredPlan:
         method: The pruning method with which damage was measured.
         layers: Linear -> pattern.
         ignore: What it was told to leave alone, as entries of an ignore list.
+        weights: Fingerprint of the checkpoint on which damage was measured; None where the file has none.
     """
 
     method: str
     layers: dict[str, str]
     ignore: tuple[str, ...] = ()
+    weights: str | None = None
 
     def without(self, entries: Sequence[str]) -> StoredPlan:
         """Return the plan that leaves more alone.
@@ -55,6 +58,23 @@ class StoredPlan:
             )
         return replace(self, layers=layers, ignore=tuple(dict.fromkeys([*self.ignore, *entries])))
 
+    def warn_of_other_weights(self, source: str | Path) -> None:
+        """Warn where another checkpoint is to be pruned than the one on which damage was measured.
+
+        A plan may serve for a model that was trained on, or for one with the same names of layers by mistake.
+
+        Raises:
+            CheckpointError: The source cannot be used.
+        """
+        checkpoint = Checkpoint(usable_path(source, "source"))
+        if self.weights is not None and self.weights != fingerprint(checkpoint, checkpoint.config):
+            warnings.warn(
+                f"the plan was measured on another checkpoint than {source}, whose weights or config.json differ:"
+                " what it foretells need not hold",
+                SlideSparseWarning,
+                stacklevel=2,
+            )
+
 
 def read_plan(path: str | Path) -> StoredPlan:
     """Read a file that ``plan`` wrote.
@@ -66,7 +86,12 @@ def read_plan(path: str | Path) -> StoredPlan:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
         raise InputError(str(error), remedy="make a plan with: slidesparse plan") from error
-    method, layers, ignore = plan.get("method"), plan.get("layers"), plan.get("ignore", [])
+    method, layers, ignore, weights = (
+        plan.get("method"),
+        plan.get("layers"),
+        plan.get("ignore", []),
+        plan.get("weights"),
+    )
     known = plan.get("version") == PLAN_VERSION and isinstance(ignore, list)
     if (
         not known
@@ -76,7 +101,8 @@ def read_plan(path: str | Path) -> StoredPlan:
         or not all(isinstance(entry, str) for entry in ignore)
     ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    return StoredPlan(method, {str(name): str(Pattern.parse(text)) for name, text in layers.items()}, tuple(ignore))
+    patterns = {str(name): str(Pattern.parse(text)) for name, text in layers.items()}
+    return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None)
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
