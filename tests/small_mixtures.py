@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from small_models import EXPERTS, MLA, ROPE_3D, TEXT, VISION
+from small_models import EXPERTS, INDICES, MLA, ROPE_3D, TEXT, VISION
 from small_models import Architecture as A
 from torch import nn
 
@@ -48,6 +48,8 @@ MIXTURES: dict[str, A] = {
         },
         alone=INT8,
     ),
+    "glm-5": A("GlmMoeDsaForCausalLM", {**TEXT, **EXPERTS, **MLA, **INDICES}, alone=INT8),
+    "hy-v4": A("HYV4ForCausalLM", {**TEXT, **EXPERTS, **MLA, **INDICES, "hc_mult": 2}, not_quantised=FUSED),
     "kimi-linear": A(
         "KimiLinearForCausalLM",
         {

@@ -55,6 +55,8 @@ MAMBA = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "state_siz
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 ROPE_3D = {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 """Rotary positions in three dimensions, for heads of 16 features."""
+INDICES = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "indexer_types": ["full", "shared"]}
+"""Attention to few tokens, which the second layer takes from the first."""
 MLA = {
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
     **{"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1},

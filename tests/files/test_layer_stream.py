@@ -80,7 +80,7 @@ def by_definition(folder: Path, windows: torch.Tensor, pattern: Pattern, method:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     linears = find_targets(model).linears
     pruned = {}
-    for i in range(SMALL["num_hidden_layers"]):
+    for i in range(model.config.num_hidden_layers):
         here = {name: linear for name, linear in linears.items() if name.startswith(f"model.layers.{i}.")}
         read: dict[str, list[torch.Tensor]] = {name: [] for name in here}
         handles = [
@@ -128,6 +128,30 @@ def test_against_a_whole_model_in_memory(tmp_path: Path, family: str, method: st
         # Sums of other order in float32; a tie broken otherwise would show as a whole weight.
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
         assert torch.equal(got == 0, expected == 0)
+
+
+@pytest.mark.parametrize("name", ["glm-5", "hy-v4"])
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_later_layer_attends_to_the_tokens_that_a_pruned_one_chose(tmp_path: Path, name: str, method: str) -> None:
+    found = ARCHITECTURES[name]
+    skip_if_unknown(found.model)
+    kinds = ["full", "shared", "full", "shared", "shared"]
+    make(
+        tmp_path / "m",
+        found,
+        torch.float32,
+        **{"num_hidden_layers": len(kinds), "indexer_types": kinds, "mlp_layer_types": ["dense", *["sparse"] * 4]},
+    )
+    add_tokenizer(tmp_path / "m")
+    text = calibration(tmp_path, file=str(write_text(tmp_path / "text.txt")))
+    options = PruneOptions("4:6", "fp32", method, text, ignore=(r"re:.*mlp\.experts.*",))
+    summary = prune_checkpoint(tmp_path / "m", tmp_path / "s", options)
+    windows = sample_windows(encode(load_tokenizer(tmp_path / "m"), read_text(text.file)), SAMPLES, LENGTH, 0)
+    wanted = by_definition(tmp_path / "m", windows, Pattern.parse("4:6"), method)
+    loaded = slidesparse.load(tmp_path / "s", device="cpu").state_dict()
+    assert set(wanted) == set(summary.patterns)
+    for linear, expected in wanted.items():
+        torch.testing.assert_close(loaded[f"{linear}.weight"], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_fused_linears_choose_their_groups_together(source: Path) -> None:
@@ -456,12 +480,16 @@ def test_models_that_cannot_be_walked() -> None:
         record_inputs(odd, find_layer_list(odd, ["layers.0", "layers.2"]), [{"x": torch.ones(1, 32)}])
 
 
+def skip_if_unknown(model: str) -> None:
+    if not hasattr(transformers, model):
+        pytest.skip(f"transformers {transformers.__version__} has no {model}")
+
+
 def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
     """A random model of an architecture in memory, and its layers."""
     found = ARCHITECTURES[name]
-    known = getattr(transformers, found.model, None)
-    if known is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {found.model}")
+    skip_if_unknown(found.model)
+    known = getattr(transformers, found.model)
     torch.manual_seed(0)
     model = known(known.config_class(**{**found.config, **changes})).float().eval()
     linears = list(find_targets(model).linears)
@@ -471,7 +499,7 @@ def make_stack(name: str, **changes: Any) -> tuple[Any, LayerList]:
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["t5", "t5-encoder", "xlnet", "deberta-v2", "rwkv", "bamba"])
+@pytest.mark.parametrize("name", ["t5", "t5-encoder", "rwkv"])
 def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: int) -> None:
     """Its layers give several things; a batch with as many windows would pass for these."""
     model, layers = make_stack(name)
@@ -493,8 +521,90 @@ def test_a_stack_that_takes_a_hidden_state_apart_is_refused(name: str, windows: 
 )
 def test_deep_stacks_whose_layers_give_a_tuple(name: str, depth: str) -> None:
     """One window of the hidden state, then one token of it, then one number was taken for the next hidden state."""
-    model, layers = make_stack(name, **{depth: 6})
-    ids = torch.randint(3, 90, (2, 32), generator=torch.Generator().manual_seed(0))
+    require_same_states(*make_stack(name, **{depth: 6}), windows=2)
+
+
+INDEXERS = {
+    "num_hidden_layers": 5,
+    "indexer_types": ["full", "shared", "full", "shared", "shared"],
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"],
+}
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("glm-5", INDEXERS),
+        ("hy-v4", INDEXERS),
+        ("xlnet", {"n_layer": 6}),
+        ("deberta-v2", {"num_hidden_layers": 6}),
+        ("bamba", {"num_hidden_layers": 6}),
+    ],
+)
+def test_stacks_whose_layers_give_a_pair(name: str, changes: dict[str, Any], windows: int) -> None:
+    """GLM-5's and HYV4's later layers read the second thing too; the others drop it."""
+    require_same_states(*make_stack(name, **changes), windows=windows)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3])
+def test_a_stack_that_mixes_something_into_the_hidden_state_is_refused(windows: int) -> None:
+    """This DeBERTa adds a convolution to what its first layer gives, and took two windows for two things."""
+    model, layers = make_stack("deberta-v2", conv_kernel_size=3, conv_act="gelu")
+    with pytest.raises(InputError, match="cannot calibrate DebertaV2ForMaskedLM layer by layer"):
+        record_inputs(model, layers, [{"input_ids": torch.full((windows, 32), 5)}])
+
+
+class Counting(nn.Module):
+    """A layer that gives the sum of what the layer before and an older one gave next to the hidden state."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.linear, self.step = nn.Linear(32, 32), step
+
+    def forward(self, x: torch.Tensor, before: Any, *, older: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        second = self.step * x[..., :1] + (0 if before is None else before) - (0 if older is None else older)
+        return self.linear(x) + second, second
+
+
+class CountingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counting(step) for step in (1.0, 2.0, 3.0, 4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = older = None
+        for layer in self.layers:
+            x, (before, older) = (out := layer(x, before, older=older))[0], (out[1], before)
+        return x
+
+
+def test_the_last_run_of_a_layer_decides_what_later_ones_read() -> None:
+    """Calibration runs a layer dense, then pruned; and the dense stack of ``--match`` next to it has its own."""
+    torch.manual_seed(0)
+    stack = CountingStack()
+    layers = find_layer_list(stack, [f"layers.{index}.linear" for index in range(4)])
+    x = torch.randn(2, 8, 32)
+    [sample] = record_inputs(stack, layers, [{"x": x}])
+    dense = sample.apart()
+    with torch.no_grad():
+        expected = stack(x)
+        for index, layer in enumerate(layers.layers):
+            dense.hidden = run_layer(layer, dense, index)
+            run_layer(layer, sample, index)
+            layer.step = -layer.step
+            sample.hidden = run_layer(layer, sample, index)
+            layer.step = -layer.step
+            assert len(sample.seconds) <= 3
+        torch.testing.assert_close(dense.hidden, expected)
+        for layer in layers.layers:
+            layer.step = -layer.step
+        torch.testing.assert_close(sample.hidden, stack(x))
+
+
+def require_same_states(model: Any, layers: LayerList, windows: int) -> None:
+    """Each layer alone gives what it gives in the whole model."""
+    ids = torch.randint(3, 90, (windows, 32), generator=torch.Generator().manual_seed(0))
     wanted: list[torch.Tensor] = []
 
     def see(_: nn.Module, __: Any, out: Any) -> None:
@@ -510,10 +620,14 @@ def test_deep_stacks_whose_layers_give_a_tuple(name: str, depth: str) -> None:
 
 
 def test_a_stack_that_takes_an_argument_out_of_the_hidden_state_is_refused() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(x) if bias is None else super().forward(x) + bias
+
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            self.layers = nn.ModuleList(Layer(32, 32) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             bias = None
@@ -524,8 +638,10 @@ def test_a_stack_that_takes_an_argument_out_of_the_hidden_state_is_refused() -> 
 
     stack = Biased()
     layers = find_layer_list(stack, [f"layers.{index}" for index in range(3)])
-    with pytest.raises(InputError, match=r"cannot calibrate Biased layer by layer; got .*; use --method magnitude"):
-        record_inputs(stack, layers, [{"x": torch.ones(2, 8, 32)}])
+    [sample] = record_inputs(stack, layers, [{"x": torch.ones(2, 8, 32)}])
+    sample.hidden = run_layer(layers.layers[0], sample, 0)
+    with pytest.raises(InputError, match=r"cannot calibrate layer 0 of the stack; got .*; use --method magnitude"):
+        run_layer(layers.layers[1], sample, 1)
 
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])

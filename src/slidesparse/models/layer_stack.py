@@ -25,8 +25,8 @@ from slidesparse.models.parts import is_language_model
 Batch = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward."""
 
-Give = Callable[[torch.Tensor], object]
-"""What a layer gives for the next hidden state."""
+Give = Callable[[torch.Tensor, int], object]
+"""What a layer, with its number, gives for the next hidden state."""
 
 Found = TypeVar("Found")
 
@@ -36,12 +36,54 @@ BY_MAGNITUDE = "use --method magnitude"
 CHAIN = "layers that take a hidden state and return the next"
 
 
+@dataclass(frozen=True)
+class Second:
+    """Stands among arguments for what a layer before gives next to the hidden state, such as tokens to attend to."""
+
+    layer: int
+
+
 @dataclass
 class Sample:
-    """A batch on its way through the layers: the hidden state, and the other arguments of each layer."""
+    """A batch on its way through the layers.
+
+    Attributes:
+        hidden: The hidden state.
+        arguments: The other arguments of each layer, by position and by name.
+        seconds: What layers gave next to the hidden state, as long as later layers read it. GLM-5 hands on the indices
+            of 2048 tokens for each token, int32: 8 KiB, next to 12 KiB of hidden state. Two layers' are in memory.
+    """
 
     hidden: torch.Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    seconds: dict[Second, Any] = field(default_factory=dict)
+
+    def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a layer's other arguments, once the layers before have run.
+
+        Raises:
+            InputError: A layer before gave nothing next to the hidden state.
+        """
+        args, kwargs = self.arguments[index]
+        return tuple(self._present(one) for one in args), {name: self._present(one) for name, one in kwargs.items()}
+
+    def _present(self, one: Any) -> Any:
+        if not isinstance(one, Second):
+            return one
+        if one not in self.seconds:
+            raise InputError(
+                f"cannot calibrate layer {one.layer} of the stack",
+                got="a hidden state alone",
+                needed="what a later layer reads next to it",
+                remedy=BY_MAGNITUDE,
+            )
+        return self.seconds[one]
+
+    def keep_second(self, index: int, second: Any) -> None:
+        """Keep what a layer gave next to the hidden state, and drop what neither it nor later layers read."""
+        later = [one for args, kwargs in self.arguments[index:] for one in (*args, *kwargs.values())]
+        read = {one for one in later if isinstance(one, Second)}
+        self.seconds = {one: found for one, found in (self.seconds | {Second(index): second}).items() if one in read}
 
     def apart(self) -> Sample:
         """Return a sample that can go through other layers than this one.
@@ -49,7 +91,8 @@ class Sample:
         Layers hand things on in dicts and lists among their arguments, such as the keys and values that later layers
         of Gemma 3n and Gemma 4 read. So the copy has dicts and lists of its own. Tensors are the same ones.
         """
-        return Sample(self.hidden, _own_containers(self.arguments, {}))
+        made: dict[int, Any] = {}
+        return Sample(self.hidden, _own_containers(self.arguments, made), _own_containers(self.seconds, made))
 
 
 def _own_containers(value: Any, made: dict[int, Any]) -> Any:
@@ -196,10 +239,11 @@ def record_inputs(model: nn.Module, layer_list: LayerList, batches: Iterable[Bat
 def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
     """Run a stack whose layers give a hidden state as it is, or where that does not work a tuple that begins with it.
 
-    Nobody can tell which before they have weights. A stack that reads more of the tuple is no plain chain.
+    Nobody can tell which before they have weights. The tuple may hold one more thing that goes to later layers as it
+    is: see :class:`Second`. A stack that reads more of the tuple is no plain chain.
     """
     errors: list[Exception] = []
-    for give in (_alone, _in_a_tuple):
+    for give in (_alone, _in_a_tuple, _in_a_pair):
         try:
             return run(give)
         except torch.cuda.OutOfMemoryError:
@@ -209,12 +253,16 @@ def _either_way(model: nn.Module, run: Callable[[Give], Found]) -> Found:
     raise _cannot_calibrate(model, first_line(errors[0]), CHAIN) from errors[0]
 
 
-def _alone(hidden: torch.Tensor) -> object:
+def _alone(hidden: torch.Tensor, _: int) -> object:
     return hidden
 
 
-def _in_a_tuple(hidden: torch.Tensor) -> object:
+def _in_a_tuple(hidden: torch.Tensor, _: int) -> object:
     return (hidden,)
+
+
+def _in_a_pair(hidden: torch.Tensor, index: int) -> object:
+    return hidden, Second(index)
 
 
 def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -> list[Sample]:
@@ -228,7 +276,7 @@ def _recorded(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give)
             samples[-1].arguments.append((args, kwargs))
             if index + 1 == len(layer_list.layers):
                 raise _Recorded
-            return give(hidden)
+            return give(hidden, index)
 
         return forward
 
@@ -243,13 +291,17 @@ def _require_handed_on(given: torch.Tensor, hidden: torch.Tensor, others: Iterab
 
     T5's unpacks three, and a batch of three windows can be unpacked so too. BLOOM's takes the first of several.
 
+    DeBERTa's may add a convolution to what its first layer gives.
+
     Raises:
-        ValueError: A window is read in place of the hidden state, or next to it.
+        ValueError: A window is read in place of the hidden state, or next to it; or something computed from it is.
     """
     cut = [one for one in others if isinstance(one, torch.Tensor) and _is_cut_from(one, given)]
     for one in (hidden, *cut):
         if one.shape != given.shape:
             raise ValueError(f"a layer reads {list(one.shape)} of a hidden state {list(given.shape)}")
+    if hidden.data_ptr() != given.data_ptr():
+        raise ValueError("a layer reads something else than the layer before it gives")
 
 
 def _is_cut_from(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -269,7 +321,7 @@ def _passed(stack: nn.Module, layer_list: LayerList, batch: Batch, give: Give) -
     def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         read.append(hidden)
         _require_handed_on(read[0], hidden, ())
-        return give(hidden)
+        return give(hidden, len(read) - 1)
 
     with _forwards(layer_list.layers, [forward] * len(layer_list.layers)):
         found: torch.Tensor = stack(**batch)[0]
@@ -288,8 +340,10 @@ def _forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., obje
 
 
 def run_layer(layer: nn.Module, sample: Sample, index: int) -> torch.Tensor:
-    """Return the hidden state that a layer computes from a sample's."""
-    args, kwargs = sample.arguments[index]
+    """Return the hidden state that a layer computes from a sample's; what else later layers read the sample keeps."""
+    args, kwargs = sample.inputs(index)
     out = layer(sample.hidden, *args, **kwargs)
+    if isinstance(out, tuple) and len(out) > 1:
+        sample.keep_second(index, out[1])
     found: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return found

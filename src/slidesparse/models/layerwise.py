@@ -148,7 +148,7 @@ def _examples(layer: nn.Module, index: int, samples: Sequence[Sample], dense: Se
     Each is halved before they are added: FP16 has no sum of two numbers that are beyond half of its range.
     """
     return [
-        Example(sample.hidden, sample.arguments[index], wanted.hidden / 2 + run_layer(layer, sample, index) / 2)
+        Example(sample.hidden, sample.inputs(index), wanted.hidden / 2 + run_layer(layer, sample, index) / 2)
         for sample, wanted in zip(samples, dense, strict=True)
     ]
 
