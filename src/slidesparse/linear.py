@@ -78,7 +78,7 @@ class SlideLinear(nn.Module):
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
-        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features).detach())
+        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
@@ -307,7 +307,7 @@ def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
         raise InputError(
             "bias of SlideLinear", got=f"{list(bias.shape)} {bias.dtype}", needed=f"floats [{out_features}]"
         )
-    return bias.contiguous()  # kernels read it by address
+    return bias.detach().contiguous()  # kernels read it by address
 
 
 def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:
