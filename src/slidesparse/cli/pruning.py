@@ -151,7 +151,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     source = source_of(options)
     if not ranks.local:
         ranks.wait()
-    if plan is not None:
+    if plan is not None and ranks.is_first:
         plan.warn_of_other_weights(source)
     device = own_device(ranks, device_of(options))
     summary: DryRun | PruneSummary

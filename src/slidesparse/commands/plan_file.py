@@ -86,12 +86,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         plan = read_json(usable_path(path, "plan"))
     except CheckpointError as error:
         raise InputError(str(error), remedy="make a plan with: slidesparse plan") from error
-    method, layers, ignore, weights = (
-        plan.get("method"),
-        plan.get("layers"),
-        plan.get("ignore", []),
-        plan.get("weights"),
-    )
+    method, layers, ignore = plan.get("method"), plan.get("layers"), plan.get("ignore", [])
     known = plan.get("version") == PLAN_VERSION and isinstance(ignore, list)
     if (
         not known
@@ -101,7 +96,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         or not all(isinstance(entry, str) for entry in ignore)
     ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    patterns = {str(name): str(Pattern.parse(text)) for name, text in layers.items()}
+    patterns, weights = {str(name): str(Pattern.parse(text)) for name, text in layers.items()}, plan.get("weights")
     return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None)
 
 

@@ -16,7 +16,7 @@ from slidesparse.files.expert_tensors import tensors_of
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.files.stored import STORED_NAMES
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet
-from slidesparse.models.experts import Experts, experts_of_a_token, find_experts, linears_inside
+from slidesparse.models.experts import Experts, experts_of_a_token, find_experts, find_routers, linears_inside
 from slidesparse.models.parts import text_config
 from slidesparse.models.sensitivity import may_have
 from slidesparse.models.sparsify import require_alike, sets_to_prune
@@ -92,7 +92,7 @@ def find_sets(
     """
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
-    linears = find_treated(meta, experts, options.ignore, run).linears
+    linears = find_treated(meta, experts, find_routers(meta.model, experts), options.ignore, run).linears
     # The sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case.
     coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     # Prune leaves dense what the plan does not name.

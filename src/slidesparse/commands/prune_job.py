@@ -73,6 +73,7 @@ class PruneJob:
         self.targets = find_treated(
             self.meta,
             self.experts.found,
+            self.routers,
             options.ignore,
             run,
             lm_head=options.lm_head,

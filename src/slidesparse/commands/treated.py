@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from slidesparse.files.meta_model import MetaModel
-from slidesparse.models.experts import Experts, find_routers, linears_inside
+from slidesparse.models.experts import Experts, linears_inside
 from slidesparse.models.parts import Part
 from slidesparse.models.targets import Targets, find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
@@ -16,6 +16,7 @@ from slidesparse.models.weight_reads import read_without_calling
 def find_treated(
     meta: MetaModel,
     experts: Sequence[Experts],
+    routers: Mapping[str, str],
     ignore: Iterable[str],
     run: Callable[[], object] | None,
     *,
@@ -28,6 +29,7 @@ def find_treated(
     Args:
         meta: The meta model.
         experts: Its experts.
+        routers: What routes tokens to them, which stays dense: name -> why.
         ignore: Linears and experts to leave alone, as :func:`slidesparse.models.targets.find_targets` takes them.
         run: Runs the meta model once; None: it cannot be run.
         lm_head: Treat the output embedding too.
@@ -43,7 +45,7 @@ def find_treated(
     def find(keep: dict[str, str]) -> Targets:
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
 
-    keep = meta.why_stored_otherwise() | find_routers(meta.model, experts)
+    keep = {**meta.why_stored_otherwise(), **routers}
     return find(keep | read_without_calling(meta.model, find(keep).linears, run))
 
 
