@@ -64,7 +64,8 @@ class Recovery:
 
 
 GENTLE, MIDDLE, STRONG = (Recovery(0.03, rate) for rate in (0.05, 0.15, 0.3))
-RECOVERIES = (GENTLE, MIDDLE)
+BRIEF = Recovery(0.01, 0.05)
+RECOVERIES = (GENTLE, BRIEF, MIDDLE)
 RECOVERIES_LEFT_OUT = (GENTLE, MIDDLE, STRONG)
 """Fewer layers have more to recover than zeros have, so they get a higher rate too."""
 
