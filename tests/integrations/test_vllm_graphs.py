@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,19 @@ pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
 def sparse_linear(out: int, columns: int, pattern: str = "6:8") -> ss.SlideLinear:
     linear = torch.nn.Linear(columns, out, bias=False)
-    return ss.SlideLinear.from_linear(linear, pattern, "int8", method="magnitude", backend="reference")
+    backend = "dense" if pattern == "dense" else "reference"
+    return ss.SlideLinear.from_linear(linear, pattern, "int8", method="magnitude", backend=backend)
 
 
 class Block(torch.nn.Module):
     """What stands around the linears of a decoder layer, as vLLM's compiled graph has it."""
 
-    def __init__(self, reads_twice: bool) -> None:
+    def __init__(self, reads_twice: bool, patterns: Sequence[str] = ("6:8", "6:8", "6:8", "6:8")) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv, self.o = sparse_linear(96, 64), sparse_linear(64, 96)
-        self.gate_up, self.down = sparse_linear(256, 64), sparse_linear(64, 128)
+        sizes = (96, 64), (64, 96), (256, 64), (64, 128)
+        linears = (sparse_linear(*size, pattern) for size, pattern in zip(sizes, patterns, strict=True))
+        self.qkv, self.o, self.gate_up, self.down = linears
         self.gains = torch.nn.ParameterList(torch.rand(64).bfloat16() for _ in range(2))
         self.reads_twice = reads_twice
 
@@ -127,6 +129,12 @@ def test_norms_and_activations_are_joined_with_the_linear_after_them(reads_twice
         assert all(counts == (joined, {"rms_norm whose result has other readers": 1}) for counts in found)
     else:
         assert all(counts == (joined | {"rms_norm": 1}, {}) for counts in found)
+
+
+def test_a_plan_is_joined_whatever_its_patterns() -> None:
+    block = Block(False, ("4:6", "dense", "dense", "2:4")).eval()
+    model = state_of(block.qkv, block.o, block.gate_up, block.down)
+    assert run_compiled(block, pass_of(model), torch.randn(9, 64).bfloat16()) == {"chain": 1}
 
 
 def test_a_second_reading_of_a_norm_is_no_residual() -> None:

@@ -33,6 +33,8 @@ from slidesparse.quant import quantize_rows, quantize_weight
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
+KINDS = ("weight", "weight_scale")
+
 
 def edited(path: Path, folder: Path, **changes: Any) -> Path:
     """A copy of a checkpoint with other entries in config.json; None takes one away."""
@@ -370,6 +372,26 @@ def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
     assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
     assert any("down_proj: dense, 6:8, joined with the operation before it; hopper" in line for line in caplog.messages)
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
+    checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whatever backend the others run: between two sparse linears vLLM's own would cost two kernels more."""
+    exceptions = {"model.layers.0.mlp.gate_proj": "dense", "model.layers.0.mlp.up_proj": "dense"}
+    marker = {"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": exceptions}
+    path = edited(checkpoints("6:8"), tmp_path / "planned", **{MARKER_KEY: marker})
+    stored = Checkpoint(path)
+    layer = loaded(configured(path), REFERENCE).model.layers[0]
+    assert layer.mlp.gate_up_proj.slide.choice.backends == ("dense",)
+    assert layer.mlp.down_proj.slide.choice.backends == ("reference",)
+    assert "slidesparse: 3 of 4 layers run sparse" in caplog.text
+    told = "mlp.gate_up_proj: dense, as the checkpoint says, joined with the operation before it"
+    assert any(line.endswith(told) for line in caplog.messages)
+    parts = [stored.tensor(f"model.layers.0.mlp.{name}_proj.{kind}") for kind in KINDS for name in ("gate", "up")]
+    x = torch.randn(5, parts[0].shape[1]).bfloat16()
+    assert torch.equal(layer.mlp.gate_up_proj(x)[0], oracle(x, torch.cat(parts[:2]), torch.cat(parts[2:])))
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:

@@ -187,7 +187,8 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
         model.status.note_outcome(named.name, outcome, log)
         return False
     give_blocks_back(weight.device)  # those of the checks are as large as the dense weight
-    slide = SlideLinear(packed, backend=model.options.backend, fallback=model.options.fallback)
+    backend = model.options.backend if outcome.sparse else "dense"
+    slide = SlideLinear(packed, backend=backend, fallback=model.options.fallback)
     kept_bytes = sum(slide.operand_bytes.values())
     model.status.note_outcome(named.name, replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes), log)
     del layer.weight
@@ -231,37 +232,44 @@ def pack_shard(
         tuner: Measures the layer first where this machine has no times of its kind.
 
     Returns:
-        The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense by
-        choice is taken over too where the pass of :mod:`slidesparse.integrations.vllm.fuse_norms` can join it with the
-        norm or activation before it, for which vLLM has two kernels.
+        The packed weight, or None where the layer is left to vLLM; and what to say about it. A layer that runs dense,
+        by choice or because the checkpoint says so, is taken over too where the pass of
+        :mod:`slidesparse.integrations.vllm.fuse_norms` can join it with the norm or activation before it, for which
+        vLLM has two kernels.
     """
     pattern = named.pattern or find_pattern(weight, start)
     if pattern is None:
         return None, Outcome(False, False, "its weight satisfies no pattern")
     if pattern == DENSE:
-        return None, Outcome(False, True, "as the checkpoint says")
+        return _stay_dense(weight, scale, named, options, "as the checkpoint says")
     k_offset = start % pattern.group
     groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
     check_groups(weight, pattern, groups, k_offset=k_offset, name=named.name)
     if groups is not None and not len(groups):
-        return None, Outcome(False, True, f"no column group of this shard follows {pattern}")
+        return _stay_dense(weight, scale, named, options, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
     problem = Problem(pattern, weight.dtype, out, columns, weight.device)
     if tuner is not None and tuner.wants(problem, options.backend, options.fallback):
         packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
         tuner.measure(problem, packed, options.fallback)
         del packed  # a large layer of this kind may follow
-    choice = choose(problem, options.backend, options.fallback)
-    dense, eligible = choice.backends == ("dense",), options.backend != "dense"
-    sparse_by = choice.able if dense else None
-    if dense and not (options.fuse and weight.dtype in QUANTISED):
-        return None, Outcome(False, True, f"{pattern}; {choice.reason}", eligible, sparse_by=sparse_by)
+    choice, eligible = choose(problem, options.backend, options.fallback), options.backend != "dense"
+    if choice.backends == ("dense",):
+        packed, outcome = _stay_dense(weight, scale, named, options, str(pattern), f"; {choice.reason}")
+        return packed, replace(outcome, eligible=eligible, sparse_by=choice.able)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
-    if dense:
-        text = f"{pattern}, joined with the operation before it; {choice.reason}"
-        return packed, Outcome(False, True, text, eligible, sparse_by=sparse_by)
     offset = f", from position {k_offset} of a group" if k_offset else ""
     return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
+
+
+def _stay_dense(
+    weight: torch.Tensor, scale: torch.Tensor | None, named: NamedLayer, options: Options, what: str, why: str = ""
+) -> tuple[PackedWeight | None, Outcome]:
+    """Take a weight that stays dense over as it is where the pass over graphs can join it, else leave it to vLLM."""
+    if not (options.fuse and weight.dtype in QUANTISED):
+        return None, Outcome(False, True, what + why)
+    packed = pack(weight, DENSE, scale=scale, name=named.name)
+    return packed, Outcome(False, True, f"{what}, joined with the operation before it{why}")
 
 
 def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
