@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,6 @@ def speedup(one: Comparison | None, pattern: str) -> float | None:
     return None if ours is None or dense is None else median_us(dense) / median_us(ours)
 
 
-def quiet_speedup(one: Comparison, pattern: str) -> float:
-    """Over stock dense, by the time that one round in five undercuts."""
-    ours, dense = timed(one, pattern), timed(one, DENSE_VARIANT)
-    assert ours is not None
-    assert dense is not None
-    assert ours.timing is not None
-    assert dense.timing is not None
-    return dense.timing.p20_us / ours.timing.p20_us
-
-
 def spread(one: Comparison) -> float:
     """Of dense timed twice, or between the rounds of the engine that repeats itself least: the larger one."""
     timings = [record.timing for record in one.records if record.timing is not None]
@@ -129,20 +119,6 @@ def seven() -> str:
         rows.append(cells)
     columns = [column for kind in ("INT8", "FP8") for column in (f"{kind} dense, ms", *PATTERNS, "spread")]
     return markdown(("", *columns), rows)
-
-
-def one_b() -> str:
-    """Llama-3.2-1B: medians of the rounds, and in brackets the quiet ones where they differ by more than 0.02."""
-    rows = []
-    for kind, tokens in [("prefill", m) for m in (512, 2048, 4096, 16384)] + [("decode", m) for m in (64, 256)]:
-        one = engines("llama-3.2-1b-int8-auto.jsonl")[kind, tokens]
-        cells = []
-        for pattern in ("2:4", "4:6", "6:8"):
-            median, quiet = speedup(one, pattern), quiet_speedup(one, pattern)
-            assert median is not None
-            cells.append(f"{median:.2f}" + (f" ({quiet:.2f})" if abs(median - quiet) > 0.02 else ""))
-        rows.append([f"{kind} {tokens}", milliseconds(one), *cells, percent(spread(one))])
-    return markdown(("INT8", "dense, ms", "2:4", "4:6", "6:8", "spread"), rows)
 
 
 def graphs() -> str:
@@ -275,6 +251,21 @@ def served_mixture() -> str:
             computing = [1e3 * _computing(group, engine) for group, engine in engines]
             rows.append(["of it the GPU computes, ms", *_over_fastest(computing, len(stock))])
     return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *stock, *ours), rows)
+
+
+def served_quick(name: str, title: str) -> str:
+    """What ``--quick`` asks, of engines alone: milliseconds, and over the fastest of the stock engines."""
+    (group,) = groups(read(ServeRecord, [H200 / "serve" / name]))
+    engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
+    stock = sum(engine.startswith(STOCK) for engine in engines)
+    rows = []
+    for load, words in LOADS.items():
+        ms = [1e3 * (group.seconds(one, load) or 0.0) for one in engines]
+        rows.append([f"{words}, ms", *_over_fastest(ms, stock)])
+        if load == "mixed":
+            computing = [1e3 * _computing(group, one) for one in engines]
+            rows.append(["of it the GPU computes, ms", *_over_fastest(computing, stock)])
+    return markdown((title, *engines), rows)
 
 
 def _over_fastest(values: Sequence[float], stock: int, digits: int | None = None) -> list[str]:
@@ -607,12 +598,14 @@ def fp4_spans() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "qwen2.5-7b": seven,
-    "llama-1b": one_b,
     "graphs": graphs,
     "served-headline": served_headline,
     "served": served,
     "served-targets": served_targets,
     "served-mixture": served_mixture,
+    "served-mixture-whole": partial(served_quick, "qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"),
+    "served-1b": partial(served_quick, "llama-3.2-1b-int8.jsonl", "Llama-3.2-1B, INT8"),
+    "served-plan": partial(served_quick, "qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,
     "served-http-first": served_http_first,
     "served-http-graphs": served_http_graphs,

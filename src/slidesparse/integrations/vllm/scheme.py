@@ -255,8 +255,8 @@ def pack_shard(
         del packed  # a large layer of this kind may follow
     choice, eligible = choose(problem, options.backend, options.fallback), options.backend != "dense"
     if choice.backends == ("dense",):
-        packed, outcome = _stay_dense(weight, scale, named, options, str(pattern), f"; {choice.reason}")
-        return packed, replace(outcome, eligible=eligible, sparse_by=choice.able)
+        joined, outcome = _stay_dense(weight, scale, named, options, str(pattern), f"; {choice.reason}")
+        return joined, replace(outcome, eligible=eligible, sparse_by=choice.able)
     packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
     offset = f", from position {k_offset} of a group" if k_offset else ""
     return packed, Outcome(True, True, f"{pattern}: {choice.describe()}{offset}; {choice.reason}", eligible)
