@@ -2,16 +2,22 @@
 
 A load is one step of some tokens, ``prefill:4096`` or ``decode:64``, or all steps of a mixed load. Linears that read
 one input are one layer then. Their times come from where a server that loads the model takes them: measured on this
-machine, or a prior that is named (:mod:`slidesparse.gemm.speed`). What host, norms, activations and attention add
-stands in ``served_steps.json``: served steps less the times of their linears, divided by the model's layers, of stock
-vLLM and of the plugin with pruned models. So it also holds what the times have wrong, as that a GPU at its power limit
-is slower, and may be negative. ``benchmarks/served_steps.py`` writes it from records.
+machine, or a prior that is named (:mod:`slidesparse.gemm.speed`). Two sorts of constants in ``served_steps.json`` make
+them what was served, and ``benchmarks/served_steps.py`` writes both from records:
+
+- A **factor** for each form of the linears (dense, 6:8, 4:6, 2:4) is what their times are multiplied by: a GPU at its
+  power limit has another clock with each, and none need be that of the timing. Another pattern takes that of the form
+  nearest in density.
+- The **rest** is what host, norms, activations and attention add: served steps less these products, divided by the
+  model's layers, of stock vLLM and of the plugin. It also holds what the times of all forms have wrong alike.
+
+So a model whose linears all have one form takes what was served, and a plan lies between such models.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -38,7 +44,7 @@ MOST_TOKENS = 10**6
 
 @dataclass(frozen=True)
 class Rest:
-    """Microseconds a decoder layer for all but linears: of stock vLLM, and of the plugin with a pruned model."""
+    """Microseconds a decoder layer for all but linears: of stock vLLM, and of the plugin with any form of them."""
 
     stock: float
     plugin: float
@@ -67,11 +73,13 @@ class Loads:
         prefill: For each token of a step that reads prompts.
         decode: For a step in which sequences go on by a token each.
         mixed: Steps of a mixed load.
+        factors: Of ``prefill``, ``decode`` and ``mixed``: form of linears -> what their times are multiplied by.
     """
 
     prefill: Rest
     decode: Rest
     mixed: tuple[Steps, ...]
+    factors: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -199,6 +207,7 @@ class ServedTime:
     Attributes:
         name: The load.
         steps: Its steps.
+        factors: Form of linears -> what their times are multiplied by.
         layers: Decoder layers of the model.
         times: Of its linears.
         patterns: Those that have times.
@@ -206,6 +215,7 @@ class ServedTime:
 
     name: str
     steps: tuple[Steps, ...]
+    factors: dict[str, float]
     layers: int
     times: LayerTimes
     patterns: tuple[Pattern, ...]
@@ -230,7 +240,17 @@ class ServedTime:
             raise UnsupportedError(
                 "experts have no measured times", got=one.names[0], remedy="leave out --at, or --ignore the experts"
             )
-        return sum(step.count * self.times.us(one, pattern, self.patterns, step.tokens) for step in self.steps)
+        us = sum(step.count * self.times.us(one, pattern, self.patterns, step.tokens) for step in self.steps)
+        return factor_of(pattern, self.factors) * us
+
+
+def factor_of(pattern: Pattern, factors: Mapping[str, float]) -> float:
+    """Return the factor of the form that is nearest to a pattern in density.
+
+    >>> factor_of(Pattern.parse("8:10"), {"dense": 1.02, "6:8": 0.99, "2:4": 1.01})
+    0.99
+    """
+    return factors[min(factors, key=lambda form: abs(Pattern.parse(form).density - pattern.density))]
 
 
 def served_times(loads: Sequence[str], layers: int, times: LayerTimes, patterns: Sequence[Pattern]) -> list[ServedTime]:
@@ -249,5 +269,8 @@ def served_times(loads: Sequence[str], layers: int, times: LayerTimes, patterns:
     known = served_steps().dtypes
     if times.dtype not in known:
         raise UnsupportedError("loads of a plan", got=times.dtype, needed=" or ".join(known))
-    steps = {text: parse_load(text, known[times.dtype]) for text in loads}
-    return [ServedTime(text, one, layers, times, tuple(patterns)) for text, one in steps.items()]
+    constants, found = known[times.dtype], []
+    for text in dict.fromkeys(loads):
+        steps, factors = parse_load(text, constants), constants.factors[text.partition(":")[0]]
+        found.append(ServedTime(text, steps, factors, layers, times, tuple(patterns)))
+    return found
