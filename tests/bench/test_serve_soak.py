@@ -48,7 +48,11 @@ def test_each_fault_is_a_sentence() -> None:
         "GPU memory grew by 200 MB, more than 100",
         "host memory grew by 600 MB, more than 500",
         "host memory grows by 50 MB a minute, more than 20",
-        "the longest hundredth waits 9.0 times as long for the first token at the end",
+        "the longest hundredth waits 900.0 ms for the first token at the end, and 100.0 at the start",
+    )
+    burst = [*[Served((0.1, 0.1, 0.1), 3)] * 20, *FINE[:10]]  # parts of an answer that came as one
+    assert verdict(ASKED, burst, None, None).faults == (
+        "the longest hundredth waits 100.0 ms for a token at the end, and 0.0 at the start",
     )
     silent = verdict(ASKED, [*FINE[:20], *[failed] * 10], None, None)
     assert silent.faults[-1] == "a third of the time without an answer"

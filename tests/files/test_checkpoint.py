@@ -159,6 +159,13 @@ def test_what_people_take_for_a_checkpoint(tmp_path: Path, removed: list[str], a
         Checkpoint(tmp_path / "m")
 
 
+@pytest.mark.parametrize("inner", ["m", "snapshots/0123abcd"])
+def test_a_folder_around_a_checkpoint(tmp_path: Path, inner: str) -> None:
+    make_checkpoint(tmp_path / inner, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=rf"config\.json is missing; .*; name .*/{inner}, which has one"):
+        Checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

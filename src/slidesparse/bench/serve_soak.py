@@ -69,7 +69,7 @@ def _slower(thirds: Sequence[Waits | None]) -> list[str]:
         return ["a third of the time without an answer"]
     named = {"the first token": (begin.first, end.first), "a token": (begin.between, end.between)}
     return [
-        f"the longest hundredth waits {after.p99_ms / before.p99_ms:.1f} times as long for {name} at the end"
+        f"the longest hundredth waits {after.p99_ms:.1f} ms for {name} at the end, and {before.p99_ms:.1f} at the start"
         for name, (before, after) in named.items()
         if before is not None and after is not None and after.p99_ms > MOST_SLOWER * before.p99_ms
     ]

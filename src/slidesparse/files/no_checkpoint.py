@@ -12,6 +12,9 @@ ADAPTER_FILE = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth")
 """Ends of the names of weights that are no safetensors."""
 
+INNER = ("*/config.json", "snapshots/*/config.json")
+"""Where a model lies in the folder that people name: one deeper, or as the cache of a hub keeps it."""
+
 
 def no_folder(path: Path) -> CheckpointError:
     """Return the error for a path that is no folder."""
@@ -40,6 +43,9 @@ def lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
         )
     if any(name.endswith(".gguf") for name in names):
         return _gguf(folder)
+    inner = next((found.parent for place in INNER for found in sorted(folder.glob(place))), None)
+    if inner is not None and "config.json" not in names:
+        remedy = f"name {inner}, which has one"
     return CheckpointError(what, needed=NEEDED, remedy=remedy)
 
 
