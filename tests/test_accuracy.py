@@ -56,6 +56,32 @@ def test_tables_are_what_the_records_say() -> None:
     assert report["tables"](RECORDS) == (RECORDS / "tables.md").read_text()
 
 
+def test_a_smaller_dense_model_stands_beside_the_model_that_it_is_smaller_than() -> None:
+    report = runpy.run_path(str(SCRIPTS / "report.py"))
+    runs = report["read"](RECORDS, "30m")
+    assert [name for name, *_ in report["smaller"](RECORDS, runs)] == ["trained with 12 layers"]
+    other = {0: {**runs[0], "trained": {**runs[0]["trained"], "model": "100m"}}}
+    assert not list(report["smaller"](RECORDS, other))
+
+
+def test_a_single_seed_is_drawn_without_errors_and_on_the_axes_of_the_others(tmp_path: Path) -> None:
+    report = runpy.run_path(str(SCRIPTS / "report.py"))
+    drawn: list[Any] = []
+    script = report["curve"].__globals__
+    script["Figure"] = type("Kept", (script["Figure"],), {"savefig": lambda self, *_, **__: drawn.append(self)})
+    runs = report["read"](RECORDS, "30m")
+    report["curve"]({"30m": runs, "100m": {0: runs[0]}}, tmp_path / "curve.png")
+    (figure,) = drawn
+    several, single = figure.axes[:3], figure.axes[3:]
+    assert {bars.has_yerr for axes in several for bars in axes.containers} == {True}
+    assert {bars.has_yerr for axes in single for bars in axes.containers} == {False}
+    assert [axes.get_ylim() for axes in several] == [axes.get_ylim() for axes in single]
+    for axes in figure.axes:
+        bottom, top = axes.get_ylim()
+        assert bottom < axes.dataLim.y0
+        assert axes.dataLim.y1 < top
+
+
 def test_the_page_quotes_the_tables() -> None:
     drawn, quoted = tables_of((RECORDS / "tables.md").read_text()), tables_of(PAGE)
     assert len(quoted) >= 6
@@ -127,6 +153,105 @@ def test_the_page_says_in_words_what_the_records_say() -> None:
     assert "14 whole packages are held out by a hash of their names (164 files, 1.6 MB), and 107 single files" in WORDS
     assert [len(corpus["packages"][part]) for part in ("train", "packages")] == [288, 14]
     assert all(about["licences"] for part in corpus["packages"].values() for about in part.values())
+
+
+def test_the_page_says_of_the_larger_model_what_its_records_say() -> None:
+    report, lm = (runpy.run_path(str(SCRIPTS / name)) for name in ("report.py", "lm.py"))
+    both = {model: report["read"](RECORDS, model) for model in ("30m", "100m")}
+    (records,) = both["100m"].values()
+    matched, patterns = report["MATCHED"], ("6:8", "4:6", "2:4")
+
+    def loss(key: str, measure: str = "packages_perplexity", dtype: str = "", model: str = "100m") -> float:
+        found: list[float] = report["values"](both[model], key, measure, dtype)
+        return sum(found) / len(found)
+
+    def shares(method: str) -> list[str]:
+        keys = [f"{pattern} {method} 0" for pattern in patterns]
+        return [f"{100 * loss(key) / loss(key, model='30m'):.0f}" for key in keys]
+
+    def each(numbers: list[str]) -> str:
+        return f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+
+    def ends(numbers: list[str]) -> str:
+        return f"{min(numbers, key=float)} to {max(numbers, key=float)} %"
+
+    assert f"matched the losses are {each(shares(matched))} % of those with 30 M" in WORDS
+    assert (
+        f"SparseGPT alone they are {ends(shares('sparsegpt'))}, and by magnitude {ends(shares('magnitude'))}" in WORDS
+    )
+    keys = [f"{pattern} {matched} 0" for pattern in patterns]
+    assert f"about half as much in one shot: {each([f'{loss(key):.1f}' for key in keys])} %" in WORDS
+    trained = records["trained"]
+    assert trained["corpus"] == both["30m"][0]["trained"]["corpus"]
+    each_parameter = [one[0]["trained"]["tokens"] / one[0]["trained"]["parameters"] for one in both.values()]
+    assert "{1:.1f} tokens for each parameter in place of {0:.1f}".format(*each_parameter) in WORDS
+    assert f"has {trained['layers']} layers too, of {lm['SIZES']['100m'].hidden} in place of 384" in WORDS
+    assert (lm["SIZES"]["30m"].hidden, both["30m"][0]["trained"]["layers"]) == (384, 14)
+    eight, fewer = (
+        {d: [loss(k, dtype=d, model=m) - loss(k, model=m) for k in ("dense none 0", *keys)] for d in ("int8", "fp8")}
+        for m in ("100m", "30m")
+    )
+    assert all(max(eight[dtype]) < min(fewer[dtype]) for dtype in eight)
+    added = {d: ends([f"{value:.2f}" for value in one]) for d, one in eight.items()}
+    assert f"INT8 adds {added['int8']}, and FP8 {added['fp8']}, no more than with 30 M" in WORDS
+
+    def off(end: str, model: str = "100m") -> list[str]:
+        pairs = [(loss(f"{p} {matched} {end}", model=model), loss(f"{p} {matched} 0", model=model)) for p in patterns]
+        return [f"{100 * (1 - recovered / before):.0f}" for recovered, before in pairs]
+
+    gained = [off(end) for end in ("0.03@0.05", "0.03@0.15", "0.01@0.05")]
+    assert f"{each(gained[0])} % of the loss at 0.05. At 0.15 it takes {each(gained[1])} % off" in WORDS
+    assert all(
+        float(here) < 0.5 * float(there) for here, there in zip(gained[0][:2], off("0.03@0.05", "30m"), strict=False)
+    )
+    assert f"only 2:4 gains**, {gained[2][2]} % of its loss" in WORDS
+    assert abs(float(gained[2][1])) <= 1
+    perplexity = {
+        name: [f"{records[f'{name} {matched} {end}']['packages_perplexity']:.3f}" for end in ("0.01@0.05", "0")]
+        for name in ("6:8", "plan@1.2")
+    }
+    assert "gets worse than in one shot: a perplexity of {} after {}.".format(*perplexity["6:8"]) in WORDS
+    assert "So does the plan, {} after {}.".format(*perplexity["plan@1.2"]) in WORDS
+    assert all(after > before for after, before in perplexity.values())
+    assert f"recovered for 1 %, {records[f'6:8 {matched} 0.01@0.05']['recovery_steps']} steps" in WORDS
+    assert not any("0.01@" in key for run in both["30m"].values() for key in run)
+    plan, other = ([f"{loss(f'{p} {matched} {end}'):.2f}" for end in ("0", "0.03@0.15")] for p in ("plan@1.2", "4:6"))
+    assert f"{plan[0]} % against {other[0]} in one shot, and {plan[1]} against {other[1]} recovered at 0.15" in WORDS
+    assert f"and {plan[0]} against {other[0]} % with 101 M; its speed is foretold" in WORDS
+    left_out = [loss(f"{count}-layers left-out {end}") for count, end in ((2, "0"), (2, "0.03@0.3"), (4, "0.03@0.3"))]
+    assert report["best_recovery"](both["100m"], "2-layers left-out") == "0.03@0.3"
+    times = left_out[1] / loss(f"4:6 {matched} {report['best_recovery'](both['100m'], f'4:6 {matched}')}")
+    assert f"2 of 14 lose {left_out[0]:.0f} % in one shot, and {left_out[1]:.1f} % at best, {times:.0f} times" in WORDS
+    assert f"and {plan[1]} against {left_out[1]:.1f} % with 101 M" in WORDS
+    two, four = "2-layers left-out", "4-layers left-out"
+    assert all(loss(f"{two} {end}") > loss(f"{two} {end}", model="30m") for end in ("0", "0.03@0.3"))
+    assert f"4 of 14 lose less, {loss(f'{four} 0'):.0f} %" in WORDS
+    assert loss(f"{four} 0") < loss(f"{four} 0", model="30m")
+    assert f"at 0.3, and the larger one {left_out[2]:.1f} %" in WORDS
+    points = {
+        end: [loss(f"{p} {matched} {end}", "exact_mean") for p in (*patterns, "plan@1.2")] for end in ("0", "0.01@0.05")
+    }
+    lost = [f"{-value:.1f}" for value in points["0"]]
+    assert (
+        f"Of {100 * records['dense none 0']['exact_mean']:.1f} % matched patterns lose {each(lost[:3])} points" in WORDS
+    )
+    assert f"and the plan {lost[3]}. Recovered for 1 % they change by" in WORDS
+    assert f"change by {each([f'{value:+.1f}' for value in points['0.01@0.05'][:3]])} points" in WORDS
+    worst = max(abs(loss(f"{p} {matched} 0.03@0.15", "exact_mean")) for p in patterns)
+    assert f"off, and exact answers stay within {worst:.1f} points" in WORDS
+    recovered = [r["exact"] for key, r in records.items() if matched in key and "@0." in key.rpartition(" ")[2]]
+    assert len(recovered) == 12
+    right = {kind: [one[kind] for one in recovered] for kind in recovered[0]}
+    assert max(right, key=lambda kind: max(right[kind]) - min(right[kind])) == "count"
+    counted = ends([f"{100 * share:.0f}" for share in right["count"]])
+    dense = f"{100 * records['dense none 0']['exact']['count']:.0f} % right"
+    assert f"Counting moves most: dense {dense}, and after one recovery or another {counted}" in WORDS
+    row = next(line for line in PAGE.splitlines() if line.startswith("| 6:8 recovered by 1 %"))
+    brief = [
+        [f"{loss(f'{p} {matched} 0.01@0.05', measure):.2f}" for p in patterns[:2]]
+        for measure in ("packages_perplexity", "files_perplexity")
+    ]
+    assert "{} and {} % on held-out packages, {} and {} % on files".format(*brief[0], *brief[1]) in row
 
 
 def test_the_page_says_of_the_mixture_what_its_records_say() -> None:

@@ -83,8 +83,11 @@ def test_accuracy_figures_are_those_of_the_tables() -> None:
     assert [[f"{value:.1f}" for value in row[2:4]] for row in rows] == [["0.5", "0.4"], ["1.3", "1.0"], ["5.9", "4.3"]]
     assert "6:8 raises the perplexity of packages that it never saw by 0.5 %, 4:6 by 1.3 % and 2:4 by 5.9 %" in words
     assert [f"{row[0]:.0f}" for row in rows] == ["2", "5", "31"]
-    assert "by magnitude 2, 5 and 31 %" in README
-    assert f"A plan at 1.2x loses {plan[0]:.2f} %" in README
+    assert "by magnitude 2, 5 and 31 %" in words
+    assert f"A plan foretold at 1.2x loses {plan[0]:.2f} %" in words
+    larger = tables[tables.index("101 M parameters: perplexity of held-out packages") :].splitlines()
+    matched = [f"{means(f'| {pattern} |', larger)[2]:.1f}" for pattern in ("6:8", "4:6", "2:4")]
+    assert "one of 101 M (one seed) loses {}, {} and {} %".format(*matched) in words
     smaller = means("| 1.167x | trained with 12 layers |", tables.splitlines())
     assert f"is as fast as 4:6 and loses {smaller[0]:.1f} %" in words
-    assert f"makes that 0.4, 1.0, 4.3 and {plan[1]:.2f} %" in README
+    assert f"makes that 0.4, 1.0, 4.3 and {plan[1]:.2f} %" in words

@@ -203,8 +203,9 @@ def rivals(runs: Runs) -> Iterator[tuple[str, str, float]]:
 
 def smaller(folder: Path, runs: Runs, dtype: str = "") -> Iterator[tuple[str, float, list[float]]]:
     """Smaller dense models trained alike: name, speed, percent of perplexity."""
-    layers = next(iter(runs.values()))["trained"]["layers"]
-    for model in SMALLER:
+    whole = next(iter(runs.values()))["trained"]
+    layers = whole["layers"]
+    for model in (name for name in SMALLER if name.startswith(f"{whole['model']}-")):
         found = {seed: run for seed, run in read(folder, model).items() if "dense none 0" in run}
         if found:
             fewer = next(iter(found.values()))["trained"]["layers"]
@@ -329,12 +330,11 @@ STYLES = {
 
 
 def curve(everything: dict[str, Runs], path: Path) -> None:
-    """Every measure by pattern, one shot and recovered."""
+    """Every measure by pattern, one shot and recovered: a row for each model, with the same axes."""
     figure = Figure(figsize=(13.5, 4.4 * len(everything)), layout="constrained")
-    grid = figure.subplots(len(everything), len(MEASURES), squeeze=False)
+    grid = figure.subplots(len(everything), len(MEASURES), squeeze=False, sharey="col")
     for (model, runs), row in zip(everything.items(), grid, strict=True):
         for axes, (measure, label) in zip(row, MEASURES.items(), strict=True):
-            lowest = []
             columns = columns_of(runs)
             for place, (name, (method, end)) in enumerate(columns.items()):
                 aside = (place - (len(columns) - 1) / 2) / 10
@@ -345,20 +345,23 @@ def curve(everything: dict[str, Runs], path: Path) -> None:
                 ]
                 if points:
                     x, y, deviation = zip(*points, strict=True)
-                    lowest.append(min(y))
+                    error = deviation if len(runs) > 1 else None  # bars of no height would claim an exact value
                     colour, marker, line = STYLES[name]
                     style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5, "capsize": 3}
-                    axes.errorbar(x, y, deviation, label=name, linewidth=1.2, **style)
+                    axes.errorbar(x, y, error, label=name, linewidth=1.2, **style)
             axes.set_xticks(range(len(PATTERNS)), PATTERNS)
             axes.axhline(0, color="#555555", linewidth=1)
             if measure != "exact_mean":
                 axes.set_yscale("symlog", linthresh=1)
                 axes.set_yticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
-                axes.set_ylim(top=1.5 * axes.get_ylim()[1], bottom=min(0.0, min(lowest)) - 0.1)
             seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
             axes.set(ylabel=label, title=f"{MODELS[model]} parameters, {seeds}")
             plain(axes)
         row[0].legend(frameon=False, fontsize=8, loc="upper left")
+    for column, measure in zip(grid.T, MEASURES, strict=True):
+        if measure != "exact_mean":
+            ends = [axes.dataLim.intervaly for axes in column]
+            column[0].set_ylim(min(low for low, _ in ends) - 0.1, 1.8 * max(high for _, high in ends))
     figure.savefig(path, dpi=110)
 
 
