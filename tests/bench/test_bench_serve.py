@@ -409,6 +409,17 @@ def test_the_death_of_another_stock_engine_does_not_let_arrivals_start(pretend: 
     assert not Pretender.started
 
 
+def test_each_engine_has_a_log_of_its_own(
+    pretend: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Pretender, "dies_at", "mixed")
+    run(replace(PROFILE, engines=("stock", "6:8")), tmp_path / "r.jsonl", tmp_path / "scratch")
+    logs = [options.log for options in Pretender.started]
+    names = ("stock", "6-8")
+    assert logs == [tmp_path / f"r.jsonl.Qwen2.5-7B-int8-{name}.log" for name in names]
+    assert f"6:8: died: the vLLM engine failed; got EngineDeadError; see {logs[1]}" in capsys.readouterr().err
+
+
 def test_others_go_on_after_stock_died(pretend: None, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     run(replace(PROFILE, workloads=FULL, engines=("stock",)), path, tmp_path)

@@ -12,6 +12,7 @@ is a record, and the others go on; a run that continues does not start it again.
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 import sys
 import time
@@ -241,7 +242,7 @@ def _serve_one(run_: ServeRun, key: EngineKey) -> None:
             run_.write(_record(record, workload, rate, measured))
             _tell(f"{_name(key)}: {_told(workload, measured)}")
     except UnsupportedError as error:
-        _tell(f"{_name(key)}: died: {error}")
+        _tell(f"{_name(key)}: died: {error}; see {options.log}")
         run_.failed[_name(key)] = str(error)
         if run_.profile.timeline is None:
             run_.write(dataclasses.replace(record, workload=workload, why_not=str(error)))
@@ -283,8 +284,14 @@ def _options(run_: ServeRun, key: EngineKey) -> ServeOptions:
         timeline=traces,
         timeline_steps=profile.timeline or 0,
         http=run_.http,
-        log=run_.path.with_name(f"{run_.path.name}.server.log"),
+        log=_log_of(run_.path, key),
     )
+
+
+def _log_of(path: Path, key: EngineKey) -> Path:
+    """Where an engine's output goes: a file of its own, since what it says of its layers explains what it serves."""
+    name = re.sub(r"[^\w.]+", "-", _name(key))
+    return path.with_name(f"{path.name}.{name}.log")
 
 
 def _own_options(key: EngineKey) -> dict[str, str]:
