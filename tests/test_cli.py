@@ -338,5 +338,17 @@ def test_an_interrupted_import_ends_in_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "slidesparse: interrupted\n")
 
 
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    """As torch is with TORCH_LOGS=nonsense, and a hub's client with a timeout that is no number."""
+    (tmp_path / "torch.py").write_text("int('abc')\n")
+    done = _run_module("info", path=tmp_path)
+    told = (
+        "torch cannot be imported; got ValueError: invalid literal for int() with base 10: 'abc'; check its environment"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"slidesparse: {told}")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_command_line_knows_every_method() -> None:
     assert sorted(prune.METHODS) == list(pruning.METHODS)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 
 from slidesparse.base.silence import is_silent
 from slidesparse.cli import interruption
@@ -60,7 +61,18 @@ def describe(error: BaseException) -> str:
         return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # of torch, not imported here
         return f"out of memory; got {first_line(error)}; use a smaller model or batch"
+    broken = _not_imported(error)
+    if broken is not None:
+        remedy = "check its environment variables, or install it again"
+        return f"{broken} cannot be imported; got {first_line(error)}; {remedy}"
     return f"unexpected error; got {first_line(error)}; {REPORT}"
+
+
+def _not_imported(error: BaseException) -> str | None:
+    """Return the package of others that an error ended the import of; None where none was being imported."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
+    packages = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames)
+    return next((name for name in packages if name not in ("slidesparse", "__main__")), None)
 
 
 def _flush() -> None:
