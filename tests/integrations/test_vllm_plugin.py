@@ -394,6 +394,32 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     assert torch.equal(layer.mlp.gate_up_proj(x)[0], oracle(x, torch.cat(parts[:2]), torch.cat(parts[2:])))
 
 
+@pytest.mark.usefixtures("no_dense_kernels")
+def test_an_output_embedding_that_stays_dense_is_left_to_vllm(checkpoints: Any, tmp_path: Path) -> None:
+    """No graph holds it, so nothing would be joined with it; drafts may share its weight."""
+    source = checkpoints("dense", torch.bfloat16)
+    prune_checkpoint(source, tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    model = loaded(configured(tmp_path / "sparse"), {})
+    assert hasattr(model.model.layers[0].mlp.down_proj, "slide")
+    assert not hasattr(model.lm_head, "slide")
+
+
+def test_a_shard_without_a_group_that_follows_is_joined_too() -> None:
+    from slidesparse.integrations.vllm.names import NamedLayer
+    from slidesparse.integrations.vllm.options import Options
+    from slidesparse.integrations.vllm.scheme import pack_shard
+
+    weight, scale = torch.randint(1, 127, (16, 64), dtype=torch.int8), torch.ones(16, 1)
+    named = NamedLayer("down_proj", Pattern.parse("6:8@50%"))
+    packed, outcome = pack_shard(weight, scale, named, Options(backend="hopper"), start=64)
+    assert packed is not None
+    assert torch.equal(packed.unpack(), weight)
+    told = "no column group of this shard follows 6:8@50%"
+    assert outcome == Outcome(False, True, f"{told}, joined with the operation before it")
+    left = pack_shard(weight, scale, named, Options(fuse=False), start=64)
+    assert left == (None, Outcome(False, True, told))
+
+
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
     marker = {"version": 1, "pattern": "2:4", "ignore": ["lm_head"], "layers": {}}
     lying = edited(checkpoints("6:8"), tmp_path / "lying", **{MARKER_KEY: marker})

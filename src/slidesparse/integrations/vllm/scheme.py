@@ -182,12 +182,14 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     named = replace(named, pattern=model.pattern_of(named, weight, start))
-    packed, outcome = pack_shard(weight, scale, named, model.options, start, model.tuner)
+    # An output embedding runs outside of the graphs, so nothing is joined with it.
+    options = model.options if isinstance(layer, LinearBase) else replace(model.options, fuse=False)
+    packed, outcome = pack_shard(weight, scale, named, options, start, model.tuner)
     if packed is None:
         model.status.note_outcome(named.name, outcome, log)
         return False
     give_blocks_back(weight.device)  # those of the checks are as large as the dense weight
-    backend = model.options.backend if outcome.sparse else "dense"
+    backend = model.options.backend if outcome.sparse else "auto"
     slide = SlideLinear(packed, backend=backend, fallback=model.options.fallback)
     kept_bytes = sum(slide.operand_bytes.values())
     model.status.note_outcome(named.name, replace(outcome, kept_bytes=kept_bytes, dense_bytes=weight.nbytes), log)
