@@ -676,6 +676,15 @@ def test_no_load_is_a_mistake(source: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (source.parent / "plan.json").exists()
 
 
+def test_no_advice_to_remove_a_folder(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder given for the plan may hold anything."""
+    command = ["plan", str(source), "--out", str(source.parent), "--method", "magnitude"]
+    command += ["--calibration", str(source.parent / "text.txt"), "--length", "16", "--speedup", "1.1"]
+    assert main(command) == 1
+    line = capsys.readouterr().err
+    assert line == f"slidesparse: {source.parent} is a folder; needed a file to make, such as plan.json in it\n"
+
+
 def test_gains_are_read_exactly() -> None:
     assert [parse_gain(text) for text in ("2", "1.6", "0.1")] == [Fraction(2), Fraction(8, 5), Fraction(1, 10)]
 

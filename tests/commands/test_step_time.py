@@ -113,6 +113,12 @@ def test_unknown_loads(text: str) -> None:
         parse_load(text, Loads(Rest(1, 1), Rest(1, 1), (), {}))
 
 
+def test_loads_out_of_range() -> None:
+    for text in ("prefill:0", "decode:1000001"):
+        with pytest.raises(InputError, match=r"prefill:TOKENS or decode:SEQUENCES, of 1 to 1000000"):
+            parse_load(text, Loads(Rest(1, 1), Rest(1, 1), (), {}))
+
+
 def test_experts_have_no_times() -> None:
     experts = PlanSet(("model.layers.0.mlp.experts.down_proj",), ((3584, 18944),), (), Fraction(1, 4))
     with pytest.raises(

@@ -152,6 +152,8 @@ def _times(
 
 
 def _refuse_existing(out: Path) -> None:
+    if out.is_dir():
+        raise InputError(f"{out} is a folder", needed="a file to make, such as plan.json in it")
     if os.path.lexists(out):
         raise InputError(
             f"{out} exists", remedy="remove it, and its measurements are used again; or choose another name"

@@ -111,14 +111,15 @@ def parse_load(text: str, loads: Loads) -> tuple[Steps, ...]:
     kind, colon, number = text.partition(":")
     if text == "mixed":
         return loads.mixed
+    needed = f"mixed, prefill:TOKENS or decode:SEQUENCES, of 1 to {MOST_TOKENS}"
     if not colon or not number.isascii() or not number.isdigit() or not 1 <= int(number[:8]) <= MOST_TOKENS:
-        raise InputError("load of a plan", got=repr(text), needed="mixed, prefill:TOKENS or decode:SEQUENCES")
+        raise InputError("load of a plan", got=repr(text), needed=needed)
     tokens = int(number[:8])
     if kind == "prefill":
         return (Steps(1, tokens, Rest(tokens * loads.prefill.stock, tokens * loads.prefill.plugin)),)
     if kind == "decode":
         return (Steps(1, tokens, loads.decode),)
-    raise InputError("load of a plan", got=repr(text), needed="mixed, prefill:TOKENS or decode:SEQUENCES")
+    raise InputError("load of a plan", got=repr(text), needed=needed)
 
 
 class LayerTimes:
