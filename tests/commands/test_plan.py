@@ -535,6 +535,8 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 0
     told = capsys.readouterr().out
     assert "modelled 1.3" in told
+    megabytes = json.loads((folder / "plan.json").read_text())["modelled"]["gigabytes"] * 1e3
+    assert f" zeros, {megabytes:.3f} MB, predicted damage" in told  # of 0.000 GB nobody learns anything
     seen = f"--calibration {folder}/text.txt --samples 8 --length 32"  # the same text, or prune may refuse it
     assert f"--plan {folder}/plan.json --method wanda {seen} --dtype int8" in told
     layers = read_plan(folder / "plan.json").layers
@@ -610,6 +612,21 @@ def test_a_plan_of_other_weights_is_told(source: Path, capsys: pytest.CaptureFix
         assert main([*prune, "--method", "magnitude", "--device", "cpu"]) == 0
         told = capsys.readouterr().err
         assert (f"the plan was measured on another checkpoint than {path}, whose" in told) is warned
+        assert "no pattern" not in told
+
+
+def test_layers_that_a_plan_does_not_name_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As when the plan of a smaller model of the family is taken: it would be pruned in part, without a word."""
+    layers = {f"model.layers.0.{name}": "6:8" for name in ("self_attn.o_proj", "mlp.down_proj")}
+    plan = {"version": 1, "method": "magnitude", "layers": layers, "ignore": ["re:.*q_proj"]}
+    (source.parent / "plan.json").write_text(json.dumps(plan))
+    prune = ["prune", str(source), str(source.parent / "s"), "--plan", str(source.parent / "plan.json"), "--dry-run"]
+    assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
+    told = f"the plan has no pattern for 2 linears of {source}, such as model.layers.1."
+    assert told in capsys.readouterr().err
+    (source.parent / "plan.json").write_text(json.dumps({**plan, "ignore": ["re:.*layers.1.*"]}))
+    assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
+    assert "no pattern" not in capsys.readouterr().err
 
 
 def test_what_a_plan_was_told_to_leave_alone_keeps_its_type(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

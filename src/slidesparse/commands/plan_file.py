@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.paths import usable_path
 from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.errors import CheckpointError, InputError, SlideSparseWarning
@@ -61,19 +63,50 @@ class StoredPlan:
     def warn_of_other_weights(self, source: str | Path) -> None:
         """Warn where another checkpoint is to be pruned than the one on which damage was measured.
 
-        A plan may serve for a model that was trained on, or for one with the same names of layers by mistake.
+        A plan may serve for a model that was trained on, or for one with the same names of layers by mistake. One of
+        more layers is pruned in part.
 
         Raises:
             CheckpointError: The source cannot be used.
         """
         checkpoint = Checkpoint(usable_path(source, "source"))
-        if self.weights is not None and self.weights != fingerprint(checkpoint, checkpoint.config):
+        if self.weights == fingerprint(checkpoint, checkpoint.config):
+            return  # it names all that was planned for; draft layers, say, are no part of the model
+        if self.weights is not None:
             warnings.warn(
                 f"the plan was measured on another checkpoint than {source}, whose weights or config.json differ:"
                 " what it foretells need not hold",
                 SlideSparseWarning,
                 stacklevel=2,
             )
+        if unnamed := self._unnamed(checkpoint):
+            warnings.warn(
+                f"the plan has no pattern for {counted(len(unnamed), 'linear')} of {source}, such as {unnamed[0]}: they"
+                " stay dense",
+                SlideSparseWarning,
+                stacklevel=2,
+            )
+
+    def _unnamed(self, checkpoint: Checkpoint) -> list[str]:
+        """Return linears that the plan neither names nor leaves alone, and whose like in other layers it names."""
+        known = {_in_any_layer(name) for name in self.layers}
+        names = [name.removesuffix(".weight") for name in checkpoint.files if name.endswith(".weight")]
+        return [
+            name
+            for name in names
+            if name not in self.layers
+            and _in_any_layer(name) in known
+            and not any(matches_entry(name, entry) for entry in self.ignore)
+        ]
+
+
+def _in_any_layer(name: str) -> str:
+    """Return the name that a linear has without the number of its layer.
+
+    >>> _in_any_layer("model.layers.12.mlp.up_proj")
+    'model.layers.*.mlp.up_proj'
+    """
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def read_plan(path: str | Path) -> StoredPlan:

@@ -232,9 +232,18 @@ def require_reachable(sets: Sequence[PlanSet], target: Target, times: Times = (M
             speed = best.speedups.get(limit.name, best.speedup)
             raise InputError(
                 "no choice of patterns reaches the target",
-                got=f"at best {speed:.3f}x{at}, {best.sparsity:.1%} zeros, {best.gigabytes:.3f} GB",
+                got=f"at best {speed:.3f}x{at}, {best.sparsity:.1%} zeros, {size_words(best.gigabytes)}",
                 remedy="ask for less, or allow sparser patterns",
             )
+
+
+def size_words(gigabytes: float) -> str:
+    """Return a size to three digits or more, in the unit in which it is a number to read.
+
+    >>> size_words(7.2512), size_words(0.0151)
+    ('7.251 GB', '15.100 MB')
+    """
+    return f"{gigabytes:.3f} GB" if gigabytes >= 0.1 else f"{gigabytes * 1e3:.3f} MB"
 
 
 @dataclass(frozen=True)
