@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import product
@@ -242,30 +242,33 @@ def served_mixture() -> str:
                 stock[f"{STOCK}, {dtype}{engine.removeprefix(STOCK)}"] = group, engine
             else:
                 ours[f"{engine}, {dtype}"] = group, engine
-    engines = [*stock.values(), *ours.values()]
-    rows = []
-    for load, words in MIXTURE_LOADS.items():
-        ms = [1e3 * (group.seconds(engine, load) or 0.0) for group, engine in engines]
-        rows.append([f"{words}, ms", *_over_fastest(ms, len(stock))])
-        if load == "mixed":
-            computing = [1e3 * _computing(group, engine) for group, engine in engines]
-            rows.append(["of it the GPU computes, ms", *_over_fastest(computing, len(stock))])
+    rows = _load_rows([*stock.values(), *ours.values()], MIXTURE_LOADS, len(stock))
     return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *stock, *ours), rows)
 
 
 def served_quick(name: str, title: str) -> str:
     """What ``--quick`` asks, of engines alone: milliseconds, and over the fastest of the stock engines."""
-    (group,) = groups(read(ServeRecord, [H200 / "serve" / name]))
+    group, engines, stock = _stock_first(H200 / "serve" / name)
+    return markdown((title, *engines), _load_rows([(group, one) for one in engines], LOADS, stock))
+
+
+def _stock_first(path: Path) -> tuple[Group, list[str], int]:
+    """The engines of a record, stock ones first, and how many these are."""
+    (group,) = groups(read(ServeRecord, [path]))
     engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
-    stock = sum(engine.startswith(STOCK) for engine in engines)
+    return group, engines, sum(engine.startswith(STOCK) for engine in engines)
+
+
+def _load_rows(engines: Sequence[tuple[Group, str]], loads: Mapping[str, str], stock: int) -> list[list[str]]:
+    """Rows of loads, over the fastest of the first few engines; after the mixed one what of it the GPU computes."""
     rows = []
-    for load, words in LOADS.items():
-        ms = [1e3 * (group.seconds(one, load) or 0.0) for one in engines]
+    for load, words in loads.items():
+        ms = [1e3 * (group.seconds(engine, load) or 0.0) for group, engine in engines]
         rows.append([f"{words}, ms", *_over_fastest(ms, stock)])
         if load == "mixed":
-            computing = [1e3 * _computing(group, one) for one in engines]
+            computing = [1e3 * _computing(group, engine) for group, engine in engines]
             rows.append(["of it the GPU computes, ms", *_over_fastest(computing, stock)])
-    return markdown((title, *engines), rows)
+    return rows
 
 
 def _over_fastest(values: Sequence[float], stock: int, digits: int | None = None) -> list[str]:
@@ -284,13 +287,8 @@ def _computing(group: Group, engine: str) -> float:
 
 def served_http() -> str:
     """Engines asked over HTTP: medians, and what users waited for, over the stock engine that was fastest there."""
-    (group,) = groups(read(ServeRecord, [HTTP]))
-    engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
-    stock = sum(engine.startswith(STOCK) for engine in engines)
-    seconds = {load: [group.seconds(engine, load) or 0.0 for engine in engines] for load in ("burst", "mixed")}
-    rows = [[f"{LOADS[load]}, ms", *_over_fastest([1e3 * one for one in seconds[load]], stock)] for load in seconds]
-    computing = [1e3 * _computing(group, engine) for engine in engines]
-    rows.append(["of it the GPU computes, ms", *_over_fastest(computing, stock)])
+    group, engines, stock = _stock_first(HTTP)
+    rows = _load_rows([(group, one) for one in engines], {load: LOADS[load] for load in ("burst", "mixed")}, stock)
     rows += _waits(group, engines, MOST, stock)
     return markdown(("Qwen2.5-7B, INT8, over HTTP", *engines), rows)
 
@@ -298,26 +296,18 @@ def served_http() -> str:
 def served_http_first() -> str:
     """Stock and 6:8 alone: what the later record does not have."""
     (group,) = groups(read(ServeRecord, [HTTP_FIRST]))
-    rows = []
-    for load, words in FIRST_LOADS.items():
-        ms = [1e3 * (group.seconds(engine, load) or 0.0) for engine in group.engines]
-        rows.append([f"{words}, ms", *_over_fastest(ms, 1)])
+    rows = _load_rows([(group, engine) for engine in group.engines], FIRST_LOADS, 1)
     rows += _waits(group, group.engines, HALF, 1)
     return markdown(("four hours before", *group.engines), rows)
 
 
 def served_http_graphs() -> str:
     """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many."""
-    (group,) = groups(read(ServeRecord, [HTTP_GRAPHS]))
-    engines = sorted(group.engines, key=lambda engine: not engine.startswith(STOCK))
-    seconds = [group.seconds(engine, "mixed") or 0.0 for engine in engines]
-    rows = [
-        [f"{LOADS['mixed']}, ms", *_over_fastest([1e3 * one for one in seconds], 1)],
-        ["of it the GPU computes, ms", *_over_fastest([1e3 * _computing(group, one) for one in engines], 1)],
-    ]
+    group, engines, stock = _stock_first(HTTP_GRAPHS)
+    rows = _load_rows([(group, one) for one in engines], {"mixed": LOADS["mixed"]}, stock)
     for percentile in ("p50", "p99"):
         waits = [getattr(group.records[one]["mixed"].between, f"{percentile}_ms") for one in engines]
-        rows.append([f"between tokens, {percentile}, ms", *_over_fastest(waits, 1, 1)])
+        rows.append([f"between tokens, {percentile}, ms", *_over_fastest(waits, stock, 1)])
     return markdown(("Qwen2.5-7B, INT8, over HTTP, graphs to 2048 tokens", *engines), rows)
 
 

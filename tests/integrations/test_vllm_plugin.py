@@ -9,6 +9,7 @@ import ast
 import gc
 import json
 import shutil
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def edited(path: Path, folder: Path, **changes: Any) -> Path:
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     return folder
+
+
+def marked(path: Path, folder: Path, pattern: str, layers: Mapping[str, str] | None = None) -> Path:
+    """A copy of a checkpoint with another marker; ``layers`` are those of the first decoder layer that differ."""
+    named = {f"model.layers.0.{name}": other for name, other in (layers or {}).items()}
+    marker = {"version": 1, "pattern": pattern, "ignore": ["lm_head"], "layers": named}
+    return edited(path, folder, **{MARKER_KEY: marker})
 
 
 def oracle(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -359,8 +367,7 @@ def test_the_warning_names_the_backend_that_this_gpu_has(
 def test_who_asks_for_dense_is_not_warned(checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = checkpoints("6:8")
     loaded(configured(path, enforce_eager=True), {"slidesparse": {"backend": "dense"}})
-    marker = {"version": 1, "pattern": "dense", "ignore": ["lm_head"], "layers": {}}
-    loaded(configured(edited(path, tmp_path / "dense", **{MARKER_KEY: marker}), enforce_eager=True), {})
+    loaded(configured(marked(path, tmp_path / "dense", "dense"), enforce_eager=True), {})
     assert caplog.messages.count("slidesparse: 0 of 4 layers run sparse") == 2
     assert warnings_of_ours(caplog) == []
 
@@ -379,9 +386,8 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By whatever backend the others run: between two sparse linears vLLM's own would cost two kernels more."""
-    exceptions = {"model.layers.0.mlp.gate_proj": "dense", "model.layers.0.mlp.up_proj": "dense"}
-    marker = {"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": exceptions}
-    path = edited(checkpoints("6:8"), tmp_path / "planned", **{MARKER_KEY: marker})
+    left = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "dense")
+    path = marked(checkpoints("6:8"), tmp_path / "planned", "6:8", left)
     stored = Checkpoint(path)
     layer = loaded(configured(path), REFERENCE).model.layers[0]
     assert layer.mlp.gate_up_proj.slide.choice.backends == ("dense",)
@@ -421,8 +427,7 @@ def test_a_shard_without_a_group_that_follows_is_joined_too() -> None:
 
 
 def test_a_weight_that_belies_its_marker_is_an_error(checkpoints: Any, tmp_path: Path) -> None:
-    marker = {"version": 1, "pattern": "2:4", "ignore": ["lm_head"], "layers": {}}
-    lying = edited(checkpoints("6:8"), tmp_path / "lying", **{MARKER_KEY: marker})
+    lying = marked(checkpoints("6:8"), tmp_path / "lying", "2:4")
     with pytest.raises(PatternViolation, match=r"model\.layers\.0\.\w+\.\w+ violates 2:4 at row"):
         loaded(configured(lying), REFERENCE)
 
@@ -504,9 +509,8 @@ def test_a_draft_model_keeps_what_its_checkpoint_says_of_single_layers(
     """vLLM puts a word of its own before the names of all layers of a draft model."""
     from vllm.config import VllmConfig
 
-    exceptions = {"model.layers.0.mlp.down_proj": "2:4", "model.layers.0.self_attn.o_proj": "dense"}
-    marker = {"version": 1, "pattern": "6:8", "ignore": ["lm_head"], "layers": exceptions}
-    path = edited(checkpoints("2:4", dtype), tmp_path / "planned", **{MARKER_KEY: marker})
+    exceptions = {"mlp.down_proj": "2:4", "self_attn.o_proj": "dense"}
+    path = marked(checkpoints("2:4", dtype), tmp_path / "planned", "6:8", exceptions)
     model = configured(path, quantization="slidesparse", enforce_eager=True)
     config = VllmConfig(model_config=model, additional_config=REFERENCE)
     layer = loaded_by(config, prefix="draft_model").model.layers[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json
 from slidesparse.models.choose_patterns import Plan
+from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import Pattern
 
@@ -106,7 +106,8 @@ def _in_any_layer(name: str) -> str:
     >>> _in_any_layer("model.layers.12.mlp.up_proj")
     'model.layers.*.mlp.up_proj'
     """
-    return re.sub(r"\.\d+(?=\.)", ".*", name)
+    parent, _, leaf = name.rpartition(".")
+    return f"{kind_of(parent)}.{leaf}"
 
 
 def read_plan(path: str | Path) -> StoredPlan:

@@ -43,9 +43,9 @@ def lacks_file(folder: Path, what: str, remedy: str) -> CheckpointError:
         )
     if any(name.endswith(".gguf") for name in names):
         return _gguf(folder)
-    inner = next((found.parent for place in INNER for found in sorted(folder.glob(place))), None)
-    if inner is not None and "config.json" not in names:
-        remedy = f"name {inner}, which has one"
+    if "config.json" not in names:
+        inner = next((found.parent for place in INNER for found in sorted(folder.glob(place))), None)
+        remedy = remedy if inner is None else f"name {inner}, which has one"
     return CheckpointError(what, needed=NEEDED, remedy=remedy)
 
 
