@@ -36,6 +36,7 @@ from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step,
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 H200 = RESULTS / "h200"
+HISTORY = RESULTS / "history/h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
 PAGES += tuple(
     ROOT / f"docs/{name}.md" for name in ("cards", "fp4", "quantise-lift-kernel", "quickstart", "log/served-models")
@@ -135,8 +136,12 @@ def graphs() -> str:
 SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp8")}
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
-HTTP_GRAPHS = H200 / "serve/qwen2.5-7b-int8-http-2048.jsonl"
 HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
+OTHERS = {"llama-3-8b-int8.jsonl": "8B", "llama-3.2-1b-int8.jsonl": "1B"}
+"""Record -> its model."""
+
+UNIFORM = ("6:8", "4:6", "2:4")
+"""Engines of :data:`OTHERS`."""
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 OURS = (CONTROL, "6:8", "4:6", "2:4")
 GRAPHS = f"{STOCK}, graphs to 1024"
@@ -246,10 +251,21 @@ def served_mixture() -> str:
     return markdown(("Qwen3-30B-A3B, 12 of 48 layers", *stock, *ours), rows)
 
 
-def served_quick(name: str, title: str) -> str:
+def served_quick(path: Path, title: str) -> str:
     """What ``--quick`` asks, of engines alone: milliseconds, and over the fastest of the stock engines."""
-    group, engines, stock = _stock_first(H200 / "serve" / name)
+    group, engines, stock = _stock_first(path)
     return markdown((title, *engines), _load_rows([(group, one) for one in engines], LOADS, stock))
+
+
+def served_others() -> str:
+    """The same of several models: of the stock engines the fastest of each row, and the patterns."""
+    rows = []
+    for name, model in OTHERS.items():
+        group, engines, stock = _stock_first(H200 / "serve" / name)
+        for label, *cells in _load_rows([(group, one) for one in engines], LOADS, stock):
+            shown = dict(zip(engines[stock:], cells[stock:], strict=True))
+            rows.append([f"{model}, {label}", min(cells[:stock], key=float), *(shown.get(p, "-") for p in UNIFORM)])
+    return markdown(("INT8", "stock", *UNIFORM), rows)
 
 
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
@@ -301,14 +317,19 @@ def served_http_first() -> str:
     return markdown(("four hours before", *group.engines), rows)
 
 
-def served_http_graphs() -> str:
-    """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many."""
-    group, engines, stock = _stock_first(HTTP_GRAPHS)
-    rows = _load_rows([(group, one) for one in engines], {"mixed": LOADS["mixed"]}, stock)
+def served_http_graphs(name: str, again: str | None = None) -> str:
+    """The mixed load over HTTP with graphs of up to 2048 tokens, over stock with as many; engines may run again."""
+    group, names, stock = _stock_first(H200 / "serve" / name)
+    engines = [(group, one) for one in names]
+    if again is not None:
+        later, repeated, _ = _stock_first(H200 / "serve" / again)
+        engines += [(later, one) for one in repeated]
+        names = [*names, *(f"{one} again" for one in repeated)]
+    rows = _load_rows(engines, {"mixed": LOADS["mixed"]}, stock)
     for percentile in ("p50", "p99"):
-        waits = [getattr(group.records[one]["mixed"].between, f"{percentile}_ms") for one in engines]
+        waits = [getattr(group.records[one]["mixed"].between, f"{percentile}_ms") for group, one in engines]
         rows.append([f"between tokens, {percentile}, ms", *_over_fastest(waits, stock, 1)])
-    return markdown(("Qwen2.5-7B, INT8, over HTTP, graphs to 2048 tokens", *engines), rows)
+    return markdown(("Qwen2.5-7B, INT8, over HTTP, graphs to 2048 tokens", *names), rows)
 
 
 def _waits(group: Group, engines: Sequence[str], load: str, stock: int) -> list[list[str]]:
@@ -593,12 +614,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "served": served,
     "served-targets": served_targets,
     "served-mixture": served_mixture,
-    "served-mixture-whole": partial(served_quick, "qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"),
-    "served-1b": partial(served_quick, "llama-3.2-1b-int8.jsonl", "Llama-3.2-1B, INT8"),
-    "served-plan": partial(served_quick, "qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
+    "served-mixture-whole": partial(
+        served_quick, H200 / "serve/qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"
+    ),
+    "served-others": served_others,
+    "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
+    "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,
     "served-http-first": served_http_first,
-    "served-http-graphs": served_http_graphs,
+    "served-http-graphs": partial(served_http_graphs, "qwen2.5-7b-int8-http-2048.jsonl"),
+    "served-http-five": partial(
+        served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
+    ),
     "mixed-steps": mixed_steps,
     "layers": layers,
     "decoding": decoding,

@@ -87,6 +87,13 @@ def serve(connection: Connection, options: EngineOptions) -> None:
     answer_calls(connection, lambda: Server(options.folder))
 
 
+def serve_apart(connection: Connection, options: EngineOptions) -> None:
+    """Run cases whose engines have processes of their own, as those of several GPUs need."""
+    # What counts layers is sent to them.
+    os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+    answer_calls(connection, lambda: Server(options.folder))
+
+
 def prompts() -> list[list[int]]:
     """Prompts of 60 to 300 tokens, whose second half begins as the first."""
     draw = random.Random(0)

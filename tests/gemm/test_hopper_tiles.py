@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slidesparse.gemm.hopper.tiles import MOST_PLANNED, MULTIPROCESSORS, TILES, cheapest, choose_tile, work
+from slidesparse.gemm.hopper.tiles import MOST_PLANNED, TILES, cheapest, choose_tile, together, work
+from slidesparse.gemm.speed_files import PACKAGED, load_speeds
 
 RESULTS = Path(__file__).parents[2] / "results" / "h200"
 
@@ -63,9 +65,30 @@ def test_blocks_are_counted_as_they_share_multiprocessors(tokens: int, channels:
     for tile in TILES:
         blocks = tile.count(tokens, channels) * tile.split
         steps, tiles = work(tile, tokens, channels, 100)
-        assert tiles == math.ceil(blocks / MULTIPROCESSORS / tile.blocks)
-        even = max(1, blocks / MULTIPROCESSORS) * 100 / tile.split
+        assert tiles == math.ceil(blocks / together(tile) / tile.blocks)
+        even = max(1, blocks / together(tile)) * 100 / tile.split
         assert even <= steps <= (even if tile.blocks > 1 else even + 100 / tile.split)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "columns"), [(64, 4096, 4096), (64, 4096, 14336), (128, 4096, 14336), (128, 2048, 8192)]
+)
+def test_clusters_of_four_that_do_not_run_at_once_are_avoided(tokens: int, channels: int, columns: int) -> None:
+    # 32 of them: served and shipped times had o and down of Llama-3-8B, and down of Llama-3.2-1B, 1.4 times as long.
+    chosen = choose_tile(tokens, channels, columns * 3 // 2 // 128, 0)
+    assert chosen.count(tokens, channels) * chosen.split <= together(chosen) * chosen.blocks
+    assert chosen.split < 4
+
+
+def test_more_tokens_never_take_less_time_in_the_shipped_table() -> None:
+    table = load_speeds(PACKAGED / "speed-nvidia-h200.json")
+    assert table is not None
+    for layer in table.layers:
+        for name, us in layer.us.items():
+            if name.startswith("hopper"):
+                assert all(us_of_more > 0.95 * us_of_few for us_of_few, us_of_more in pairwise(filter(None, us))), (
+                    f"{layer.dtype} {layer.out} x {layer.columns}, {name}: {us}"
+                )
 
 
 def test_a_share_is_a_multiple_of_16_for_at_most_as_many_blocks() -> None:

@@ -7,17 +7,17 @@ stock to the same layer in float64, and a model as near to stock as one whose sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from expert_weights import packed_experts, routed
 from vllm_answers import difference
 from vllm_families import SMALL
-from vllm_tiny import TOKENS, Case, Served, prompts, serve
+from vllm_tiny import TOKENS, Case, Served, prompts, serve, serve_apart
 
-from slidesparse.bench.vllm_engine import Engine, EngineOptions
+from slidesparse.bench.vllm_engine import Engine, EngineOptions, FarEnd
 from slidesparse.experts import SlideExperts
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.packed import PackedWeight
@@ -39,17 +39,38 @@ CASES = {
     for dtype in ("int8", "fp8")
     for whose, model in (("stock", "first"), ("sparse", "first"), ("nudged", "nudged"))
 }
+SHARED = {"tensor": {"tensor_parallel_size": 2}}
+SHARED["expert"] = SHARED["tensor"] | {"enable_expert_parallel": True}
+"""How two GPUs share a model."""
+
+
+def run(folder: Path, cases: dict[str, Case], far_end: FarEnd = serve) -> dict[str, Served]:
+    engine = Engine(EngineOptions(folder, True), far_end)
+    try:
+        engine.ask("run", list(cases.values()))
+        engine.ready()
+        return dict(zip(cases, engine.answer(), strict=True))
+    finally:
+        engine.stop()
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    engine = Engine(EngineOptions(tmp_path_factory.mktemp("tiny"), True), serve)
-    try:
-        engine.ask("run", list(CASES.values()))
-        engine.ready()
-        yield dict(zip(CASES, engine.answer(), strict=True))
-    finally:
-        engine.stop()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> dict[str, Served]:
+    return run(folder, CASES)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, outcomes: dict[str, Served]) -> dict[str, Served]:
+    """By two GPUs, after the engines of one."""
+    found: dict[str, Served] = {}
+    for kind, arguments in SHARED.items():
+        found |= run(folder, {kind: Case(True, arguments, family=TWO)}, serve_apart)
+    return found
 
 
 def served(outcomes: dict[str, Served], name: str) -> Served:
@@ -70,6 +91,22 @@ def test_a_mixture_is_as_near_to_stock_as_rounding_allows(outcomes: dict[str, Se
     # One prompt of INT8 differs by 0.1, presumably since a router tips over: 0.036 on an H200 in the mean.
     rounding = difference(stock.answers[0], nudged.answers[0]) + 2 * BF16_LOGITS
     assert 0 < difference(stock.answers[0], ours.answers[0]) < rounding
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", SHARED)
+def test_two_gpus_that_share_experts_answer_as_one_does(
+    outcomes: dict[str, Served], shared: dict[str, Served], kind: str
+) -> None:
+    alone, ours = served(outcomes, "int8, sparse"), served(shared, kind)
+    assert ours.facts["experts"] == SMALL["num_hidden_layers"]
+    assert [len(tokens) for tokens in ours.answers[0].tokens] == [TOKENS] * len(prompts())
+    # Each GPU's part of a sum is rounded before it is added.
+    stock, nudged = (served(outcomes, f"int8, {whose}") for whose in ("stock", "nudged"))
+    assert (
+        difference(alone.answers[0], ours.answers[0])
+        < difference(stock.answers[0], nudged.answers[0]) + 2 * BF16_LOGITS
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1024])

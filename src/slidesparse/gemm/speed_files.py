@@ -1,7 +1,7 @@
 """The files of measured layer times: where they are, how they are read, and the one place that writes them.
 
     {"version": 2, "gpu": "NVIDIA H200", "capability": "9.0", "driver": "580.159.04",
-     "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-3"},
+     "libraries": {"dense": "vLLM 0.22, torch 2.11", "hopper": "slidesparse hopper-4"},
      "layers": [{"dtype": "int8", "out": 4608, "columns": 3584, "tokens": [64, 1024, 16384],
                  "us": {"dense": [11.3, 52.9, 870.1], "hopper 2:4": [28.5, 55.7, null]}}]}
 

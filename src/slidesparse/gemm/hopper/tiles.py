@@ -27,6 +27,11 @@ GROUP = 16
 MULTIPROCESSORS = 132
 """Multiprocessors of an H100 or H200 SXM. With fewer there are more waves, but the best tile hardly changes."""
 
+CLUSTER_MULTIPROCESSORS = 18
+"""Multiprocessors of a GPC, on which all blocks of a cluster run. Chips differ in which of the 8 GPCs have fewer, so
+the count of clusters is CUTLASS's: as many full GPCs as there can be, and one with what is left (its
+gemm/kernel/tile_scheduler_params.h). Where a GPC runs clusters of four, two of its multiprocessors idle."""
+
 PIECE_TOKENS = 32
 """Tokens whose results a warpgroup turns into rows at a time."""
 
@@ -152,9 +157,22 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
 
 
 def _work(tile: Tile, blocks: int, steps: int) -> tuple[float, int]:
-    most = -(-blocks // MULTIPROCESSORS)
+    most = -(-blocks // together(tile))
     load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
     return load * steps / tile.split, -(-most // tile.blocks)
+
+
+def together(tile: Tile) -> int:
+    """Return the blocks that run at one time, one to a multiprocessor.
+
+    Blocks of which a multiprocessor runs several find room for their clusters everywhere.
+
+    >>> [together(tile) for tile in TILES if str(tile) in ("64x128", "64x128/2", "64x128/4", "64x64/2b2")]
+    [132, 132, 116, 132]
+    """
+    cluster = tile.split if tile.blocks == 1 else 1
+    gpcs, rest = divmod(MULTIPROCESSORS, CLUSTER_MULTIPROCESSORS)
+    return gpcs * (CLUSTER_MULTIPROCESSORS // cluster * cluster) + rest // cluster * cluster
 
 
 def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> Tile:
@@ -206,7 +224,7 @@ def plan(channels: int, steps: int) -> tuple[list[int], list[Tile]]:
 def _cycles(tile: Tile, tokens: torch.Tensor, channels: int, steps: int) -> torch.Tensor:
     """:func:`work` and its cost, for many numbers of tokens."""
     blocks = -(-tokens // tile.tokens) * -(-channels // tile.channels) * tile.split
-    most = -(-blocks // MULTIPROCESSORS)
+    most = -(-blocks // together(tile))
     load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
     return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
 
