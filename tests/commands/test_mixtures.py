@@ -33,8 +33,14 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.linear import SlideLinear
+from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.grams import collect_grams
+from slidesparse.models.sensitivity import damage_together, measure_sensitivities
+from slidesparse.pattern import Pattern
+from slidesparse.prune import get_pruner
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
@@ -461,6 +467,38 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
         key: pattern if pattern != "dense" else None for key, pattern in experts.items()
     }
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("at_once", [2**32, 2 * 4 * 152 * 152])
+def test_plan_holds_no_more_inputs_of_experts_than_prune(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all experts at once where they fit, else part by part; the damage is that of what prune makes."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    leaves = [f"model.layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in ("gate_up_proj", "down_proj")]
+    experts = calibrated_experts(model, leaves)
+    sets = [["model.layers.0.self_attn.o_proj"], leaves[:2], leaves[2:]]
+    generator = torch.Generator().manual_seed(0)
+    seen, held_out = ([{"input_ids": torch.randint(3, 90, (4, 16), generator=generator)}] for _ in range(2))
+    pruner, patterns = get_pruner("wanda"), [Pattern.parse("6:8"), Pattern.parse("2:4")]
+    held: list[int] = []
+
+    def noted(layer: Any, index: int, linears: Any, samples: Any) -> Any:
+        held.append(sum(4 * one.weight.shape[1] ** 2 for name, one in linears.items() if name in experts))
+        return collect_grams(layer, index, linears, samples)
+
+    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", at_once)
+    monkeypatch.setattr(sensitivity, "collect_grams", noted)
+    found = list(measure_sensitivities(model, sets, patterns, pruner, seen, held_out, experts=experts))
+    everything = 4 * 4 * (64**2 + 152**2)
+    assert max(held) <= at_once
+    assert held == [everything] * 2 if everything <= at_once else sum(held) == 2 * 2 * everything
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for one in found:
+        alone = {name: Pattern.parse(one.pattern if name in one.names else "dense") for names in sets for name in names}
+        assert damage_together(model, sets, alone, pruner, seen, held_out, experts) == pytest.approx(one.damage)
+        model.load_state_dict(before)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "mixtral"])

@@ -509,11 +509,11 @@ def test_linears_can_be_ignored_after_others_were_measured(source: Path, monkeyp
     calls = []
     damage = sensitivity._damage
 
-    def counted(model: Any, sets: dict[str, Any], *rest: Any) -> float:
-        calls.append([*sets])
-        if [*sets] == ["model.layers.1.self_attn.o_proj"]:
+    def counted(model: Any, weights: Any, pruned: dict[str, Any], *rest: Any) -> float:
+        calls.append([*pruned])
+        if [*pruned] == ["model.layers.1.self_attn.o_proj"]:
             raise InputError("cannot measure o_proj", remedy="put it on the ignore list")
-        return float(damage(model, sets, *rest))
+        return float(damage(model, weights, pruned, *rest))
 
     monkeypatch.setattr(sensitivity, "_damage", counted)
     out = source.parent / "plan.json"
