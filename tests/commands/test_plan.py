@@ -26,7 +26,7 @@ from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
-from slidesparse.commands.step_time import LayerTimes
+from slidesparse.commands.step_time import LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
@@ -345,6 +345,31 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
+
+
+def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of 8 bits takes 1000 us, and one of 16 bits 3000: attention alone cannot make it twice as fast."""
+
+    def measured(times: LayerTimes, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
+        dense = 3e3 if times.dtype == "bf16" else 1e3
+        return MeasuredLayer(
+            LayerSpeed(times.dtype, out, columns, (1, 100), {"dense": (dense,) * 2, "hopper": (1,) * 2})
+        )
+
+    monkeypatch.setattr(LayerTimes, "_look_up", measured)
+    wanted = options(source, target=Target(speedup=1.1), at=("decode:8",), ignore=("re:.*mlp",), patterns=("2:4",))
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    steps = served_steps().dtypes["int8"]
+    factors, rest = steps.factors["decode"], steps.decode
+    left = 2 * (3e3 + 3e3)  # gate and up as one, and down
+    pruned = [plan.patterns[f"model.layers.{i}.self_attn.{leaf}"] for i in range(2) for leaf in ("q_proj", "o_proj")]
+    linears = sum(1e3 * factors["dense"] if one == DENSE else factors["2:4"] for one in pruned)
+    before, after = left + 4e3 * factors["dense"] + 2 * rest.stock, left + linears + 2 * rest.plugin
+    assert DENSE in pruned
+    assert plan.speedup == pytest.approx(before / after)
+    assert "6 linears left alone: in 16 bits, in stock vLLM too" in describe(plan, wanted, source)
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1.3"):
+        plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=2)))
 
 
 def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

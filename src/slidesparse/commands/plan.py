@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
 from slidesparse.commands.plan_file import PLAN_VERSION, about, described
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions
-from slidesparse.commands.plan_sets import find_sets
+from slidesparse.commands.plan_sets import PlannedSets, find_sets
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
@@ -33,7 +34,7 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
-from slidesparse.models.choose_patterns import Multiplies, Plan, PlanSet, Times, choose_patterns, require_reachable
+from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
@@ -82,7 +83,7 @@ def plan_checkpoint(
     layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
     if pruner.needs_calibration:
         require_single_passes(meta.model, layers, run)
-    times, patterns, basis = _times(options, planned.with_choices(()), patterns, len(layers.layers), device)
+    times, patterns, basis = _times(options, planned, patterns, len(layers.layers), device)
     require_reachable(planned.with_choices(patterns), options.target, times)
     config: Any = meta.model.config
     too_short = FEWER if pruner.needs_calibration else SHORTER
@@ -127,19 +128,19 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
 
 
 def _times(
-    options: PlanOptions, sets: Sequence[PlanSet], patterns: Sequence[Pattern], layers: int, device: torch.device
+    options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
 ) -> tuple[Times, list[Pattern], tuple[str, ...]]:
     """Return what a step takes, the patterns of which that is known, and what it rests on.
 
     Raises:
         InputError: A load is none.
-        UnsupportedError: Not one of the patterns was measured on all layers.
+        UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
     """
     if not options.at:
         return (Multiplies(options.mma_gain),), list(patterns), ()
-    times = LayerTimes(options.dtype, device)
+    times, sets = LayerTimes(options.dtype, device), planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if not one.of_experts)]
-    served = served_times(options.at, layers, times, timed)
+    served = served_times(options.at, layers, times, timed, planned.dense)
     if not timed:
         raise UnsupportedError(
             "no times of these layers",
@@ -147,8 +148,14 @@ def _times(
             remedy="measure them with slidesparse tune, or leave out --at",
         )
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
-    basis = [*times.basis(timed, sets), f"all else as served: {served_steps().source}"]
-    return served, timed, (*basis, *([f"left out, since not measured: {left_out}"] if left_out else []))
+    left_alone = sum(len(one.names) for one in planned.dense)
+    basis = [
+        *times.basis(timed, sets),
+        *([f"{counted(left_alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if left_alone else []),
+        f"all else as served: {served_steps().source}",
+        *([f"left out, since not measured: {left_out}"] if left_out else []),
+    ]
+    return served, timed, tuple(basis)
 
 
 def _refuse_existing(out: Path) -> None:
