@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import statistics
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -117,14 +116,6 @@ def test_loads_out_of_range() -> None:
     for text in ("prefill:0", "decode:1000001"):
         with pytest.raises(InputError, match=r"prefill:TOKENS or decode:SEQUENCES, of 1 to 1000000"):
             parse_load(text, Loads(Rest(1, 1), Rest(1, 1), (), {}))
-
-
-def test_experts_have_no_times() -> None:
-    experts = PlanSet(("model.layers.0.mlp.experts.down_proj",), ((3584, 18944),), (), Fraction(1, 4))
-    with pytest.raises(
-        UnsupportedError, match=r"experts have no measured times; got model.layers.0.mlp.experts.down_p"
-    ):
-        times("int8", "mixed").of(experts, DENSE)
 
 
 def test_linears_that_are_left_alone_take_their_time_in_both_engines() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
@@ -37,6 +38,7 @@ from slidesparse.models.causal import refuse_masked, require_causal
 from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once
@@ -76,6 +78,8 @@ def plan_checkpoint(
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     meta = _usable_model(checkpoint)
+    if options.at:
+        _refuse_mixture(meta.model)
     run = run_once(meta.model)
     planned = find_sets(meta, checkpoint, options, run)
     if options.backend is not None:
@@ -127,6 +131,21 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
     return meta
 
 
+def _refuse_mixture(model: nn.Module) -> None:
+    """Refuse to foretell how a mixture is served, its experts left dense or not: they take time either way.
+
+    Raises:
+        UnsupportedError: It has experts.
+    """
+    for one in find_experts(model):
+        raise UnsupportedError(
+            "how fast a mixture of experts is served cannot be foretold",
+            got=f"--at and {one.name}",
+            needed="records of a whole mixture that was served dense and at each pattern",
+            remedy="leave out --at, and matrix products alone are modelled",
+        )
+
+
 def _times(
     options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
 ) -> tuple[Times, list[Pattern], tuple[str, ...]]:
@@ -139,7 +158,7 @@ def _times(
     if not options.at:
         return (Multiplies(options.mma_gain),), list(patterns), ()
     times, sets = LayerTimes(options.dtype, device), planned.with_choices(())
-    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if not one.of_experts)]
+    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
     if not timed:
         raise UnsupportedError(

@@ -241,12 +241,8 @@ class ServedTime:
         """See :class:`slidesparse.models.choose_patterns.StepTime`.
 
         Raises:
-            UnsupportedError: Of experts, or no layer like it was measured.
+            UnsupportedError: No layer like it was measured.
         """
-        if one.of_experts:
-            raise UnsupportedError(
-                "experts have no measured times", got=one.names[0], remedy="leave out --at, or --ignore the experts"
-            )
         us = sum(step.count * self.times.us(one, pattern, self.patterns, step.tokens) for step in self.steps)
         return factor_of(pattern, self.factors) * us
 
