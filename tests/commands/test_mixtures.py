@@ -544,6 +544,11 @@ def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.Cap
     words += ["--samples", "4", "--length", "16", "--patterns", "6:8", "--method", "wanda"]
     assert main([*map(str, words), "--ignore", "re:.*experts"]) == 0
     assert "experts count" not in capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    rows = {name: 32 if name.endswith(("k_proj", "v_proj")) else 64 for name in plan["layers"]}
+    every = 64 * (sum(rows.values()) + 2 * 2 * 3 * 152)  # two experts of each layer, of three matrices, for a token
+    saved = 64 * sum(rows[name] / 4 for name, pattern in plan["layers"].items() if pattern == "6:8")
+    assert plan["modelled"]["speedup"] == pytest.approx(every / (every - saved))
     assert not any("experts" in name for name in json.loads((tmp_path / "plan.json").read_text())["layers"])
     (tmp_path / "plan.json").unlink()
     (tmp_path / "plan.sensitivities.jsonl").unlink()

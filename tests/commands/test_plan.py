@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -370,6 +371,19 @@ def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatc
     assert "6 linears left alone: in 16 bits, in stock vLLM too" in describe(plan, wanted, source)
     with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1.3"):
         plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=2)))
+
+
+def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
+    """All matrices of the model: attention is faster, and the MLP is not."""
+    wanted = options(source, target=Target(speedup=1.1), ignore=("re:.*mlp",), patterns=("2:4",), method="magnitude")
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    shapes = {name: tuple(one.shape) for name, one in load_file(source / "model.safetensors").items()}
+    every = {name: math.prod(shape) for name, shape in shapes.items() if "_proj.weight" in name}
+    saved = sum(every[f"{name}.weight"] / 2 for name, pattern in plan.patterns.items() if pattern != DENSE)
+    assert not any("mlp" in name for name in plan.patterns)
+    assert 1.1 <= plan.speedup == pytest.approx(sum(every.values()) / (sum(every.values()) - saved))
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1\.\d+x, 50.0% zeros"):
+        plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=1.5)))
 
 
 def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,8 @@ def _times(
         UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
     """
     if not options.at:
-        return (Multiplies(options.mma_gain),), list(patterns), ()
+        left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
+        return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
     times, sets = LayerTimes(options.dtype, device), planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
@@ -167,10 +168,10 @@ def _times(
             remedy="measure them with slidesparse tune, or leave out --at",
         )
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
-    left_alone = sum(len(one.names) for one in planned.dense)
+    alone = sum(len(one.names) for one in planned.dense)
     basis = [
         *times.basis(timed, sets),
-        *([f"{counted(left_alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if left_alone else []),
+        *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
         f"all else as served: {served_steps().source}",
         *([f"left out, since not measured: {left_out}"] if left_out else []),
     ]

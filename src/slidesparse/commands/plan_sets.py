@@ -39,7 +39,7 @@ class PlannedSets:
         sets: Linears that read one input; and the names under which the weights of all experts of a layer are pruned.
         shapes: Name -> [out, in]; of experts the rows of all of a layer.
         reached: Name of experts' weights -> the share of a layer's experts to which a token is routed.
-        dense: Linears that get no pattern, the ignored ones among them, as servers join them; without embeddings.
+        dense: Linears and experts that get no pattern, the ignored ones among them; without embeddings.
         kept_type: Type of the checkpoint, where it has experts that cannot be quantised as they are stored; else None.
     """
 
@@ -107,9 +107,15 @@ def find_sets(
     sets = _read_together(meta.model, linears, run)
     sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
     rest = {name: linear for name, linear in everything.items() if name not in linears}
+    stays = (PatternChoice(DENSE, 0.0),)
     dense = [
-        PlanSet(tuple(names), tuple(_shape(rest[name]) for name in names), (PatternChoice(DENSE, 0.0),))
+        PlanSet(tuple(names), tuple(_shape(rest[name]) for name in names), stays)
         for names in _read_together(meta.model, rest, run)
+    ]
+    dense += [
+        PlanSet(tuple(map(one.layer, one.weights)), tuple(map(one.rows, one.weights)), stays, _reached(one, meta.model))
+        for one in experts
+        if one not in planned
     ]
     shapes = {name: _shape(linear) for name, linear in linears.items()}
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
