@@ -33,8 +33,14 @@ from slidesparse.files.stored import Stored
 from slidesparse.files.tensor_reader import TensorReader
 from slidesparse.files.tensor_writer import TensorWriter
 from slidesparse.linear import SlideLinear
+from slidesparse.models import sensitivity
 from slidesparse.models.choose_patterns import Target
 from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.grams import collect_grams
+from slidesparse.models.sensitivity import damage_together, measure_sensitivities
+from slidesparse.pattern import Pattern
+from slidesparse.prune import get_pruner
 
 STORED = {"mixtral": "one tensor an expert", "gpt-oss": "one tensor for all experts, transposed"}
 TRANSPOSED = ("gpt-oss", "llama4", "llama4-text")
@@ -463,6 +469,38 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("at_once", [2**32, 2 * 4 * 152 * 152])
+def test_plan_holds_no_more_inputs_of_experts_than_prune(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all experts at once where they fit, else part by part; the damage is that of what prune makes."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"], torch.float32)
+    model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    leaves = [f"model.layers.{i}.mlp.experts.{leaf}" for i in range(2) for leaf in ("gate_up_proj", "down_proj")]
+    experts = calibrated_experts(model, leaves)
+    sets = [["model.layers.0.self_attn.o_proj"], leaves[:2], leaves[2:]]
+    generator = torch.Generator().manual_seed(0)
+    seen, held_out = ([{"input_ids": torch.randint(3, 90, (4, 16), generator=generator)}] for _ in range(2))
+    pruner, patterns = get_pruner("wanda"), [Pattern.parse("6:8"), Pattern.parse("2:4")]
+    held: list[int] = []
+
+    def noted(layer: Any, index: int, linears: Any, samples: Any) -> Any:
+        held.append(sum(4 * one.weight.shape[1] ** 2 for name, one in linears.items() if name in experts))
+        return collect_grams(layer, index, linears, samples)
+
+    monkeypatch.setattr("slidesparse.models.expert_grams.AT_ONCE", at_once)
+    monkeypatch.setattr(sensitivity, "collect_grams", noted)
+    found = list(measure_sensitivities(model, sets, patterns, pruner, seen, held_out, experts=experts))
+    everything = 4 * 4 * (64**2 + 152**2)
+    assert max(held) <= at_once
+    assert held == [everything] * 2 if everything <= at_once else sum(held) == 2 * 2 * everything
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for one in found:
+        alone = {name: Pattern.parse(one.pattern if name in one.names else "dense") for names in sets for name in names}
+        assert damage_together(model, sets, alone, pruner, seen, held_out, experts) == pytest.approx(one.damage)
+        model.load_state_dict(before)
+
+
 @pytest.mark.parametrize("name", ["granitemoe", "mixtral"])
 def test_prune_takes_the_type_that_plan_names(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "m", ARCHITECTURES[name])
@@ -506,6 +544,11 @@ def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.Cap
     words += ["--samples", "4", "--length", "16", "--patterns", "6:8", "--method", "wanda"]
     assert main([*map(str, words), "--ignore", "re:.*experts"]) == 0
     assert "experts count" not in capsys.readouterr().out
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    rows = {name: 32 if name.endswith(("k_proj", "v_proj")) else 64 for name in plan["layers"]}
+    every = 64 * (sum(rows.values()) + 2 * 2 * 3 * 152)  # two experts of each layer, of three matrices, for a token
+    saved = 64 * sum(rows[name] / 4 for name, pattern in plan["layers"].items() if pattern == "6:8")
+    assert plan["modelled"]["speedup"] == pytest.approx(every / (every - saved))
     assert not any("experts" in name for name in json.loads((tmp_path / "plan.json").read_text())["layers"])
     (tmp_path / "plan.json").unlink()
     (tmp_path / "plan.sensitivities.jsonl").unlink()
@@ -518,6 +561,21 @@ def test_plan_leaves_experts_alone_when_asked(tmp_path: Path, capsys: pytest.Cap
     assert (
         "experts count as if they were multiplied sparse, as a Hopper GPU does in INT8 and FP8"
         in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--ignore", "re:.*experts"]])
+def test_plan_does_not_foretell_how_a_mixture_is_served(
+    tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts that stay dense take time, too."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    words = ["plan", tmp_path / "m", "--out", tmp_path / "plan.json", "--speedup", "1.1", "--at", "mixed"]
+    assert main([*map(str, words), "--calibration", str(write_text(tmp_path / "text.txt")), *more]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "slidesparse: how fast a mixture of experts is served cannot be foretold; got --at and"
+        " model.layers.0.mlp.experts; needed records of a whole mixture that was served dense and at each pattern;"
+        " leave out --at, and matrix products alone are modelled"
     )
 
 

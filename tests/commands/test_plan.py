@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,7 +27,7 @@ from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
-from slidesparse.commands.step_time import LayerTimes
+from slidesparse.commands.step_time import LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
@@ -347,6 +348,44 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--dtype fp8" in words
 
 
+def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of 8 bits takes 1000 us, and one of 16 bits 3000: attention alone cannot make it twice as fast."""
+
+    def measured(times: LayerTimes, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
+        dense = 3e3 if times.dtype == "bf16" else 1e3
+        return MeasuredLayer(
+            LayerSpeed(times.dtype, out, columns, (1, 100), {"dense": (dense,) * 2, "hopper": (1,) * 2})
+        )
+
+    monkeypatch.setattr(LayerTimes, "_look_up", measured)
+    wanted = options(source, target=Target(speedup=1.1), at=("decode:8",), ignore=("re:.*mlp",), patterns=("2:4",))
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    steps = served_steps().dtypes["int8"]
+    factors, rest = steps.factors["decode"], steps.decode
+    left = 2 * (3e3 + 3e3)  # gate and up as one, and down
+    pruned = [plan.patterns[f"model.layers.{i}.self_attn.{leaf}"] for i in range(2) for leaf in ("q_proj", "o_proj")]
+    linears = sum(1e3 * factors["dense"] if one == DENSE else factors["2:4"] for one in pruned)
+    before, after = left + 4e3 * factors["dense"] + 2 * rest.stock, left + linears + 2 * rest.plugin
+    assert DENSE in pruned
+    assert plan.speedup == pytest.approx(before / after)
+    assert "6 linears left alone: in 16 bits, in stock vLLM too" in describe(plan, wanted, source)
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1.3"):
+        plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=2)))
+
+
+def test_the_modelled_speed_counts_what_is_left_alone(source: Path) -> None:
+    """All matrices of the model: attention is faster, and the MLP is not."""
+    wanted = options(source, target=Target(speedup=1.1), ignore=("re:.*mlp",), patterns=("2:4",), method="magnitude")
+    plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
+    shapes = {name: tuple(one.shape) for name, one in load_file(source / "model.safetensors").items()}
+    every = {name: math.prod(shape) for name, shape in shapes.items() if "_proj.weight" in name}
+    saved = sum(every[f"{name}.weight"] / 2 for name, pattern in plan.patterns.items() if pattern != DENSE)
+    assert not any("mlp" in name for name in plan.patterns)
+    assert 1.1 <= plan.speedup == pytest.approx(sum(every.values()) / (sum(every.values()) - saved))
+    with pytest.raises(InputError, match=r"no choice of patterns reaches the target; got at best 1\.\d+x, 50.0% zeros"):
+        plan_checkpoint(source, source.parent / "fast.json", replace(wanted, target=Target(speedup=1.5)))
+
+
 def test_layers_that_run_twice_cannot_be_calibrated(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No causal model of transformers has such layers; this one runs twice whenever it is run."""
 
@@ -509,11 +548,11 @@ def test_linears_can_be_ignored_after_others_were_measured(source: Path, monkeyp
     calls = []
     damage = sensitivity._damage
 
-    def counted(model: Any, sets: dict[str, Any], *rest: Any) -> float:
-        calls.append([*sets])
-        if [*sets] == ["model.layers.1.self_attn.o_proj"]:
+    def counted(model: Any, weights: Any, pruned: dict[str, Any], *rest: Any) -> float:
+        calls.append([*pruned])
+        if [*pruned] == ["model.layers.1.self_attn.o_proj"]:
             raise InputError("cannot measure o_proj", remedy="put it on the ignore list")
-        return float(damage(model, sets, *rest))
+        return float(damage(model, weights, pruned, *rest))
 
     monkeypatch.setattr(sensitivity, "_damage", counted)
     out = source.parent / "plan.json"

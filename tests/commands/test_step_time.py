@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import statistics
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -119,12 +118,22 @@ def test_loads_out_of_range() -> None:
             parse_load(text, Loads(Rest(1, 1), Rest(1, 1), (), {}))
 
 
-def test_experts_have_no_times() -> None:
-    experts = PlanSet(("model.layers.0.mlp.experts.down_proj",), ((3584, 18944),), (), Fraction(1, 4))
+def test_linears_that_are_left_alone_take_their_time_in_both_engines() -> None:
+    """In 16 bits: vLLM's own layer, of a size that the table has."""
+    steps, layer_times = (times("int8", "decode:64"), LayerTimes("int8", torch.device("cpu")))
+    found = LayerTimes("bf16", torch.device("cpu")).find(PATTERNS[2], 37888, 3584)
+    assert found is not None
+    gate_up = PlanSet(("gate", "up"), ((18944, 3584), (18944, 3584)), ())
+    (time,) = served_times(["decode:64"], LAYERS, layer_times, PATTERNS[:1], [gate_up, gate_up])
+    us = found.layer.at("dense", 64)
+    assert us is not None
+    assert time.rest - steps.rest == pytest.approx(2 * us)
+    assert time.rest_before - steps.rest_before == pytest.approx(2 * us)
+    odd = PlanSet(("model.layers.0.odd",), ((64, 64),), ())
     with pytest.raises(
-        UnsupportedError, match=r"experts have no measured times; got model.layers.0.mlp.experts.down_p"
+        UnsupportedError, match=r"no layer like model.layers.0.odd was measured; got dense, bf16, 64x64"
     ):
-        times("int8", "mixed").of(experts, DENSE)
+        served_times(["decode:64"], LAYERS, layer_times, PATTERNS, [odd])
 
 
 def test_what_was_not_measured_is_not_invented() -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from slidesparse.base.counted import counted
 from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.commands.evaluate import load_any
 from slidesparse.commands.plan_file import PLAN_VERSION, about, described
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions
-from slidesparse.commands.plan_sets import find_sets
+from slidesparse.commands.plan_sets import PlannedSets, find_sets
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
 from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
@@ -33,9 +35,10 @@ from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.source_files import survey
 from slidesparse.gemm import Problem, get_backend
 from slidesparse.models.causal import refuse_masked, require_causal
-from slidesparse.models.choose_patterns import Multiplies, Plan, PlanSet, Times, choose_patterns, require_reachable
+from slidesparse.models.choose_patterns import Multiplies, Plan, Times, choose_patterns, require_reachable
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.expert_weights import calibrated_experts
+from slidesparse.models.experts import find_experts
 from slidesparse.models.layer_stack import find_layer_list, require_single_passes
 from slidesparse.models.sensitivity import damage_together, measure_sensitivities
 from slidesparse.models.sparsify import run_once
@@ -75,6 +78,8 @@ def plan_checkpoint(
     patterns = [pattern for pattern in map(Pattern.parse, options.patterns) if pattern != DENSE]
     pruner = get_pruner(options.method)
     meta = _usable_model(checkpoint)
+    if options.at:
+        _refuse_mixture(meta.model)
     run = run_once(meta.model)
     planned = find_sets(meta, checkpoint, options, run)
     if options.backend is not None:
@@ -82,7 +87,7 @@ def plan_checkpoint(
     layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
     if pruner.needs_calibration:
         require_single_passes(meta.model, layers, run)
-    times, patterns, basis = _times(options, planned.with_choices(()), patterns, len(layers.layers), device)
+    times, patterns, basis = _times(options, planned, patterns, len(layers.layers), device)
     require_reachable(planned.with_choices(patterns), options.target, times)
     config: Any = meta.model.config
     too_short = FEWER if pruner.needs_calibration else SHORTER
@@ -126,20 +131,36 @@ def _usable_model(checkpoint: Checkpoint) -> MetaModel:
     return meta
 
 
+def _refuse_mixture(model: nn.Module) -> None:
+    """Refuse to foretell how a mixture is served, its experts left dense or not: they take time either way.
+
+    Raises:
+        UnsupportedError: It has experts.
+    """
+    for one in find_experts(model):
+        raise UnsupportedError(
+            "how fast a mixture of experts is served cannot be foretold",
+            got=f"--at and {one.name}",
+            needed="records of a whole mixture that was served dense and at each pattern",
+            remedy="leave out --at, and matrix products alone are modelled",
+        )
+
+
 def _times(
-    options: PlanOptions, sets: Sequence[PlanSet], patterns: Sequence[Pattern], layers: int, device: torch.device
+    options: PlanOptions, planned: PlannedSets, patterns: Sequence[Pattern], layers: int, device: torch.device
 ) -> tuple[Times, list[Pattern], tuple[str, ...]]:
     """Return what a step takes, the patterns of which that is known, and what it rests on.
 
     Raises:
         InputError: A load is none.
-        UnsupportedError: Not one of the patterns was measured on all layers.
+        UnsupportedError: Not one of the patterns was measured on all layers, or linears that stay dense were not.
     """
     if not options.at:
-        return (Multiplies(options.mma_gain),), list(patterns), ()
-    times = LayerTimes(options.dtype, device)
-    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets if not one.of_experts)]
-    served = served_times(options.at, layers, times, timed)
+        left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
+        return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
+    times, sets = LayerTimes(options.dtype, device), planned.with_choices(())
+    timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
+    served = served_times(options.at, layers, times, timed, planned.dense)
     if not timed:
         raise UnsupportedError(
             "no times of these layers",
@@ -147,8 +168,14 @@ def _times(
             remedy="measure them with slidesparse tune, or leave out --at",
         )
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
-    basis = [*times.basis(timed, sets), f"all else as served: {served_steps().source}"]
-    return served, timed, (*basis, *([f"left out, since not measured: {left_out}"] if left_out else []))
+    alone = sum(len(one.names) for one in planned.dense)
+    basis = [
+        *times.basis(timed, sets),
+        *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
+        f"all else as served: {served_steps().source}",
+        *([f"left out, since not measured: {left_out}"] if left_out else []),
+    ]
+    return served, timed, tuple(basis)
 
 
 def _refuse_existing(out: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from torch import nn
+
 from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.commands.prune_experts import can_be_quantised
 from slidesparse.commands.treated import find_treated
@@ -25,6 +27,9 @@ from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
 from slidesparse.quant import FLOATS, dtype_name
 
+_ANY = Pattern.parse("6:8")
+"""A pattern that linears may have: which one it is makes no difference to who reads what."""
+
 
 @dataclass(frozen=True)
 class PlannedSets:
@@ -34,12 +39,14 @@ class PlannedSets:
         sets: Linears that read one input; and the names under which the weights of all experts of a layer are pruned.
         shapes: Name -> [out, in]; of experts the rows of all of a layer.
         reached: Name of experts' weights -> the share of a layer's experts to which a token is routed.
+        dense: Linears and experts that get no pattern, the ignored ones among them; without embeddings.
         kept_type: Type of the checkpoint, where it has experts that cannot be quantised as they are stored; else None.
     """
 
     sets: list[list[str]]
     shapes: dict[str, tuple[int, int]]
     reached: dict[str, Fraction]
+    dense: list[PlanSet]
     kept_type: str | None
 
     @property
@@ -93,17 +100,38 @@ def find_sets(
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
     linears = find_treated(meta, experts, find_routers(meta.model, experts), options.ignore, run).linears
-    # The sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case.
-    coupled = dict.fromkeys(linears, Pattern.parse("6:8"))
     # Prune leaves dense what the plan does not name.
     everything = find_targets(meta.model, without=linears_inside(meta.model, experts)).linears
+    coupled = dict.fromkeys(linears, _ANY)
     require_alike(meta.model, everything, {name: coupled.get(name, DENSE) for name in everything}, run)
-    sets = sets_to_prune(meta.model, linears, coupled, get_pruner("wanda"), run)
+    sets = _read_together(meta.model, linears, run)
     sets += [[one.layer(leaf) for leaf in one.weights] for one in planned]
-    shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    rest = {name: linear for name, linear in everything.items() if name not in linears}
+    stays = (PatternChoice(DENSE, 0.0),)
+    dense = [
+        PlanSet(tuple(names), tuple(_shape(rest[name]) for name in names), stays)
+        for names in _read_together(meta.model, rest, run)
+    ]
+    dense += [
+        PlanSet(tuple(map(one.layer, one.weights)), tuple(map(one.rows, one.weights)), stays, _reached(one, meta.model))
+        for one in experts
+        if one not in planned
+    ]
+    shapes = {name: _shape(linear) for name, linear in linears.items()}
     shapes |= {one.layer(leaf): one.rows(leaf) for one in planned for leaf in one.weights}
     reached = {one.layer(leaf): _reached(one, meta.model) for one in planned for leaf in one.weights}
-    return PlannedSets(sets, shapes, reached, _kept_type(planned, meta, checkpoint))
+    return PlannedSets(sets, shapes, reached, dense, _kept_type(planned, meta, checkpoint))
+
+
+def _read_together(
+    model: nn.Module, linears: dict[str, nn.Linear], run: Callable[[], object] | None
+) -> list[list[str]]:
+    """Return the sets that a calibrated method sees, whatever the method: fused layers share a pattern in any case."""
+    return sets_to_prune(model, linears, dict.fromkeys(linears, _ANY), get_pruner("wanda"), run)
+
+
+def _shape(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _planned_experts(

@@ -42,6 +42,10 @@ MOST_TOKENS = 10**6
 """Most tokens of a step that is asked for."""
 
 
+WIDE = "bf16"
+"""The type whose times linears take that keep the type of the source; FP16 takes the same, and servers round FP32."""
+
+
 @dataclass(frozen=True)
 class Rest:
     """Microseconds a decoder layer for all but linears: of stock vLLM, and of the plugin with any form of them."""
@@ -212,6 +216,7 @@ class ServedTime:
         layers: Decoder layers of the model.
         times: Of its linears.
         patterns: Those that have times.
+        left_alone: Microseconds of the linears that are left alone, by stock vLLM and by the plugin.
     """
 
     name: str
@@ -220,27 +225,24 @@ class ServedTime:
     layers: int
     times: LayerTimes
     patterns: tuple[Pattern, ...]
+    left_alone: float = 0.0
 
     @property
     def rest(self) -> float:
         """See :class:`slidesparse.models.choose_patterns.StepTime`."""
-        return self.layers * sum(step.count * step.rest.plugin for step in self.steps)
+        return self.left_alone + self.layers * sum(step.count * step.rest.plugin for step in self.steps)
 
     @property
     def rest_before(self) -> float:
         """See :class:`slidesparse.models.choose_patterns.StepTime`; of stock vLLM."""
-        return self.layers * sum(step.count * step.rest.stock for step in self.steps)
+        return self.left_alone + self.layers * sum(step.count * step.rest.stock for step in self.steps)
 
     def of(self, one: PlanSet, pattern: Pattern) -> float:
         """See :class:`slidesparse.models.choose_patterns.StepTime`.
 
         Raises:
-            UnsupportedError: Of experts, or no layer like it was measured.
+            UnsupportedError: No layer like it was measured.
         """
-        if one.of_experts:
-            raise UnsupportedError(
-                "experts have no measured times", got=one.names[0], remedy="leave out --at, or --ignore the experts"
-            )
         us = sum(step.count * self.times.us(one, pattern, self.patterns, step.tokens) for step in self.steps)
         return factor_of(pattern, self.factors) * us
 
@@ -254,7 +256,13 @@ def factor_of(pattern: Pattern, factors: Mapping[str, float]) -> float:
     return factors[min(factors, key=lambda form: abs(Pattern.parse(form).density - pattern.density))]
 
 
-def served_times(loads: Sequence[str], layers: int, times: LayerTimes, patterns: Sequence[Pattern]) -> list[ServedTime]:
+def served_times(
+    loads: Sequence[str],
+    layers: int,
+    times: LayerTimes,
+    patterns: Sequence[Pattern],
+    left_alone: Sequence[PlanSet] = (),
+) -> list[ServedTime]:
     """Return the time of each load.
 
     Args:
@@ -262,16 +270,19 @@ def served_times(loads: Sequence[str], layers: int, times: LayerTimes, patterns:
         layers: Decoder layers.
         times: Of linears.
         patterns: Those that have times.
+        left_alone: Linears that stay dense in the type of the source.
 
     Raises:
         InputError: A load is none.
-        UnsupportedError: The type has no constants.
+        UnsupportedError: The type has no constants, or a linear that is left alone no times.
     """
     known = served_steps().dtypes
     if times.dtype not in known:
         raise UnsupportedError("loads of a plan", got=times.dtype, needed=" or ".join(known))
     constants, found = known[times.dtype], []
+    wide, among = LayerTimes(WIDE, times.device), [*patterns, Pattern.parse("2:4")]
     for text in dict.fromkeys(loads):
         steps, factors = parse_load(text, constants), constants.factors[text.partition(":")[0]]
-        found.append(ServedTime(text, steps, factors, layers, times, tuple(patterns)))
+        us = sum(step.count * wide.us(one, DENSE, among, step.tokens) for step in steps for one in left_alone)
+        found.append(ServedTime(text, steps, factors, layers, times, tuple(patterns), us))
     return found

@@ -26,7 +26,7 @@ from slidesparse.models.experts import LEAVE_DENSE
 
 AT_ONCE = 2**32
 """Most bytes of gram matrices of experts at a time. While processes share a text, each holds up to four such sums. The
-layer runs once more for each further part of its experts."""
+layer runs once more for each further part of its experts; ``plan`` does so at each pattern."""
 
 
 def tokens_of(name: str) -> str:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from slidesparse.errors import InputError
-from slidesparse.models.expert_weights import ExpertWeight
+from slidesparse.models.expert_grams import in_parts
+from slidesparse.models.expert_weights import ExpertWeight, only_experts
 from slidesparse.models.grams import collect_grams, take_inputs
-from slidesparse.models.layer_stack import Batch, find_layer_list, record_inputs, run_layer
+from slidesparse.models.layer_stack import Batch, Sample, find_layer_list, record_inputs, run_layer
 from slidesparse.models.layerwise import prune_layers
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner
@@ -94,19 +96,77 @@ def measure_sensitivities(
             for several in together
             for name in several
         }
-        heads = [several[0] for together in here.values() for several in together]
-        grams = collect_grams(layer, index, {head: weights[head] for head in heads}, samples) if samples else {}
-        for sample in samples:
-            sample.hidden = run_layer(layer, sample, index)
+        reached = _ReachedLayer(layer, index, weights, samples)
+        ahead, *later = in_parts([several for together in here.values() for several in together], only_experts(weights))
+        if later:  # in several parts each pattern collects experts' inputs anew
+            ahead = [several for several in ahead if several[0] not in experts]
+        grams = reached.grams(ahead)
         for names, together in here.items():
-            read = [several[0] for several in together] if pruner.needs_calibration else []
-            of_inputs = {head: take_inputs(head, weights[head], grams).gram for head in read}
+            own = {several[0]: grams.pop(several[0]) for several in together if several[0] in grams}
             for pattern in (one for one in patterns if may_have(one, experts=names not in together)):
                 damage = known.get((names[0], str(pattern)))
                 if damage is None:
-                    found = {several[0]: {name: weights[name].weight for name in several} for several in together}
-                    damage = _damage(model, found, pattern, pruner, of_inputs, held_out, dense)
+                    damage = _damage(model, weights, reached.pruned(together, pattern, pruner, own), held_out, dense)
                 yield Sensitivity(names, str(pattern), damage)
+        for sample in samples:
+            sample.hidden = run_layer(layer, sample, index)
+
+
+@dataclass(frozen=True)
+class _ReachedLayer:
+    """A layer, dense, and what reaches it.
+
+    Attributes:
+        module: The layer.
+        index: Its number.
+        weights: Linears and experts' weights of it by name.
+        samples: The text as it reaches the layer; none where the method needs none.
+    """
+
+    module: nn.Module
+    index: int
+    weights: Mapping[str, Any]
+    samples: Sequence[Sample]
+
+    def grams(self, together: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+        """Return the gram matrices of what a method sees together, by first name; the layer runs on the text once."""
+        heads = [several[0] for several in together] if self.samples else []
+        if not heads:
+            return {}
+        sums = collect_grams(self.module, self.index, {head: self.weights[head] for head in heads}, self.samples)
+        return {head: take_inputs(head, self.weights[head], sums).gram for head in heads}
+
+    def pruned(
+        self,
+        together: Sequence[Sequence[str]],
+        pattern: Pattern,
+        pruner: Pruner,
+        grams: Mapping[str, torch.Tensor],
+    ) -> dict[str, torch.Tensor]:
+        """Return weights pruned by a method, name -> weight.
+
+        Args:
+            together: What the method sees together.
+            pattern: The pattern.
+            pruner: The method.
+            grams: Gram matrices of all of it; none where the method needs none, or where they do not fit into memory.
+                Then those of one part of the experts after the other are collected, the parts being those of ``prune``.
+        """
+        if grams:
+            return self._pruned(together, pattern, pruner, grams)
+        new: dict[str, torch.Tensor] = {}
+        for part in in_parts(together, only_experts(self.weights)):
+            new |= self._pruned(part, pattern, pruner, self.grams(part))
+        return new
+
+    def _pruned(
+        self, together: Sequence[Sequence[str]], pattern: Pattern, pruner: Pruner, grams: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        new: dict[str, torch.Tensor] = {}
+        for several in together:
+            weights = {name: self.weights[name].weight for name in several}
+            new |= pruner.prune(Linears(weights, pattern, grams.get(several[0])))
+        return new
 
 
 @torch.no_grad()
@@ -158,15 +218,8 @@ def _prune_without_text(
     """Prune a model in place by a method that needs no calibration."""
     for names in (names for names in sets if patterns[names[0]] != DENSE):
         weights = {name: (experts[name] if name in experts else model.get_submodule(name)).weight for name in names}
-        _prune_in_place(weights, patterns[names[0]], pruner)
-
-
-def _prune_in_place(
-    weights: dict[str, torch.Tensor], pattern: Pattern, pruner: Pruner, gram: torch.Tensor | None = None
-) -> None:
-    """Prune weights in the model's memory, which the method sees together."""
-    for name, pruned in pruner.prune(Linears(weights, pattern, gram)).items():
-        weights[name].data.copy_(pruned)
+        for name, pruned in pruner.prune(Linears(weights, patterns[names[0]])).items():
+            weights[name].data.copy_(pruned)
 
 
 def may_have(pattern: Pattern, *, experts: bool) -> bool:
@@ -182,33 +235,33 @@ def _together(names: Sequence[str], experts: Mapping[str, ExpertWeight]) -> list
 
 def _damage(
     model: Any,
-    sets: Mapping[str, dict[str, torch.Tensor]],
-    pattern: Pattern,
-    pruner: Pruner,
-    grams: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Any],
+    pruned: dict[str, torch.Tensor],
     held_out: Sequence[Batch],
     dense: Sequence[torch.Tensor],
 ) -> float:
-    """Return the damage of pruning some sets together.
+    """Return the damage of some pruned weights.
 
     Args:
         model: The model, which is as before afterwards.
-        sets: First name of what the method sees together -> name -> weight, in the model's memory.
-        pattern: Their pattern.
-        pruner: The method.
-        grams: First name -> the gram matrix of the inputs; none where the method needs no calibration.
+        weights: Linears and experts' weights by name.
+        pruned: The pruned ones among them, in the place of which the model's own are kept meanwhile.
         held_out: Inputs on which predictions are compared.
         dense: Logits of the dense model.
     """
-    kept = {name: weight.detach().clone() for weights in sets.values() for name, weight in weights.items()}
+    _exchange(weights, pruned)
     try:
-        for head, weights in sets.items():
-            _prune_in_place(weights, pattern, pruner, grams.get(head))
         return mean_divergence(dense, lambda i: model(**held_out[i]).logits)
     finally:
-        for weights in sets.values():
-            for name, weight in weights.items():
-                weight.data.copy_(kept[name])
+        _exchange(weights, pruned)
+
+
+def _exchange(weights: Mapping[str, Any], others: dict[str, torch.Tensor]) -> None:
+    """Exchange weights of a model for others, one at a time."""
+    for name, other in others.items():
+        own = weights[name].weight
+        others[name] = own.detach().clone()
+        own.data.copy_(other)
 
 
 def mean_divergence(dense: Sequence[torch.Tensor], logits: Callable[[int], torch.Tensor]) -> float:
