@@ -94,6 +94,22 @@ def test_layers_promise_no_weight_where_no_adapters_come(checkpoints: Any) -> No
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
+def test_a_linear_that_stays_dense_is_left_to_vllm_where_adapters_come(
+    checkpoints: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An adapter reads the norm's result too, so nothing would be joined with the linear."""
+    from vllm.config import CompilationMode, VllmConfig
+    from vllm.config.lora import LoRAConfig
+
+    lora = LoRAConfig(max_lora_rank=RANK, max_loras=1, lora_dtype=torch.bfloat16)
+    config = VllmConfig(model_config=configured(checkpoints("6:8")), lora_config=lora)
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # as on a GPU; on a CPU vLLM compiles no adapters
+    layer = loaded_by(config).model.layers[0]
+    assert not hasattr(layer.mlp.down_proj, "slide")
+    assert any("down_proj: dense, 6:8; hopper" in line for line in caplog.messages)
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
 def test_a_pruned_output_embedding_keeps_its_weight_for_adapters(
     checkpoints: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

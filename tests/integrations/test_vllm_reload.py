@@ -82,6 +82,20 @@ def test_new_weights_are_packed_where_captured_graphs_read_them(checkpoints: Any
     assert not any(hasattr(layer, "weight") for layer in linears(model).values())
 
 
+def test_linears_that_stay_dense_take_any_weight(checkpoints: Any) -> None:
+    """They are ours where something may be joined with them, and no graph knows of zeros in them."""
+    path = checkpoints("6:8")
+    config = configured(path)
+    model = loaded(config, {})
+    before, places = outputs(model), addresses(model)
+    assert {layer.slide.choice.backends for layer in linears(model).values()} == {("dense",)}
+    reload(model, config, weights(path, lambda name, tensor: tensor.masked_fill(tensor == 0, 1)))
+    assert not any(torch.equal(y, before[name]) for name, y in outputs(model).items())
+    assert addresses(model) == places
+    reload(model, config, weights(path, lambda name, tensor: tensor))
+    assert all(torch.equal(y, before[name]) for name, y in outputs(model).items())
+
+
 def test_weights_of_a_float_checkpoint_are_loaded_again(checkpoints: Any) -> None:
     path = checkpoints("6:8", torch.bfloat16)
     config = configured(path, quantization="slidesparse")

@@ -136,6 +136,13 @@ def test_heads_that_judge_a_text_stay_dense(kind: str, heads: dict[str, str]) ->
     assert {name: dense[name] for name in heads} == heads
 
 
+def test_the_head_of_a_text_tower_stays_dense() -> None:
+    part = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text, vision = {**part, "vocab_size": 96}, {**part, "image_size": 16, "patch_size": 8}
+    config = transformers.SiglipConfig(text_config=text, vision_config=vision)
+    assert find_targets(transformers.SiglipModel(config)).dense["text_model.head"] == HEAD
+
+
 def test_a_head_by_name_alone_is_an_ordinary_linear() -> None:
     model = nn.ModuleDict({"classifier": nn.ModuleDict({"dense": nn.Linear(64, 64)})})
     assert list(find_targets(model).linears) == ["classifier.dense"]

@@ -29,9 +29,10 @@ READ_AS_MATRIX = "kv_b_proj"
 """The linear of multi-head latent attention (DeepSeek-V2 and after) whose weight servers split and multiply into other
 weights after loading, without calling the layer: it must stay dense."""
 
-HEADS = (".classifier.dense", ".head.dense", ".pooler.dense")
-"""How linears are named by which encoders of transformers judge a whole text (BERT, RoBERTa, ModernBERT). vLLM holds
-them as plain ``nn.Linear`` and reads no scales for them (model_executor/models/{bert,roberta,modernbert}.py)."""
+HEADS = (".classifier.dense", ".head.dense", ".pooler.dense", ".text_model.head")
+"""How linears are named by which encoders of transformers judge a whole text (BERT, RoBERTa, ModernBERT, SigLIP). vLLM
+holds them as plain ``nn.Linear`` and reads no scales for them
+(model_executor/models/{bert,roberta,modernbert,siglip}.py)."""
 
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from slidesparse.errors import PatternViolation, UnsupportedError
 from slidesparse.integrations.vllm.names import NamedLayer, shard_start
 from slidesparse.linear import SlideLinear
+from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
-from slidesparse.pattern import DENSE
+from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import check_groups, following_groups
 
 ATTRIBUTE = "slide"
@@ -60,17 +63,27 @@ def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: i
     del layer.weight
     if scale is not None:
         del layer.weight_scale
-    k_offset = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0)) % slide.pattern.group
-    whole = slide.pattern == DENSE or slide.pattern.is_uniform
-    groups = None if whole else following_groups(weight, slide.pattern, k_offset)
-    try:
-        check_groups(weight, slide.pattern, groups, k_offset=k_offset, name=named.name)
-    except PatternViolation as violation:
-        raise _refusal(named, violation.what, f"zeros of {slide.pattern}, as when the engine started") from violation
-    packed = pack(weight, slide.pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
+    if slide.pattern == DENSE:  # a dense weight may be any
+        packed = pack(weight, DENSE, scale=scale, name=named.name)
+    else:
+        start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
+        packed = _pack_checked(weight, scale, slide.pattern, named, start)
     if not slide.refill(packed):
         needed = "as many as when the engine started, for which CUDA graphs were captured"
         raise _refusal(named, "another number of column groups that follow the pattern", needed)
+
+
+def _pack_checked(
+    weight: torch.Tensor, scale: torch.Tensor | None, pattern: Pattern, named: NamedLayer, start: int
+) -> PackedWeight:
+    """Pack a weight that keeps the zeros of its pattern, or refuse it."""
+    k_offset = start % pattern.group
+    groups = None if pattern.is_uniform else following_groups(weight, pattern, k_offset)
+    try:
+        check_groups(weight, pattern, groups, k_offset=k_offset, name=named.name)
+    except PatternViolation as violation:
+        raise _refusal(named, violation.what, f"zeros of {pattern}, as when the engine started") from violation
+    return pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
 
 
 def _refusal(named: NamedLayer, got: str, needed: str) -> UnsupportedError:

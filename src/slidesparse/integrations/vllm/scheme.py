@@ -182,8 +182,9 @@ def pack_layer(layer: Any, named: NamedLayer, in_features: int, model: ModelStat
     start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
     named = replace(named, pattern=model.pattern_of(named, weight, start))
-    # An output embedding runs outside of the graphs, so nothing is joined with it.
-    options = model.options if isinstance(layer, LinearBase) else replace(model.options, fuse=False)
+    # Graphs do not hold an output embedding, and adapters read what a linear reads: nothing is joined with either.
+    joins = model.options.fuse and isinstance(layer, LinearBase) and not model.adapters
+    options = replace(model.options, fuse=joins)
     packed, outcome = pack_shard(weight, scale, named, options, start, model.tuner)
     if packed is None:
         model.status.note_outcome(named.name, outcome, log)
