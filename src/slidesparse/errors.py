@@ -24,6 +24,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(said)}"[:LONGEST]
 
 
+def system_words(error: OSError) -> str:
+    """Return what the system says of a file, without the number that Python puts before it.
+
+    >>> system_words(FileNotFoundError(2, "No such file or directory", "r/a.txt"))
+    'No such file or directory: r/a.txt'
+    """
+    if error.strerror is None:  # of a library
+        return first_line(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+
+
 class SlideSparseWarning(UserWarning):
     """Something that works, though perhaps not as the user means it."""
 

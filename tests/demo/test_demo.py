@@ -269,6 +269,15 @@ def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, 
         run_demo(tmp_path / output)
 
 
+def test_a_picture_that_cannot_be_written_is_told_in_words(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    from slidesparse.demo.plot import draw
+
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(InputError, match="cannot write the picture; got Is a directory: "):
+        draw(report(), tmp_path / "a.png")
+
+
 def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", too_old)
     with pytest.raises(InputError, match="unknown device"):

@@ -361,11 +361,13 @@ def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "good.jsonl").write_text(square_records()[0].to_line() + "\n")
     for arguments, words in (
         (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1: format of a benchmark record; got None; needed 1; give"),
-        (["none.jsonl", "--out", "o"], "cannot read"),
-        (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report"),
+        (["none.jsonl", "--out", "o"], "none.jsonl is missing; needed a file that slidesparse bench wrote"),
+        (["none.jsonl.gz", "--out", "o"], "none.jsonl.gz is missing"),
+        (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report; got File exists: "),
     ):
         paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
         assert main(["report", *paths]) == 1
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert words in captured.err
+        assert "Errno" not in captured.err

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure  # not pyplot: a Figure of its own draws without a window and without global state
 from matplotlib.ticker import PercentFormatter
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, system_words
 from slidesparse.pattern import DENSE
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def draw(report: DemoReport, path: Path) -> None:
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
-        raise InputError("cannot write the picture", got=error, needed="a path that can be written") from error
+        raise InputError(
+            "cannot write the picture", got=system_words(error), needed="a path that can be written"
+        ) from error
 
 
 def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:

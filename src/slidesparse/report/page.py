@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse.records import Machine, Record
 from slidesparse.report import engines, experts, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
@@ -113,7 +113,9 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise InputError("cannot write the report", got=error, needed="a folder that can be written") from error
+        raise InputError(
+            "cannot write the report", got=system_words(error), needed="a folder that can be written"
+        ) from error
     return [folder / PAGE, *pictures, *(folder / name for name in files if name != PAGE)]
 
 
