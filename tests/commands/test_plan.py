@@ -535,8 +535,8 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 0
     told = capsys.readouterr().out
     assert "modelled 1.3" in told
-    megabytes = json.loads((folder / "plan.json").read_text())["modelled"]["gigabytes"] * 1e3
-    assert f" zeros, {megabytes:.3f} MB, predicted damage" in told  # of 0.000 GB nobody learns anything
+    size = json.loads((folder / "plan.json").read_text())["modelled"]["gigabytes"] * 1e9
+    assert f" zeros, {size / 1e3:.3g} kB, predicted damage" in told  # of 0.000 GB nobody learns anything
     seen = f"--calibration {folder}/text.txt --samples 8 --length 32"  # the same text, or prune may refuse it
     assert f"--plan {folder}/plan.json --method wanda {seen} --dtype int8" in told
     layers = read_plan(folder / "plan.json").layers

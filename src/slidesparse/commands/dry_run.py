@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.whole_file import readable_size
+from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.prune import Prepared, plan_of, prepare, what_readers_do
 from slidesparse.commands.prune_job import PruneJob

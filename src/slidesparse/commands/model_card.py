@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse import __version__
-from slidesparse.base.whole_file import read_regular, readable_size, replace_file
+from slidesparse.base.readable_size import readable_size
+from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, hub_model
 

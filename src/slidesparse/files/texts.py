@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
+from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
-from slidesparse.base.whole_file import read_regular, readable_size, require_regular
+from slidesparse.base.whole_file import read_regular, require_regular
 from slidesparse.errors import InputError, UnsupportedError, first_line
 from slidesparse.files.chats import Chat, templated
 
