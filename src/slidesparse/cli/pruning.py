@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
@@ -150,14 +150,13 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     source = source_of(options)
     if not ranks.local:
         ranks.wait()
-    if plan is not None and ranks.is_first:
-        plan.warn_of_other_weights(source)
     device = own_device(ranks, device_of(options))
     summary: DryRun | PruneSummary
+    how: Any = {"device": device, "links": options.links, "followed": plan}
     if not options.dry_run:
-        summary = prune_checkpoint(source, options.destination, wanted, device=device, links=options.links, ranks=ranks)
+        summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
     elif ranks.is_first:
-        summary = dry_run(source, options.destination, wanted, device=device, links=options.links)
+        summary = dry_run(source, options.destination, wanted, **how)
     if ranks.is_first:
         print(json.dumps(summary.to_json(), indent=2) if options.json else wrapped(summary.describe()))
     return 0
