@@ -249,7 +249,7 @@ def test_tables_and_texts_fit_the_terminal(
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "fp8"))
     capsys.readouterr()
     shown = {}
-    for width in (None, 60, 80):
+    for width in (None, 40, 60, 80):
         monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
         assert main(["inspect", str(tmp_path / "s")]) == 0
         assert main(["info"]) == 0
@@ -280,8 +280,9 @@ def test_what_prune_did_fits_the_terminal(
 
 def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    assert progress.terminal_width() == 90
+    for columns, taken in (("90", 90), ("40", 40), ("7", 40)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert progress.terminal_width() == taken
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert progress.terminal_width() is None
     monkeypatch.setattr(sys, "stdout", None)
