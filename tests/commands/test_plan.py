@@ -652,6 +652,17 @@ def test_lines_that_somebody_has_removed_from_a_plan_are_told(source: Path, caps
     assert capsys.readouterr().err == f"slidesparse: {told}"
 
 
+@pytest.mark.parametrize("text", ["6:9", 5])
+def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: object) -> None:
+    """People edit plans by hand."""
+    layers = {"model.layers.0.mlp.up_proj": "6:8", "model.layers.1.mlp.up_proj": text}
+    (tmp_path / "p.json").write_text(json.dumps({"version": 1, "method": "magnitude", "layers": layers}))
+    with pytest.raises(
+        InputError, match=rf"p\.json, model\.layers\.1\.mlp\.up_proj: not a .*pattern; got {text}; needed"
+    ):
+        read_plan(tmp_path / "p.json")
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_a_plan_makes_prune_read_the_source_no_more_often(
     source: Path, monkeypatch: pytest.MonkeyPatch, dry: list[str]

@@ -117,8 +117,15 @@ def read_plan(path: str | Path) -> StoredPlan:
         or not all(isinstance(entry, str) for entry in ignore)
     ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    patterns, weights = {str(name): str(Pattern.parse(text)) for name, text in layers.items()}, plan.get("weights")
+    patterns, weights = {name: _pattern(text, f"{path}, {name}") for name, text in layers.items()}, plan.get("weights")
     return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None)
+
+
+def _pattern(text: Any, where: str) -> str:
+    try:
+        return str(Pattern.parse(text))
+    except InputError as error:
+        raise error.located(where) from error
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:
