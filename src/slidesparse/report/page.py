@@ -92,9 +92,11 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
     """
     plots = require_plots()
     gpus = sorted({record.machine.gpu for record in records})
-    if len(gpus) != 1:
+    if not gpus:
+        raise InputError("there are no records in these files", needed="files that slidesparse bench wrote")
+    if len(gpus) > 1:
         raise InputError(
-            "records of a report", got=", ".join(gpus) or "none", needed="records of one GPU", remedy="draw one a GPU"
+            "records of a report", got=", ".join(gpus), needed="records of one GPU", remedy="draw one a GPU"
         )
     found = comparisons(records)
     files: dict[str, str] = {}
