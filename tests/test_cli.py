@@ -316,6 +316,14 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert stop.value.code == 2
 
 
+@pytest.mark.parametrize("given", [["--share", "a"], ["--algorithms-only"]], ids=" ".join)
+def test_tune_does_one_thing(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the two was passed over without a word."""
+    with pytest.raises(SystemExit):
+        main(["tune", *given, "--from", "b"])
+    assert f"argument --from: not allowed with argument {given[0]}" in capsys.readouterr().err
+
+
 def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
     """Run ``python -m slidesparse`` with the modules of a folder before all others."""
     folders = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]

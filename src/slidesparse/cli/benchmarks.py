@@ -43,14 +43,15 @@ def _add_tune(commands: Commands) -> None:
         "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
     )
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
-    tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
-    tune.add_argument(
+    what = tune.add_mutually_exclusive_group()
+    what.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    what.add_argument(
         "--share",
         type=named_path,
         metavar="FILE",
         help="measure nothing: write the times measured here, to send them in",
     )
-    tune.add_argument(
+    what.add_argument(
         "--from",
         dest="records",
         type=named_path,
