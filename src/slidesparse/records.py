@@ -319,7 +319,7 @@ def _read_text(path: Path) -> str:
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing", needed="a file that slidesparse bench wrote") from error
     except OSError as error:
-        raise InputError(f"cannot read {path}", got=system_words(error)) from error
+        raise InputError(f"cannot read {path}", got=error.strerror or first_line(error)) from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}", got=first_line(error)) from error
 
