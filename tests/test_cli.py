@@ -58,6 +58,17 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert q_proj["kept_bytes"] == {"dense": 64 * 64 + 4}  # and the float32 1 that FP8 products take for a scale
 
 
+def test_sizes_of_small_models_are_no_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]) == 0
+    before, after = (Checkpoint(tmp_path / name).n_bytes / 1e3 for name in "ms")
+    assert f"\n{before:.3g} kB -> {after:.3g} kB in {tmp_path / 's'}\n" in capsys.readouterr().out
+    assert main(["pack", str(tmp_path / "s")]) == 0
+    size = (tmp_path / "s/slidesparse.packed").stat().st_size
+    assert capsys.readouterr().out == f"{tmp_path / 's/slidesparse.packed'}: {size / 1e3:.3g} kB\n"
+
+
 def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     capsys.readouterr()

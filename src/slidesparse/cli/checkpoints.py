@@ -91,11 +91,12 @@ def _add_pack(commands: Commands) -> None:
 
 
 def _pack(options: argparse.Namespace) -> int:
+    from slidesparse.base.readable_size import readable_size
     from slidesparse.files.packed_file import write_packed
 
     file = write_packed(options.path)
     size = file.stat().st_size
-    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {size / 1e6:.1f} MB")
+    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {readable_size(size)}")
     return 0
 
 

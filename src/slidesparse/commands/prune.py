@@ -22,6 +22,7 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.check_options import check_options, require_one_process
 from slidesparse.commands.model_card import FILE_NAME as CARD
@@ -135,7 +136,8 @@ class PruneSummary:
         lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
         own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
         lines.append(f"{CARD} is a model card to read and correct{own}")
-        lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
+        sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
+        lines.append(f"{sizes} in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
 
