@@ -433,6 +433,23 @@ def module(number: int) -> str:
     return "".join(f"def function_{number}_of_{line}(value):\n    return value + {line}\n" for line in range(40))
 
 
+@pytest.mark.parametrize(
+    ("script", "experiment"), [("run.py", "Experiment"), ("mixture.py", "Mixture"), ("rotation.py", "Experiment")]
+)
+def test_results_of_a_model_that_is_gone_stay_alone(tmp_path: Path, script: str, experiment: str) -> None:
+    """A model that is trained again is another one, and its results would stand among those of the first."""
+    loaded = runpy.run_path(str(SCRIPTS / script))
+    records, weights = tmp_path / "tiny-0.jsonl", tmp_path / "tiny-0.pt"
+    records.write_text('{"key": "trained"}\n')
+    one = SimpleNamespace(log=loaded["Log"](records), weights=weights, data=SimpleNamespace(device="cpu"))
+    told = f"{records} has results of a trained model, and {weights} is not there; name its --weights, or another --out"
+    with pytest.raises(SystemExit, match=re.escape(told)):
+        loaded[experiment].train(
+            one, *([weights] if script == "rotation.py" else [1] if script == "mixture.py" else [])
+        )
+    assert records.read_text() == '{"key": "trained"}\n'
+
+
 def test_the_experiment_from_text_to_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm.CONTEXT", 32)
     folder, corpus, out = tmp_path / "site-packages", tmp_path / "corpus.xz", tmp_path / "records"

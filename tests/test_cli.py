@@ -58,6 +58,17 @@ def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert q_proj["kept_bytes"] == {"dense": 64 * 64 + 4}  # and the float32 1 that FP8 products take for a scale
 
 
+def test_sizes_of_small_models_are_no_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), "--pattern", "6:8", "--dtype", "int8"]) == 0
+    before, after = (Checkpoint(tmp_path / name).n_bytes / 1e3 for name in "ms")
+    assert f"\n{before:.3g} kB -> {after:.3g} kB in {tmp_path / 's'}\n" in capsys.readouterr().out
+    assert main(["pack", str(tmp_path / "s")]) == 0
+    size = (tmp_path / "s/slidesparse.packed").stat().st_size
+    assert capsys.readouterr().out == f"{tmp_path / 's/slidesparse.packed'}: {size / 1e3:.3g} kB\n"
+
+
 def test_inspect_shares_lines_and_aligns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     capsys.readouterr()
@@ -249,7 +260,7 @@ def test_tables_and_texts_fit_the_terminal(
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "fp8"))
     capsys.readouterr()
     shown = {}
-    for width in (None, 60, 80):
+    for width in (None, 40, 60, 80):
         monkeypatch.setattr(progress, "terminal_width", lambda width=width: width)
         assert main(["inspect", str(tmp_path / "s")]) == 0
         assert main(["info"]) == 0
@@ -280,8 +291,9 @@ def test_what_prune_did_fits_the_terminal(
 
 def test_nothing_is_fitted_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "90")
-    assert progress.terminal_width() == 90
+    for columns, taken in (("90", 90), ("40", 40), ("7", 40)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert progress.terminal_width() == taken
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert progress.terminal_width() is None
     monkeypatch.setattr(sys, "stdout", None)
@@ -313,6 +325,14 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("given", [["--share", "a"], ["--algorithms-only"]], ids=" ".join)
+def test_tune_does_one_thing(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the two was passed over without a word."""
+    with pytest.raises(SystemExit):
+        main(["tune", *given, "--from", "b"])
+    assert f"argument --from: not allowed with argument {given[0]}" in capsys.readouterr().err
 
 
 def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,28 @@ COMMANDS = {
 }
 
 
+EMPTY = [
+    *([*PRUNE[:at], "", *PRUNE[at + 1 :]] for at in (1, 2)),
+    [*PRUNE[:3], "--plan", "", "--dtype", "int8"],
+    [*WANDA, "--calibration", ""],
+    ["plan", "", *PLAN[2:]],
+    [*PLAN, "--out", ""],
+    [*PLAN, "--calibration", ""],
+    ["eval", "", *EVAL[2:]],
+    [*EVAL, "--text", ""],
+    ["inspect", ""],
+    ["pack", ""],
+    ["demo", "--plot", ""],
+    ["tune", ""],
+    ["tune", "--share", ""],
+    ["tune", "--from", ""],
+    ["bench", "gemm", "--out", ""],
+    *(["bench", "serve", "--out", "r.jsonl", option, ""] for option in ("--plan", "--scratch")),
+    ["report", "", "--out", "r"],
+    ["report", "text.txt", "--out", ""],
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mistakes")
@@ -86,6 +108,24 @@ def test_a_mistake_is_one_line(
     if status == 1:
         assert told.err.count("\n") == 1
     told.err.encode("utf-8", "backslashreplace")
+    assert listed(folder) == before
+
+
+@pytest.mark.parametrize("words", EMPTY, ids=" ".join)
+def test_an_empty_path_is_called_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """As a shell makes of a variable that is not set; an empty Path would be the folder that one is in."""
+    monkeypatch.chdir(folder)
+    before = listed(folder)
+    capsys.readouterr()
+    try:
+        status = main(words)
+    except SystemExit as stop:
+        status = int(str(stop.code))
+    told = capsys.readouterr()
+    assert status in (1, 2)
+    assert "got an empty path; needed the name of a file or a folder" in told.err
     assert listed(folder) == before
 
 

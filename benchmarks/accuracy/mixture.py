@@ -93,6 +93,7 @@ class Mixture:
         if self.weights.exists():
             self.model.load_state_dict(torch.load(self.weights))
             return
+        self.log.refuse_another_model(self.weights)
         trainer = Trainer(self.model, self.size, self.data, compiled=self.data.device.type == "cuda")
         told = trainer.train(steps, self.size.rate, self.seed, warmup=min(100, steps // 10))
         self.log.write(

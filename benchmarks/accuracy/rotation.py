@@ -115,6 +115,7 @@ class Experiment:
         if weights.exists():
             self.model.load_state_dict(torch.load(weights, map_location=device))
             return
+        self.log.refuse_another_model(weights)
         trainer = Trainer(self.model, self.size, self.data, compiled=device.type == "cuda")
         steps = self.steps or (3000 if self.size is SIZES[SMALL] else self.data.steps(EPOCHS, self.size.batch))
         told = trainer.train(steps, self.size.rate, self.seed, warmup=min(self.warmup, steps // 10))

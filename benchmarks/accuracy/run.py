@@ -1,7 +1,8 @@
 """The accuracy experiment: train models, prune them in every way, and judge each, in float and as served.
 
 Appends one JSON line for each result and skips those that a file holds already, so an interrupted run goes on: with the
-weights that ``--weights`` keeps, and within a training with its last saved state. What says most comes first.
+weights that ``--weights`` keeps, and within a training with its last saved state. Results whose weights are gone stay
+alone: a model that is trained again is another one. What says most comes first.
 
     python benchmarks/accuracy/run.py --corpus corpus.xz --weights FOLDER --out results/accuracy
 """
@@ -101,6 +102,14 @@ class Log:
         lines = path.read_text().splitlines() if path.exists() else []
         self.done: dict[str, dict[str, Any]] = {record["key"]: record for record in map(json.loads, lines)}
 
+    def refuse_another_model(self, weights: Path) -> None:
+        """Refuse to train where results of a trained model are there already; to be called where weights are not."""
+        if self.done:
+            raise SystemExit(
+                f"{self.path} has results of a trained model, and {weights} is not there; name its --weights, or"
+                " another --out"
+            )
+
     def write(self, key: str, **fields: Any) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.done[key] = {"format": 1, "key": key, "written": now, **self.common, **fields}
@@ -174,6 +183,7 @@ class Experiment:
         if self.weights.exists():
             self.model.load_state_dict(torch.load(self.weights, map_location=self.device))
         else:
+            self.log.refuse_another_model(self.weights)
             told = self.trainer.train(
                 self.steps, self.size.rate, self.job.seed, warmup=min(200, self.steps // 10), saved=self.state
             )

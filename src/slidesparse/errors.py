@@ -8,20 +8,36 @@ from __future__ import annotations
 LONGEST = 500
 """Most characters of another library's message that one of ours repeats."""
 
+UNFINISHED = (":", ",", " or", " and")
+"""Ends of lines in the middle of a sentence."""
+
 
 def first_line(error: BaseException) -> str:
     r"""Return the kind and first line of another library's error, for a message of ours, which has one line.
 
-    A line that ends in a colon announces the next one, which says what is wrong.
+    A line that ends in a colon, a comma or such a word goes on in the next one.
 
     >>> first_line(ValueError("field 'a':\n    is no number\nsee the docs"))
     "ValueError: field 'a': is no number"
+    >>> first_line(ValueError("one of:\n(1) a file,\n(2) a folder or\n(3) a name.\nInstall something."))
+    'ValueError: one of: (1) a file, (2) a folder or (3) a name.'
     """
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     said = lines[:1]
-    while said and said[-1].endswith(":") and len(said) < len(lines):
+    while said and said[-1].endswith(UNFINISHED) and len(said) < len(lines):
         said.append(lines[len(said)])
     return f"{type(error).__name__}: {' '.join(said)}"[:LONGEST]
+
+
+def system_words(error: OSError) -> str:
+    """Return what the system says of a file, without the number that Python puts before it.
+
+    >>> system_words(FileNotFoundError(2, "No such file or directory", "r/a.txt"))
+    'No such file or directory: r/a.txt'
+    """
+    if error.strerror is None:  # of a library
+        return first_line(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
 class SlideSparseWarning(UserWarning):

@@ -20,7 +20,7 @@ from typing import IO, TypeVar, cast
 from slidesparse.base.number_range import require_numbers
 from slidesparse.base.typed_json import decode, parse_json
 from slidesparse.base.whole_file import require_regular
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, first_line, system_words
 
 DENSE_VARIANT = "dense"
 CONTROL = "inf"
@@ -271,7 +271,7 @@ def new_records(path: Path) -> IO[str]:
             "the records file exists", got=path, remedy="name another; slidesparse report reads several"
         ) from error
     except OSError as error:
-        raise InputError("cannot write the records", got=error) from error
+        raise InputError("cannot write the records", got=system_words(error)) from error
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
@@ -316,8 +316,12 @@ def _read_text(path: Path) -> str:
         require_regular(path)
         with open_records(path, "r") as file:
             return file.read()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}", got=error) from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing", needed="a file that slidesparse bench wrote") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}", got=error.strerror or first_line(error)) from error
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}", got=first_line(error)) from error
 
 
 def _parse_text(path: Path, text: str, parse: Callable[[str], T]) -> list[T]:

@@ -606,6 +606,7 @@ def test_wrong_arguments_get_one_line(
     error = capsys.readouterr().err
     assert error.startswith("slidesparse: ")
     assert error.count("\n") == 1
+    assert "Errno" not in error
     assert not Pretender.started
 
 

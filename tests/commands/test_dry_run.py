@@ -138,7 +138,7 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
     said: DryRun = dry_run(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert not said.fits
-    assert f"in {tmp_path / 'q'}, 1.0 kB free" in said.describe()
+    assert f"in {tmp_path / 'q'}, 1 kB free" in said.describe()
     with pytest.raises(CheckpointError, match="not enough space") as refused:
         prune_checkpoint(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert f"would be REFUSED: {refused.value}" in said.describe().splitlines()

@@ -463,10 +463,10 @@ def test_plan_gives_the_experts_of_a_layer_one_pattern(
     assert found["damage"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=1e-3)
     words = ["prune", tmp_path / "m", tmp_path / "s", "--plan", tmp_path / "plan.json", "--dtype", "fp32"]
     assert main([*map(str, words)]) == 0
+    assert "no pattern" not in capsys.readouterr().err
     assert {one.name: one.marked for one in inspect_checkpoint(tmp_path / "s").expert_layers} == {
         key: pattern if pattern != "dense" else None for key, pattern in experts.items()
     }
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize("at_once", [2**32, 2 * 4 * 152 * 152])

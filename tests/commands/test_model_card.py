@@ -151,7 +151,7 @@ def test_eval_refuses_a_card_before_it_measures(
     cached = snapshot(tmp_path)
     capsys.readouterr()
     for folder, says in (
-        (tmp_path / "m", "README.md cannot be written to; got FileNotFoundError; leave --card out"),
+        (tmp_path / "m", "README.md is missing; leave --card out"),
         (cached, "--card writes into README.md; got a model of the hub; needed a folder of your own"),
     ):
         assert main(["eval", str(folder), "--text", str(text), "--card"]) == 1

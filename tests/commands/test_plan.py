@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import shutil
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -29,6 +30,7 @@ from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
 from slidesparse.commands.step_time import LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
+from slidesparse.files import identity
 from slidesparse.files.calibration import Calibration, calibration_windows
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
@@ -574,8 +576,8 @@ def test_from_a_plan_to_a_checkpoint(source: Path, capsys: pytest.CaptureFixture
     assert main([*command, "--speedup", "1.3"]) == 0
     told = capsys.readouterr().out
     assert "modelled 1.3" in told
-    megabytes = json.loads((folder / "plan.json").read_text())["modelled"]["gigabytes"] * 1e3
-    assert f" zeros, {megabytes:.3f} MB, predicted damage" in told  # of 0.000 GB nobody learns anything
+    size = json.loads((folder / "plan.json").read_text())["modelled"]["gigabytes"] * 1e9
+    assert f" zeros, {size / 1e3:.3g} kB, predicted damage" in told  # of 0.000 GB nobody learns anything
     seen = f"--calibration {folder}/text.txt --samples 8 --length 32"  # the same text, or prune may refuse it
     assert f"--plan {folder}/plan.json --method wanda {seen} --dtype int8" in told
     layers = read_plan(folder / "plan.json").layers
@@ -661,11 +663,62 @@ def test_layers_that_a_plan_does_not_name_are_told(source: Path, capsys: pytest.
     (source.parent / "plan.json").write_text(json.dumps(plan))
     prune = ["prune", str(source), str(source.parent / "s"), "--plan", str(source.parent / "plan.json"), "--dry-run"]
     assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
-    told = f"the plan has no pattern for 2 linears of {source}, such as model.layers.1."
-    assert told in capsys.readouterr().err
-    (source.parent / "plan.json").write_text(json.dumps({**plan, "ignore": ["re:.*layers.1.*"]}))
+    told = f"the plan has no pattern for 10 linears of {source}, which stay dense: "
+    assert f"{told}model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, model.layers.0.mlp.gate_proj" in (
+        line := capsys.readouterr().err
+    )
+    assert line.endswith(" and 7 more\n")
+    assert line.count("\n") == 1
+    ignore = ["re:.*layers.1.*", "re:.*[qkv]_proj", "re:.*gate_proj", "re:.*up_proj"]
+    (source.parent / "plan.json").write_text(json.dumps({**plan, "ignore": ignore}))
     assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
     assert "no pattern" not in capsys.readouterr().err
+
+
+def test_lines_that_somebody_has_removed_from_a_plan_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are those of the checkpoint, so that nothing else tells."""
+    folder = source.parent
+    plan_checkpoint(source, folder / "plan.json", options(source))
+    plan = json.loads((folder / "plan.json").read_text())
+    for name in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"):
+        del plan["layers"][name]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    prune = ["prune", str(source), str(folder / "s"), "--plan", str(folder / "plan.json"), "--method", "magnitude"]
+    capsys.readouterr()
+    assert main([*prune, "--dtype", "int8", "--device", "cpu"]) == 0
+    names = "model.layers.0.mlp.down_proj, model.layers.1.self_attn.o_proj"
+    told = f"the plan has no pattern for 2 linears of {source}, which stay dense: {names}\n"
+    assert capsys.readouterr().err == f"slidesparse: {told}"
+
+
+@pytest.mark.parametrize("text", ["6:9", 5])
+def test_a_pattern_that_is_none_is_told_with_its_place(tmp_path: Path, text: object) -> None:
+    """People edit plans by hand."""
+    layers = {"model.layers.0.mlp.up_proj": "6:8", "model.layers.1.mlp.up_proj": text}
+    (tmp_path / "p.json").write_text(json.dumps({"version": 1, "method": "magnitude", "layers": layers}))
+    with pytest.raises(
+        InputError, match=rf"p\.json, model\.layers\.1\.mlp\.up_proj: not a .*pattern; got {text}; needed"
+    ):
+        read_plan(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_plan_makes_prune_read_the_source_no_more_often(
+    source: Path, monkeypatch: pytest.MonkeyPatch, dry: list[str]
+) -> None:
+    folder, read = source.parent, list[str]()
+    plan_checkpoint(source, folder / "plan.json", options(source))
+    opened, sampled = Checkpoint.__init__, identity._samples
+    monkeypatch.setattr(Checkpoint, "__init__", lambda *given: (read.append("headers"), opened(*given))[1])
+    monkeypatch.setattr(identity, "_samples", lambda *given: (read.append("samples"), sampled(*given))[1])
+    counts = {}
+    for name, which in (("p", ["--pattern", "6:8"]), ("q", ["--plan", str(folder / "plan.json")])):
+        prune = ["prune", str(source), str(folder / name), *which, "--method", "magnitude", "--dtype", "int8", *dry]
+        assert main([*prune, "--device", "cpu"]) == 0
+        counts[name] = Counter(read)
+        read.clear()
+    assert counts["q"] == {"headers": 1, "samples": 1}
+    assert counts["p"] == {"headers": 1, **({} if dry else {"samples": 1})}
 
 
 def test_what_a_plan_was_told_to_leave_alone_keeps_its_type(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -267,6 +268,29 @@ def test_a_path_that_cannot_be_drawn_to_is_refused_first(monkeypatch, tmp_path, 
     monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
     with pytest.raises(InputError, match=message):
         run_demo(tmp_path / output)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["its file", "its folder"])
+def test_a_picture_that_may_not_be_written_is_refused_first(monkeypatch, tmp_path, there):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    monkeypatch.setattr("slidesparse.demo.run.load_encoder", lambda *_: pytest.fail("worked before it checked"))
+    picture, closed = tmp_path / "a.png", tmp_path / "a.png" if there else tmp_path
+    if there:
+        picture.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+    with pytest.raises(InputError, match=r"a\.png cannot be written; got no permission; name another file"):
+        run_demo(picture)
+    (tmp_path / "b.png").mkdir()
+    with pytest.raises(InputError, match=r"b\.png cannot be written; got a folder"):
+        run_demo(tmp_path / "b.png")
+
+
+def test_a_picture_that_cannot_be_written_is_told_in_words(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    from slidesparse.demo.plot import draw
+
+    with pytest.raises(InputError, match="cannot write the picture; got File name too long: "):
+        draw(report(), tmp_path / f"{'a' * 300}.png")
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):

@@ -422,6 +422,14 @@ def test_no_tokenizer(source: Path) -> None:
     refuse(source, "no tokenizer that can be loaded", PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
 
 
+def test_a_folder_without_a_tokenizer_is_told_what_lacks(source: Path) -> None:
+    """transformers lists what it looked for, in many lines."""
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    told = r"no tokenizer that can be loaded; got no file of one; needed tokenizer\.json and tokenizer_config\.json"
+    refuse(source, told, PruneOptions("6:8", "int8", "wanda", calibration(source.parent)))
+
+
 def test_a_model_that_cannot_be_tried_is_refused_with_what_works(tmp_path: Path) -> None:
     """A classifier without a padding token takes no batch, so no run tells which linears read one input."""
     config = transformers.Qwen2Config(**{**SMALL, "pad_token_id": None})

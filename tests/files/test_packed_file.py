@@ -129,7 +129,7 @@ def test_a_pack_under_a_limit_leaves_nothing(pruned: Path) -> None:
 def test_a_pack_that_cannot_fit_is_refused_first(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = names(pruned)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(CheckpointError, match=rf"not enough space for .*{FILE_NAME}; got 1.0 kB free; needed \d+"):
+    with pytest.raises(CheckpointError, match=rf"not enough space for .*{FILE_NAME}; got 1 kB free; needed \d+"):
         write_packed(pruned)
     assert names(pruned) == before
 

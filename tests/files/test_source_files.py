@@ -338,6 +338,6 @@ def test_the_free_space_covers_what_is_copied(tmp_path: Path, monkeypatch: pytes
     usage = os.statvfs(tmp_path)
     assert usage.f_bavail * usage.f_frsize > 10_000_000
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    with pytest.raises(CheckpointError, match=r"not enough space for .*got 1.0 MB free; needed 3.\d MB"):
+    with pytest.raises(CheckpointError, match=r"not enough space for .*got 1 MB free; needed 3.\d+ MB"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

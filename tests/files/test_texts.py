@@ -100,7 +100,7 @@ def test_compressed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             read_text(tmp_path / "bad.gz")
     monkeypatch.setattr(texts, "MAX_BYTES", 1000)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a" * 100_000))
-    with pytest.raises(InputError, match=r"bomb.gz is too large; needed at most 1.0 kB when it is unpacked"):
+    with pytest.raises(InputError, match=r"bomb.gz is too large; needed at most 1 kB when it is unpacked"):
         read_text(tmp_path / "bomb.gz")
 
 
@@ -202,14 +202,14 @@ def test_what_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Monke
         file.truncate(1 << 40)
     for name in ("holes.txt", "holes.jsonl", "holes.txt.gz"):
         (tmp_path / "holes.txt").rename(tmp_path / name)
-        with pytest.raises(InputError, match=rf"{name} is too large; got 1.1 TB; needed at most 1.1 GB"):
+        with pytest.raises(InputError, match=rf"{name} is too large; got 1.1 TB; needed at most 1.07 GB"):
             read_documents(tmp_path / name)
         (tmp_path / name).rename(tmp_path / "holes.txt")
     monkeypatch.setattr(texts, "MAX_BYTES", 1000)
     (tmp_path / "many").mkdir()
     for number in range(5):
         (tmp_path / f"many/{number}.txt.gz").write_bytes(gzip.compress(b"a" * 300))
-    with pytest.raises(InputError, match=r"many holds too much text; needed at most 1.0 kB"):
+    with pytest.raises(InputError, match=r"many holds too much text; needed at most 1 kB"):
         read_documents(tmp_path / "many")
 
 
@@ -223,7 +223,7 @@ def test_a_parquet_file_that_repeats_a_text(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(texts, "MAX_BYTES", 10**6)
     made = []
     monkeypatch.setattr(texts, "_document", lambda where, row: made.append(where) or row["text"])
-    with pytest.raises(InputError, match=r"t.parquet holds too much text; needed at most 1.0 MB"):
+    with pytest.raises(InputError, match=r"t.parquet holds too much text; needed at most 1 MB"):
         read_documents(tmp_path / "t.parquet")
     assert len(made) < 1100
 
@@ -288,3 +288,12 @@ def test_a_data_set_that_datasets_saved(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"id": [1]}).save_to_disk(str(tmp_path / "none"))
     with pytest.raises(InputError, match=r"is no data set with texts; got .*; needed a folder that datasets"):
         read_documents(tmp_path / "none")
+
+
+@pytest.mark.parametrize("rest", ["", "/", "/viewer/default/train", "?row=3"])
+def test_the_address_of_a_data_set_is_told_as_a_name(rest: str) -> None:
+    address = f"https://huggingface.co/datasets/maker/some-text.v2{rest}"
+    with pytest.raises(InputError) as caught:
+        read_documents(address)
+    told = f"there is no file {address}; needed a file, or a data set by name; give maker/some-text.v2"
+    assert str(caught.value) == told

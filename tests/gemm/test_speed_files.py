@@ -129,7 +129,10 @@ def test_what_the_disk_refuses_is_kept_by_the_process(
     assert [table.layers for table in tables_for(HERE)] == [(layer, more)]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "the times measured here cannot be kept, so the next start measures again: " in warnings[0]
+    assert (
+        "the times measured here cannot be kept, so the next start measures again: No space left on device"
+        in warnings[0]
+    )
     monkeypatch.setattr(speed_files, "replace_file", replace_file)
     assert add_layers(HERE, []) == tuned_path(HERE)
     assert [table.layers for table in tables_for(HERE)] == [(layer, more)]

@@ -378,7 +378,9 @@ def test_a_layer_that_is_dense_by_choice_is_joined_in_a_compiled_model(
     layer = loaded(configured(checkpoints("6:8")), {}).model.layers[0]
     assert layer.mlp.down_proj.slide.choice.backends == ("dense",)
     assert "slidesparse: 0 of 4 layers run sparse" in caplog.messages
-    assert any("down_proj: dense, 6:8, joined with the operation before it; hopper" in line for line in caplog.messages)
+    told = "joined with the operation before it where that is a norm or an activation"
+    assert any(f"down_proj: dense, 6:8, {told}; hopper" in line for line in caplog.messages)
+    assert any(f"o_proj: dense, 6:8, {told}; hopper" in line for line in caplog.messages)  # attention is before it
 
 
 @pytest.mark.usefixtures("no_dense_kernels")
@@ -393,8 +395,8 @@ def test_a_layer_that_a_plan_leaves_dense_is_joined_like_the_others(
     assert layer.mlp.gate_up_proj.slide.choice.backends == ("dense",)
     assert layer.mlp.down_proj.slide.choice.backends == ("reference",)
     assert "slidesparse: 3 of 4 layers run sparse" in caplog.text
-    told = "mlp.gate_up_proj: dense, as the checkpoint says, joined with the operation before it"
-    assert any(line.endswith(told) for line in caplog.messages)
+    told = "mlp.gate_up_proj: dense, as the checkpoint says, joined with the operation before it where that is a norm"
+    assert any(told in line for line in caplog.messages)
     parts = [stored.tensor(f"model.layers.0.mlp.{name}_proj.{kind}") for kind in KINDS for name in ("gate", "up")]
     x = torch.randn(5, parts[0].shape[1]).bfloat16()
     assert torch.equal(layer.mlp.gate_up_proj(x)[0], oracle(x, torch.cat(parts[:2]), torch.cat(parts[2:])))
@@ -413,7 +415,7 @@ def test_an_output_embedding_that_stays_dense_is_left_to_vllm(checkpoints: Any, 
 def test_a_shard_without_a_group_that_follows_is_joined_too() -> None:
     from slidesparse.integrations.vllm.names import NamedLayer
     from slidesparse.integrations.vllm.options import Options
-    from slidesparse.integrations.vllm.scheme import pack_shard
+    from slidesparse.integrations.vllm.scheme import JOINED, pack_shard
 
     weight, scale = torch.randint(1, 127, (16, 64), dtype=torch.int8), torch.ones(16, 1)
     named = NamedLayer("down_proj", Pattern.parse("6:8@50%"))
@@ -421,7 +423,7 @@ def test_a_shard_without_a_group_that_follows_is_joined_too() -> None:
     assert packed is not None
     assert torch.equal(packed.unpack(), weight)
     told = "no column group of this shard follows 6:8@50%"
-    assert outcome == Outcome(False, True, f"{told}, joined with the operation before it")
+    assert outcome == Outcome(False, True, f"{told}, {JOINED}")
     left = pack_shard(weight, scale, named, Options(fuse=False), start=64)
     assert left == (None, Outcome(False, True, told))
 

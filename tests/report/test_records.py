@@ -118,6 +118,17 @@ def test_a_text_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path)
     assert found.algorithm == "a\u2028b\x85c"
 
 
+def test_a_file_that_may_not_be_read_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(path: Path, mode: str) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "r.jsonl").touch()
+    monkeypatch.setattr("slidesparse.records.open_records", closed)
+    with pytest.raises(InputError) as caught:
+        read_records([tmp_path / "r.jsonl"])
+    assert str(caught.value) == f"cannot read {tmp_path / 'r.jsonl'}; got Permission denied"
+
+
 def test_a_pipe_holds_no_records(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "r.jsonl")
     assert served_records.benchmark_of(tmp_path / "r.jsonl") is None
@@ -137,7 +148,7 @@ def test_a_file_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(good.to_line() + "\n\n")
     with pytest.raises(InputError, match=r"b\.jsonl, line 2: record cannot be read; got [^;]*; needed JSON"):
         read_records([tmp_path / "b.jsonl"])
-    with pytest.raises(InputError, match=r"cannot read .*none\.jsonl"):
+    with pytest.raises(InputError, match=r"none\.jsonl is missing"):
         read_records([tmp_path / "none.jsonl"])
 
 

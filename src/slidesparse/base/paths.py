@@ -16,8 +16,8 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         name: What it is of, for the error.
 
     Raises:
-        InputError: It is no path, is not UTF-8 (libraries and JSON files take nothing else), holds NUL, or leads in
-            circles.
+        InputError: It is no path, is empty, is not UTF-8 (libraries and JSON files take nothing else), holds NUL, or
+            leads in circles.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InputError(name, got=type(path).__name__, needed="a path, as text")
@@ -27,7 +27,9 @@ def usable_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InputError(f"{name} is not UTF-8", got=shown, remedy="rename it") from error
-    if not text or "\0" in text:
+    if not text:
+        raise InputError(name, got="an empty path", needed="the name of a file or a folder")
+    if "\0" in text:
         raise InputError(name, got=repr(text), needed="a name without NUL")
     try:
         Path(text).resolve()

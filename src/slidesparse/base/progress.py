@@ -22,8 +22,8 @@ MARGIN, SEPARATOR = " ", "   "
 LEAST_FOLDED = 16
 """Fewest characters to which the first column of a table is folded."""
 
-NARROWEST = 60
-"""Columns below which no table is made: a narrower terminal wraps."""
+NARROWEST = 40
+"""Columns below which nothing is made: a narrower terminal wraps."""
 
 _HIDDEN = ContextVar("hidden bars", default=False)
 
@@ -98,8 +98,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """
     most = terminal_width()
     widths = [max(len(str(cell)) for cell in cells) for cells in zip(columns, *rows, strict=True)]
-    if most is not None and len(widths) > 1:  # a first column that leaves no room for another is folded
-        widths[0] = min(widths[0], max(most - sum(map(len, (MARGIN, SEPARATOR))) - max(widths[1:]), LEAST_FOLDED))
+    if most is not None and len(widths) > 1:  # a column that leaves no room for another is folded
+        room = most - len(MARGIN) - len(SEPARATOR)
+        widths[1:] = [min(width, room - min(widths[0], LEAST_FOLDED)) for width in widths[1:]]
+        widths[0] = min(widths[0], room - max(widths[1:]))
     return "\n\n".join(
         _table([columns[i] for i in block], [[row[i] for i in block] for row in rows], [widths[i] for i in block])
         for block in _blocks(widths, most)

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from secrets import token_hex
 
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import InputError
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -24,20 +25,6 @@ def kind_of(mode: int) -> str:
     """
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
-
-
-def readable_size(n_bytes: int) -> str:
-    """Return a size in a unit in which it is a small number.
-
-    >>> readable_size(1530), readable_size(2_500_000_000)
-    ('1.5 kB', '2.5 GB')
-    """
-    size = float(n_bytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def readable_name(name: str | os.PathLike[str]) -> str:

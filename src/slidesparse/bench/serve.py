@@ -39,7 +39,7 @@ from slidesparse.bench.serve_plan import OFF, ON, ServeProfile
 from slidesparse.bench.serve_run import ServeRun
 from slidesparse.bench.serve_server import why_no_http
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse.records import Machine
 from slidesparse.served_records import (
     AT_ONCE,
@@ -153,7 +153,7 @@ def _alone(path: Path) -> Iterator[None]:
     try:
         path.open("ab").close()
     except OSError as error:
-        raise InputError("--out", got=error, needed="a file that can be written") from error
+        raise InputError("--out", got=system_words(error), needed="a file that can be written") from error
     try:
         with file_lock(path, 0) as held:
             if not held:

@@ -13,7 +13,7 @@ import torch
 from slidesparse.base.file_lock import file_lock
 from slidesparse.bench.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
 from slidesparse.served_records import EngineKey
@@ -39,7 +39,7 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError("--scratch", got=error, needed="a folder that can be written") from error
+        raise InputError("--scratch", got=system_words(error), needed="a folder that can be written") from error
     with file_lock(folder / LOCK, 0) as held:
         if not held:
             raise InputError("--scratch", got="one that another bench serve uses", needed="one for each")

@@ -57,6 +57,17 @@ def add_command(
     return parser
 
 
+def named_path(text: str) -> Path:
+    """Return the path of an argument; an empty one, as of a variable that is not set, would be the folder one is in.
+
+    Raises:
+        ArgumentTypeError: It is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("got an empty path; needed the name of a file or a folder")
+    return Path(text)
+
+
 def add_source(parser: argparse.ArgumentParser, metavar: str, text: str) -> None:
     """Add the argument ``source``, a checkpoint to read, which :func:`source_of` finds."""
     # No Path: that would make of ./a/b, a folder, the a/b of a hub.

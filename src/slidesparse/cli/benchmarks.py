@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slidesparse.cli.arguments import Commands, add_command
+from slidesparse.cli.arguments import Commands, add_command, named_path
 from slidesparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,14 +43,18 @@ def _add_tune(commands: Commands) -> None:
         "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
     )
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
-    tune.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
-    tune.add_argument(
-        "--share", type=Path, metavar="FILE", help="measure nothing: write the times measured here, to send them in"
+    what = tune.add_mutually_exclusive_group()
+    what.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
+    what.add_argument(
+        "--share",
+        type=named_path,
+        metavar="FILE",
+        help="measure nothing: write the times measured here, to send them in",
     )
-    tune.add_argument(
+    what.add_argument(
         "--from",
         dest="records",
-        type=Path,
+        type=named_path,
         nargs="+",
         metavar="RECORDS",
         help="measure nothing: take the layer times of files that bench wrote on this GPU",
@@ -89,7 +93,11 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument("benchmark", choices=("gemm", "kernels", "linear", "pack", "all", "vllm", "serve"))
     bench.add_argument("--profile", choices=(USUAL, "full"), help=f"(default: {USUAL})")
     bench.add_argument(
-        "--out", type=Path, required=True, metavar="FILE.jsonl", help="records file to make (.jsonl.gz to compress it)"
+        "--out",
+        type=named_path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="records file to make (.jsonl.gz to compress it)",
     )
     bench.add_argument("--dtype", action="append", metavar="DTYPE", help="int8, fp8, bf16 or fp16 (default: profile's)")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="Qwen2.5-7B, ... (default: the profile's)")
@@ -107,7 +115,9 @@ def _add_bench(commands: Commands) -> None:
     engine.add_argument(
         "--graphs", type=int, metavar="M", help="CUDA graphs up to M tokens (default: vLLM's 512; serve: the plugin's)"
     )
-    engine.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints are written; serve reuses them")
+    engine.add_argument(
+        "--scratch", type=named_path, metavar="DIR", help="where checkpoints are written; serve reuses them"
+    )
     isolated = bench.add_argument_group("vllm only: isolated requests and steps")
     isolated.add_argument(
         "--sequences", nargs="+", type=int, metavar="M", help="sequences of a decoding step; --tokens are of prefill"
@@ -117,7 +127,9 @@ def _add_bench(commands: Commands) -> None:
     served = bench.add_argument_group("serve only: engines under load, one at a time; a run goes on where --out ends")
     served.add_argument("--quick", action="store_true", help="bursts, the mixed load and one decode, alone")
     served.add_argument("--engines", nargs="+", metavar="ENGINE", help="of: stock, control, 6:8, ..., 'stock again'")
-    served.add_argument("--plan", type=Path, metavar="FILE", help="serve what slidesparse plan chose, too: engine plan")
+    served.add_argument(
+        "--plan", type=named_path, metavar="FILE", help="serve what slidesparse plan chose, too: engine plan"
+    )
     served.add_argument("--gpus", type=int, metavar="N", help="tensor parallelism (default: 1)")
     served.add_argument(
         "--workloads", nargs="+", metavar="LOAD", help="of: burst, mixed, 'arrivals at 80%%', long, ..."
@@ -262,8 +274,8 @@ def _bench_serve(options: argparse.Namespace) -> int:
 
 def _add_report(commands: Commands) -> None:
     report = add_command(commands, "report", _report, "Draw tables and plots from benchmark records.")
-    report.add_argument("records", type=Path, nargs="+", metavar="RECORDS", help="files that bench wrote")
-    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to draw into")
+    report.add_argument("records", type=named_path, nargs="+", metavar="RECORDS", help="files that bench wrote")
+    report.add_argument("--out", type=named_path, required=True, metavar="DIR", help="folder to draw into")
 
 
 def _report(options: argparse.Namespace) -> int:

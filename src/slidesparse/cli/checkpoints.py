@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
+from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.pruning import add_plan, add_prune
 
 
@@ -33,7 +33,7 @@ def _add_demo(commands: Commands) -> None:
         commands, "demo", _demo, "Prune a real trained model, prove exactness, and show what each pattern costs."
     )
     demo.add_argument(
-        "--plot", type=Path, default=Path("slidesparse-demo.png"), help="where the plot goes (%(default)s)"
+        "--plot", type=named_path, default=Path("slidesparse-demo.png"), help="where the plot goes (%(default)s)"
     )
     demo.add_argument("--device", default=None, help="cpu or cuda (default: cuda when there is one)")
 
@@ -87,15 +87,16 @@ def _add_pack(commands: Commands) -> None:
     pack = add_command(
         commands, "pack", _pack, "Write the packed form of a pruned checkpoint into its folder, to load it faster."
     )
-    pack.add_argument("path", type=Path, metavar="PATH")
+    pack.add_argument("path", type=named_path, metavar="PATH")
 
 
 def _pack(options: argparse.Namespace) -> int:
+    from slidesparse.base.readable_size import readable_size
     from slidesparse.files.packed_file import write_packed
 
     file = write_packed(options.path)
     size = file.stat().st_size
-    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {size / 1e6:.1f} MB")
+    print(json.dumps({"file": str(file), "bytes": size}) if options.json else f"{file}: {readable_size(size)}")
     return 0
 
 

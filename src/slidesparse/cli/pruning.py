@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, source_of
+from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
 from slidesparse.cli.together import add_join_timeout, one_voice, own_device
 from slidesparse.errors import InputError
@@ -31,10 +30,10 @@ def add_prune(commands: Commands) -> None:
     """Add prune."""
     prune = add_command(commands, "prune", _prune, "Prune and quantise a Hugging Face checkpoint.")
     add_source(prune, "SRC", "folder with config.json and safetensors, or NAMESPACE/NAME on the hub")
-    prune.add_argument("destination", type=Path, metavar="DST", help="folder to make")
+    prune.add_argument("destination", type=named_path, metavar="DST", help="folder to make")
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--pattern", help="6:8, 4:6, 8:10, 2:4, ... or a share of one: 4:6@50%%")
-    which.add_argument("--plan", type=Path, metavar="FILE", help="patterns that slidesparse plan chose")
+    which.add_argument("--plan", type=named_path, metavar="FILE", help="patterns that slidesparse plan chose")
     prune.add_argument(
         "--dtype", help="int8 or fp8; bf16, fp16 or fp32 to prune only (default: that of a quantised source)"
     )
@@ -151,14 +150,13 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
     source = source_of(options)
     if not ranks.local:
         ranks.wait()
-    if plan is not None and ranks.is_first:
-        plan.warn_of_other_weights(source)
     device = own_device(ranks, device_of(options))
     summary: DryRun | PruneSummary
+    how: Any = {"device": device, "links": options.links, "followed": plan}
     if not options.dry_run:
-        summary = prune_checkpoint(source, options.destination, wanted, device=device, links=options.links, ranks=ranks)
+        summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
     elif ranks.is_first:
-        summary = dry_run(source, options.destination, wanted, device=device, links=options.links)
+        summary = dry_run(source, options.destination, wanted, **how)
     if ranks.is_first:
         print(json.dumps(summary.to_json(), indent=2) if options.json else wrapped(summary.describe()))
     return 0
@@ -173,7 +171,9 @@ def add_plan(commands: Commands) -> None:
         "Choose a pattern for every layer: the least damage at a speed, share of zeros or size.",
     )
     add_source(plan, "SRC", "folder with config.json and safetensors in a float type, or NAMESPACE/NAME on the hub")
-    plan.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="plan to make, for prune --plan")
+    plan.add_argument(
+        "--out", type=named_path, required=True, metavar="FILE.json", help="plan to make, for prune --plan"
+    )
     target = plan.add_mutually_exclusive_group(required=True)
     target.add_argument("--speedup", type=float, help="over dense: 1.2; of the matrix products alone without --at")
     target.add_argument("--sparsity", type=float, help="share of zeros: 0.25")

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from slidesparse.base.whole_file import readable_size
+from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.cards import warn_of_type
+from slidesparse.commands.plan_file import StoredPlan
 from slidesparse.commands.prune import Prepared, plan_of, prepare, what_readers_do
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
@@ -115,12 +116,13 @@ def dry_run(
     *,
     device: str | torch.device = "cpu",
     links: Links = "refuse",
+    followed: StoredPlan | None = None,
 ) -> DryRun:
     """Return what :func:`slidesparse.commands.prune.prune_checkpoint` would do; it has the same arguments and errors.
 
     A disk that is too small is no error here, since the sizes are what one wants to know then.
     """
-    prepared = prepare(source, destination, options, device, links)
+    prepared = prepare(source, destination, options, device, links, followed)
     size = prepared.n_bytes + prepared.files.n_bytes
     missing = bytes_to_write(prepared.destination, lambda: plan_of(prepared, options), size)
     job, files = prepared.job, prepared.files

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from slidesparse import __version__
-from slidesparse.base.whole_file import read_regular, readable_size, replace_file
+from slidesparse.base.readable_size import readable_size
+from slidesparse.base.whole_file import read_regular, replace_file
 from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.hub import HubModel, hub_model
 
@@ -189,8 +190,12 @@ def _read_card(card: Path) -> tuple[str, list[str], str]:
     remedy = f"{NO_CARD}, or prune again: prune writes a card"
     try:
         text = read_regular(card, MAX_BYTES).decode("utf-8")
-    except (FileNotFoundError, InputError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{card} cannot be written to", got=f"{type(error).__name__}", remedy=remedy) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{card} is missing", remedy=remedy) from error
+    except InputError as error:
+        raise CheckpointError(str(error), remedy=remedy) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{card} is no text in UTF-8", remedy=remedy) from error
     found = re.search(f"{BEGIN}\n(.*?){END}", text, re.DOTALL)
     if found is None:
         raise CheckpointError(f"{card} has no place for measurements", needed=f"{BEGIN} and {END}", remedy=remedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.identity import fingerprint
 from slidesparse.files.json_files import read_json
 from slidesparse.models.choose_patterns import Plan
-from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.targets import matches_entry
 from slidesparse.pattern import Pattern
 
 PLAN_VERSION = 1
+
+MOST_NAMES = 3
+"""Most names of linears in a warning."""
 
 
 @dataclass(frozen=True)
@@ -60,54 +62,39 @@ class StoredPlan:
             )
         return replace(self, layers=layers, ignore=tuple(dict.fromkeys([*self.ignore, *entries])))
 
-    def warn_of_other_weights(self, source: str | Path) -> None:
+    def warn_of_other_weights(self, weights: str, source: Path) -> None:
         """Warn where another checkpoint is to be pruned than the one on which damage was measured.
 
-        A plan may serve for a model that was trained on, or for one with the same names of layers by mistake. One of
-        more layers is pruned in part.
+        A plan may serve for a model that was trained on, or for one with the same names of layers by mistake.
 
-        Raises:
-            CheckpointError: The source cannot be used.
+        Args:
+            weights: Fingerprint of the checkpoint.
+            source: Its folder.
         """
-        checkpoint = Checkpoint(usable_path(source, "source"))
-        if self.weights == fingerprint(checkpoint, checkpoint.config):
-            return  # it names all that was planned for; draft layers, say, are no part of the model
-        if self.weights is not None:
-            warnings.warn(
+        if self.weights not in (None, weights):
+            _warn(
                 f"the plan was measured on another checkpoint than {source}, whose weights or config.json differ:"
-                " what it foretells need not hold",
-                SlideSparseWarning,
-                stacklevel=2,
-            )
-        if unnamed := self._unnamed(checkpoint):
-            warnings.warn(
-                f"the plan has no pattern for {counted(len(unnamed), 'linear')} of {source}, such as {unnamed[0]}: they"
-                " stay dense",
-                SlideSparseWarning,
-                stacklevel=2,
+                " what it foretells need not hold"
             )
 
-    def _unnamed(self, checkpoint: Checkpoint) -> list[str]:
-        """Return linears that the plan neither names nor leaves alone, and whose like in other layers it names."""
-        known = {_in_any_layer(name) for name in self.layers}
-        names = [name.removesuffix(".weight") for name in checkpoint.files if name.endswith(".weight")]
-        return [
-            name
-            for name in names
-            if name not in self.layers
-            and _in_any_layer(name) in known
-            and not any(matches_entry(name, entry) for entry in self.ignore)
-        ]
+    def warn_of_unnamed(self, treated: Iterable[str], source: Path) -> None:
+        """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
+
+        Args:
+            treated: Linears of the checkpoint, and the weights of its experts, that are not left alone.
+            source: Its folder.
+        """
+        if unnamed := [name for name in treated if name not in self.layers]:
+            shown = ", ".join(unnamed[:MOST_NAMES])
+            more = f" and {len(unnamed) - MOST_NAMES} more" if len(unnamed) > MOST_NAMES else ""
+            _warn(
+                f"the plan has no pattern for {counted(len(unnamed), 'linear')} of {source}, which stay dense:"
+                f" {shown}{more}"
+            )
 
 
-def _in_any_layer(name: str) -> str:
-    """Return the name that a linear has without the number of its layer.
-
-    >>> _in_any_layer("model.layers.12.mlp.up_proj")
-    'model.layers.*.mlp.up_proj'
-    """
-    parent, _, leaf = name.rpartition(".")
-    return f"{kind_of(parent)}.{leaf}"
+def _warn(message: str) -> None:
+    warnings.warn(message, SlideSparseWarning, stacklevel=3)
 
 
 def read_plan(path: str | Path) -> StoredPlan:
@@ -130,8 +117,15 @@ def read_plan(path: str | Path) -> StoredPlan:
         or not all(isinstance(entry, str) for entry in ignore)
     ):
         raise InputError(f"{path} is no plan", needed=f"a file of version {PLAN_VERSION} that slidesparse plan wrote")
-    patterns, weights = {str(name): str(Pattern.parse(text)) for name, text in layers.items()}, plan.get("weights")
+    patterns, weights = {name: _pattern(text, f"{path}, {name}") for name, text in layers.items()}, plan.get("weights")
     return StoredPlan(method, patterns, tuple(ignore), weights if isinstance(weights, str) else None)
+
+
+def _pattern(text: Any, where: str) -> str:
+    try:
+        return str(Pattern.parse(text))
+    except InputError as error:
+        raise error.located(where) from error
 
 
 def as_options(layers: dict[str, str]) -> tuple[str, dict[str, str]]:

@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 from shlex import quote
 
+from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.plan_options import PlanOptions
 from slidesparse.files.calibration import Calibration
-from slidesparse.models.choose_patterns import Plan, size_words
+from slidesparse.models.choose_patterns import Plan
 from slidesparse.models.experts import LEAVE_DENSE
 from slidesparse.prune import get_pruner
 
@@ -24,7 +25,7 @@ def describe(plan: Plan, options: PlanOptions, out: Path) -> str:
             f"{len(plan.patterns)} layers: " + ", ".join(f"{n} at {pattern}" for pattern, n in counts.most_common()),
             *([EXPERTS_COUNTED] if plan.has_experts else []),
             *([] if plan.kept_type is None else [_kept_words(plan.kept_type, options.dtype)]),
-            f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {size_words(plan.gigabytes)},"
+            f"{_speed_words(plan, options)}, {plan.sparsity:.1%} zeros, {readable_size(plan.gigabytes * 1e9)},"
             f" predicted damage {plan.damage:.4f} nats a token" + _together_words(plan),
             *plan.basis,
             f"use it with: slidesparse prune SRC DST --plan {quote(str(out))} --method {options.method}{text}"

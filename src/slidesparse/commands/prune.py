@@ -22,10 +22,12 @@ from slidesparse.base.device import usable_device
 from slidesparse.base.paths import usable_path
 from slidesparse.base.progress import progress_bar
 from slidesparse.base.ranks import ALONE, Ranks
+from slidesparse.base.readable_size import readable_size
 from slidesparse.commands.cards import warn_of_type
 from slidesparse.commands.check_options import check_options, require_one_process
 from slidesparse.commands.model_card import FILE_NAME as CARD
 from slidesparse.commands.model_card import write_card
+from slidesparse.commands.plan_file import StoredPlan
 from slidesparse.commands.prune_job import PruneJob
 from slidesparse.commands.prune_options import PruneOptions
 from slidesparse.commands.rounded_inputs import describe_rounding, rounding_costs, shown_names
@@ -134,7 +136,8 @@ class PruneSummary:
         lines += [NO_TOKENIZER] if self.lacks_tokenizer else []
         own = "" if self.source_card is None else f"; the source's own is {self.source_card}"
         lines.append(f"{CARD} is a model card to read and correct{own}")
-        lines.append(f"{self.source_bytes / 1e6:.1f} MB -> {self.destination_bytes / 1e6:.1f} MB in {self.destination}")
+        sizes = f"{readable_size(self.source_bytes)} -> {readable_size(self.destination_bytes)}"
+        lines.append(f"{sizes} in {self.destination}")
         warning = warn_of_type(parse_dtype(self.dtype))
         return "\n".join(lines if warning is None else [*lines, warning])
 
@@ -165,6 +168,7 @@ class Prepared:
         files: Other files of the source.
         job: How every tensor is treated.
         outputs: File name -> tensor -> type and shape, of the new checkpoint.
+        weights: Fingerprint of the source, where it was needed already; else None.
     """
 
     checkpoint: Checkpoint
@@ -172,6 +176,7 @@ class Prepared:
     files: SourceFiles
     job: PruneJob
     outputs: dict[str, dict[str, Stored]]
+    weights: str | None
 
     @property
     def n_bytes(self) -> int:
@@ -185,7 +190,12 @@ class Prepared:
 
 
 def prepare(
-    source: str | Path, destination: str | Path, options: PruneOptions, device: str | torch.device, links: Links
+    source: str | Path,
+    destination: str | Path,
+    options: PruneOptions,
+    device: str | torch.device,
+    links: Links,
+    followed: StoredPlan | None = None,
 ) -> Prepared:
     """Check everything that can be checked before anything is written: see :func:`prune_checkpoint`."""
     check_options(options)
@@ -194,10 +204,15 @@ def prepare(
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     require_fetched(files)
+    weights = None if followed is None else fingerprint(checkpoint, checkpoint.config)
+    if followed is not None and weights is not None:
+        followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
     checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where)
+    if followed is not None:
+        followed.warn_of_unnamed([*job.patterns, *job.experts.layers], checkpoint.path)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
-    return Prepared(checkpoint, destination, files, job, outputs)
+    return Prepared(checkpoint, destination, files, job, outputs, weights)
 
 
 def plan_of(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
@@ -207,7 +222,7 @@ def plan_of(prepared: Prepared, options: PruneOptions) -> dict[str, Any]:
         "version": MARKER_VERSION,
         "slidesparse": __version__,
         "options": asdict(options),
-        "source": fingerprint(checkpoint, checkpoint.config),
+        "source": prepared.weights or fingerprint(checkpoint, checkpoint.config),
     }
     if windows is None:
         return plan
@@ -222,6 +237,7 @@ def prune_checkpoint(
     *,
     device: str | torch.device = "cpu",
     links: Links = "refuse",
+    followed: StoredPlan | None = None,
     progress: bool | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneSummary:
@@ -236,6 +252,7 @@ def prune_checkpoint(
         options: Patterns, type, method and exceptions.
         device: Where weights are pruned and quantised, and where calibration runs the model's layers, one at a time.
         links: What to do with links that lead out of the source.
+        followed: The plan that the options are of, to warn where it is not one for this source.
         progress: Show a progress bar; None: on a terminal only.
         ranks: The processes that do it together, from :func:`slidesparse.base.ranks.joined`.
 
@@ -245,7 +262,7 @@ def prune_checkpoint(
         UnsupportedError: There is no such device here.
     """
     require_one_process(options, ranks.world)
-    prepared = prepare(source, destination, options, device, links)
+    prepared = prepare(source, destination, options, device, links, followed)
     checkpoint, destination, job = prepared.checkpoint, prepared.destination, prepared.job
     size = prepared.n_bytes
     files, kept_card = prepared.files.set_aside(CARD, "source")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure  # not pyplot: a Figure of its own draws without a window and without global state
 from matplotlib.ticker import PercentFormatter
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, system_words
 from slidesparse.pattern import DENSE
 
 if TYPE_CHECKING:
@@ -25,13 +26,17 @@ def check_path(path: Path) -> None:
     """Refuse a path that cannot be drawn to, before any work is done for it.
 
     Raises:
-        InputError: When its folder does not exist, or its suffix names no format that matplotlib knows.
+        InputError: When its folder does not exist, it may not be written, or its suffix names no format that matplotlib
+            knows.
     """
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise InputError("unknown picture format", got=path.name, needed=f"a name ending in .{', .'.join(formats)}")
     if not path.parent.is_dir():
         raise InputError("the folder of the picture does not exist", got=path.parent, remedy="make it first")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        got = "a folder" if os.path.isdir(path) else "no permission"
+        raise InputError(f"{path} cannot be written", got=got, remedy="name another file with --plot")
 
 
 def draw(report: DemoReport, path: Path) -> None:
@@ -49,7 +54,9 @@ def draw(report: DemoReport, path: Path) -> None:
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
-        raise InputError("cannot write the picture", got=error, needed="a path that can be written") from error
+        raise InputError(
+            "cannot write the picture", got=system_words(error), needed="a path that can be written"
+        ) from error
 
 
 def _draw_fidelity(axes: Any, rows: Sequence[DemoRow]) -> None:

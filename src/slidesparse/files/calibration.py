@@ -14,6 +14,7 @@ from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError, first_line
 from slidesparse.files.texts import DEFAULT, DEFAULT_FILE, as_text, read_documents
+from slidesparse.files.tokenizer_files import has_tokenizer_files
 from slidesparse.models.causal import vocabulary_of
 from slidesparse.models.parts import text_config
 
@@ -77,7 +78,7 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # a broken file can raise anything in a library
         raise CheckpointError(
             f"{folder} has no tokenizer that can be loaded",
-            got=first_line(error),
+            got=first_line(error) if has_tokenizer_files(folder) else "no file of one",
             needed="tokenizer.json and tokenizer_config.json in the folder; custom code is not run",
         ) from error
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
-from slidesparse.base.whole_file import readable_size
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError, InputError, first_line
 
 Chat: TypeAlias = "list[dict[str, str]]"

@@ -31,6 +31,16 @@ OTHER_WEIGHTS = ("original/*", "onnx/*", "openvino/*", "coreml/*")
 
 NAMESPACE_AND_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
+ADDRESS = re.compile(
+    r"(https?://[^/\s]+|(www\.)?huggingface\.co|hf\.co)/(?P<namespace>[\w.-]+)/(?P<name>[\w.-]+?)(\.git)?"
+    r"(/(tree|blob|resolve)/(?P<revision>[^/?#\s]+).*)?/?([?#].*)?$",
+    re.ASCII,
+)
+"""Address of a model's page, or of one of its files, on the hub or a mirror."""
+
+NO_MODELS = ("datasets", "spaces", "docs", "papers", "collections", "blog")
+"""Beginnings of addresses of other things."""
+
 MAX_SHARDS = 10_000
 """Most weight files of a model. huggingface_hub compares each name with each file."""
 
@@ -76,13 +86,30 @@ def source_folder(source: str | os.PathLike[str], revision: str | None = None) -
                 f"{path} is a local folder", got=f"revision {revision}", needed="no revision: it is for the hub"
             )
         return path
+    remedy = _named_in_address(os.fspath(source))
     if not isinstance(source, str) or NAMESPACE_AND_NAME.fullmatch(source) is None or not _is_repository(source):
         raise CheckpointError(
-            f"no checkpoint folder at {path}", needed="a local folder, or a model of the hub as NAMESPACE/NAME"
+            f"no checkpoint folder at {source if remedy else path}",
+            needed="a local folder, or a model of the hub as NAMESPACE/NAME",
+            remedy=remedy,
         )
     if revision is not None and REVISION.fullmatch(revision) is None:
         raise InputError("--revision", got=f"{revision!r:.80}", needed="the name of a branch, a tag or a commit")
     return run_apart(lambda: fetch(source, revision))  # huggingface_hub ends its threads when they are done, not before
+
+
+def _named_in_address(source: str) -> str | None:
+    """Return what to give in the place of the address of a model's page; None for what is no such address.
+
+    >>> _named_in_address("https://huggingface.co/Qwen/Qwen2.5-7B/tree/v1")
+    'give Qwen/Qwen2.5-7B, of revision v1'
+    """
+    found = ADDRESS.match(source)
+    if found is None or found["namespace"] in NO_MODELS:
+        return None
+    revision = found["revision"]
+    of = "" if revision in (None, "main") else f", of revision {revision}"
+    return f"give {found['namespace']}/{found['name']}{of}"
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:

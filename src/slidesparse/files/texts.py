@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 
 from slidesparse.base.other_libraries import other_library
 from slidesparse.base.paths import usable_path
+from slidesparse.base.readable_size import readable_size
 from slidesparse.base.typed_json import parse_json
-from slidesparse.base.whole_file import read_regular, readable_size, require_regular
+from slidesparse.base.whole_file import read_regular, require_regular
 from slidesparse.errors import InputError, UnsupportedError, first_line
 from slidesparse.files.chats import Chat, templated
 
@@ -35,6 +36,9 @@ DATA_SET = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 NAMED = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(:(?P<config>[\w.-]+))?", re.ASCII)
 """A data set of the hub: ``NAMESPACE/NAME``, or ``NAMESPACE/NAME:CONFIG``."""
+
+PAGE = re.compile(r"https?://[^/\s]+/datasets/([\w.-]+/[\w.-]+)", re.ASCII)
+"""Address of a data set's page on the hub or a mirror."""
 
 MAX_BYTES = 1 << 30
 """Most bytes of a file, unpacked, and most characters of all documents: a tokenizer takes many times as much memory."""
@@ -78,6 +82,8 @@ def read_documents(source: str | Path) -> list[Document]:
 
 
 def _documents(path: Path, source: str | Path) -> Iterator[Document]:
+    if not os.path.lexists(path) and (page := PAGE.match(os.fspath(source))):
+        raise InputError(f"there is no file {source}", needed="a file, or a data set by name", remedy=f"give {page[1]}")
     named = None if os.path.lexists(path) or not isinstance(source, str) else NAMED.fullmatch(source)
     if named is not None and _kind(path) not in KINDS:
         yield from _fetched(named["name"], named["config"])

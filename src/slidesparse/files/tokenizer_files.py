@@ -48,5 +48,10 @@ def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:
     return not found and vocabulary_of(config) > 0
 
 
+def has_tokenizer_files(folder: Path) -> bool:
+    """Return whether a folder that can be read has any file of a tokenizer."""
+    return any(_is_of_a_tokenizer(file.name) for file in folder.iterdir())
+
+
 def _is_of_a_tokenizer(name: str) -> bool:
     return name.startswith(BEGINNINGS) or name.endswith(ENDS)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slidesparse.base.whole_file import readable_size
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import CheckpointError
 
 

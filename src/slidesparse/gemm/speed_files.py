@@ -30,7 +30,7 @@ from slidesparse.base.cache_folder import cache_folder
 from slidesparse.base.log import log_once
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.base.whole_file import replace_file
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, system_words
 from slidesparse.gemm.speed import Installation, LayerSpeed, SpeedTable, WrongForm
 
 VERSION = 2
@@ -129,7 +129,7 @@ def load_speeds(path: Path) -> SpeedTable | None:
     except InputError as error:
         raise error.located(f"damaged {path}", REMEDY) from error
     except OSError as error:
-        raise InputError(f"damaged {path}", got=error, remedy=REMEDY) from error
+        raise InputError(f"damaged {path}", got=system_words(error), remedy=REMEDY) from error
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +177,8 @@ def add_layers(here: Installation, layers: Iterable[LayerSpeed], wrong: Iterable
     except OSError as error:
         _UNWRITTEN[path] = table
         log_once(
-            f"slidesparse: the times measured here cannot be kept, so the next start measures again: {error}",
+            "slidesparse: the times measured here cannot be kept, so the next start measures again:"
+            f" {system_words(error)}",
             logging.WARNING,
         )
         return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from slidesparse.base.readable_size import readable_size
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.pattern import COUNTED, DENSE, Pattern, StorageForm
 
@@ -232,18 +233,9 @@ def require_reachable(sets: Sequence[PlanSet], target: Target, times: Times = (M
             speed = best.speedups.get(limit.name, best.speedup)
             raise InputError(
                 "no choice of patterns reaches the target",
-                got=f"at best {speed:.3f}x{at}, {best.sparsity:.1%} zeros, {size_words(best.gigabytes)}",
+                got=f"at best {speed:.3f}x{at}, {best.sparsity:.1%} zeros, {readable_size(best.gigabytes * 1e9)}",
                 remedy="ask for less, or allow sparser patterns",
             )
-
-
-def size_words(gigabytes: float) -> str:
-    """Return a size to three digits or more, in the unit in which it is a number to read.
-
-    >>> size_words(7.2512), size_words(0.0151)
-    ('7.251 GB', '15.100 MB')
-    """
-    return f"{gigabytes:.3f} GB" if gigabytes >= 0.1 else f"{gigabytes * 1e3:.3f} MB"
 
 
 @dataclass(frozen=True)

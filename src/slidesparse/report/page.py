@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.errors import InputError, UnsupportedError, system_words
 from slidesparse.records import Machine, Record
 from slidesparse.report import engines, experts, tables
 from slidesparse.report.numbers import Comparison, Limits, comparisons, limits
@@ -92,9 +92,11 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
     """
     plots = require_plots()
     gpus = sorted({record.machine.gpu for record in records})
-    if len(gpus) != 1:
+    if not gpus:
+        raise InputError("there are no records in these files", needed="files that slidesparse bench wrote")
+    if len(gpus) > 1:
         raise InputError(
-            "records of a report", got=", ".join(gpus) or "none", needed="records of one GPU", remedy="draw one a GPU"
+            "records of a report", got=", ".join(gpus), needed="records of one GPU", remedy="draw one a GPU"
         )
     found = comparisons(records)
     files: dict[str, str] = {}
@@ -113,7 +115,9 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise InputError("cannot write the report", got=error, needed="a folder that can be written") from error
+        raise InputError(
+            "cannot write the report", got=system_words(error), needed="a folder that can be written"
+        ) from error
     return [folder / PAGE, *pictures, *(folder / name for name in files if name != PAGE)]
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slidesparse.errors import InputError
+from slidesparse.errors import InputError, system_words
 from slidesparse.report.numbers import ratio
 from slidesparse.report.page import machine_line, require_plots
 from slidesparse.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
@@ -118,7 +118,9 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise InputError("cannot write the report", got=error, needed="a folder that can be written") from error
+        raise InputError(
+            "cannot write the report", got=system_words(error), needed="a folder that can be written"
+        ) from error
     return [folder / PAGE, *pictures, *(folder / name for name in texts if name != PAGE)]
 
 

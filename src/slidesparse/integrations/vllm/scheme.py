@@ -272,7 +272,11 @@ def _stay_dense(
     if not (options.fuse and weight.dtype in QUANTISED):
         return None, Outcome(False, True, what + why)
     packed = pack(weight, DENSE, scale=scale, name=named.name)
-    return packed, Outcome(False, True, f"{what}, joined with the operation before it{why}")
+    return packed, Outcome(False, True, f"{what}, {JOINED}{why}")
+
+
+JOINED = "joined with the operation before it where that is a norm or an activation"
+"""What the pass over graphs does to a linear: nothing yet says what is before it, and before an o_proj is attention."""
 
 
 def find_pattern(weight: torch.Tensor, start: int) -> Pattern | None:
