@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,32 @@ def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() 
     assert state.pattern_of(common, weight, 0) == Pattern(2, 4)
     del state.unplaced["c"]
     assert state.pattern_of(common, torch.ones(4, 16), 0) == Pattern(2, 4)
+
+
+def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
+    """A damaged weight ran dense, and was told to be so by the checkpoint, where a plan left a later layer dense."""
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedLayer
+    from slidesparse.integrations.vllm.status import ModelStatus
+
+    weight, named = torch.ones(4, 16), NamedLayer("model.layers.3.qkv_proj", Pattern(6, 8))
+    later, own = {"model.layers.31.query": DENSE}, {"encoder.layers.3.query": DENSE}
+    state = ModelState(status=ModelStatus(part=True), unplaced=later)
+    assert state.pattern_of(named, weight, 0) == Pattern(6, 8)  # and the weight is refused
+    assert replace(state, unplaced=later | own).pattern_of(named, weight, 0) == DENSE
+
+
+def test_a_layer_that_is_dense_by_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedLayer
+
+    state, named = ModelState(unplaced={"a": Pattern(2, 4), "b": DENSE}), NamedLayer("l", Pattern(6, 8))
+    assert state.pattern_of(named, torch.ones(4, 16), 0) == DENSE
+    (line,) = caplog.messages
+    assert line == "slidesparse: l breaks 6:8, and counts as a layer that was left dense by another name: b"
+    caplog.clear()
+    assert state.pattern_of(named, torch.zeros(4, 16), 0) == Pattern(2, 4)
+    assert not caplog.messages
 
 
 @pytest.mark.usefixtures("one_process")
