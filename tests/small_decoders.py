@@ -6,6 +6,9 @@ import torch
 from small_models import ENCODER, GPT, MAMBA, ROPE_3D, TEXT
 from small_models import Architecture as A
 
+FLOAT_MIXERS = "first Mamba mixers, which vLLM holds in floats; prune it with --dtype bf16"
+"""Why these are refused in 8 bits: nothing else is in them."""
+
 DECODERS: dict[str, A] = {
     # -- decoders ------------------------------------------------------------------------------------------------------
     "llama": A("LlamaForCausalLM", TEXT),
@@ -94,8 +97,8 @@ DECODERS: dict[str, A] = {
     "modernbert-decoder": A("ModernBertDecoderForCausalLM", {**ENCODER, "cls_token_id": 1, "sep_token_id": 2}),
     "gpt-neox-japanese": A("GPTNeoXJapaneseForCausalLM", {**TEXT, "intermediate_multiple_size": 2}),
     # -- state spaces, and mixed with attention ------------------------------------------------------------------------
-    "mamba": A("MambaForCausalLM", MAMBA),
-    "falcon-mamba": A("FalconMambaForCausalLM", MAMBA),
+    "mamba": A("MambaForCausalLM", MAMBA, not_quantised=FLOAT_MIXERS),
+    "falcon-mamba": A("FalconMambaForCausalLM", MAMBA, not_quantised=FLOAT_MIXERS),
     "mamba2": A("Mamba2ForCausalLM", {**MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
     "falcon-h1": A(
         "FalconH1ForCausalLM",

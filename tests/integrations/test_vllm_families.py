@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,47 @@ def test_a_pattern_is_searched_only_where_the_marker_names_what_was_not_built() 
     assert state.pattern_of(common, weight, 0) == Pattern(2, 4)
     del state.unplaced["c"]
     assert state.pattern_of(common, torch.ones(4, 16), 0) == Pattern(2, 4)
+
+
+def test_a_stage_of_a_pipeline_does_not_take_patterns_of_layers_in_others() -> None:
+    """A damaged weight ran dense, and was told to be so by the checkpoint, where a plan left a later layer dense."""
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedLayer
+    from slidesparse.integrations.vllm.status import ModelStatus
+
+    weight, named = torch.ones(4, 16), NamedLayer("model.layers.3.qkv_proj", Pattern(6, 8))
+    later, own = {"model.layers.31.query": DENSE}, {"encoder.layers.3.query": DENSE}
+    state = ModelState(status=ModelStatus(part=True), unplaced=later)
+    assert state.pattern_of(named, weight, 0) == Pattern(6, 8)  # and the weight is refused
+    assert replace(state, unplaced=later | own).pattern_of(named, weight, 0) == DENSE
+
+
+def test_a_layer_that_is_dense_by_another_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from slidesparse.integrations.vllm.model_state import ModelState
+    from slidesparse.integrations.vllm.names import NamedLayer
+
+    state, named = ModelState(unplaced={"a": Pattern(2, 4), "b": DENSE}), NamedLayer("l", Pattern(6, 8))
+    assert state.pattern_of(named, torch.ones(4, 16), 0) == DENSE
+    (line,) = caplog.messages
+    assert line == "slidesparse: l breaks 6:8, and counts as a layer that was left dense by another name: b"
+    caplog.clear()
+    assert state.pattern_of(named, torch.zeros(4, 16), 0) == Pattern(2, 4)
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("one_process")
+def test_mixers_that_vllm_holds_in_floats_are_left_to_it(tmp_path: Path) -> None:
+    """Its mixer of Mamba's first version reads no scales: Jamba in 8 bits ended the start with a KeyError."""
+    config = transformers.JambaConfig(
+        **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"num_experts": 1, "num_experts_per_tok": 1, "mamba_d_state": 16, "mamba_dt_rank": 32},
+        **{"use_mamba_kernels": False, "tie_word_embeddings": False, "max_position_embeddings": 64},
+    )
+    transformers.JambaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
+    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8"))
+    model = loaded(configured(tmp_path / "sparse"), REFERENCE)
+    packed = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "slide")}
+    assert packed == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    stored = Checkpoint(tmp_path / "sparse").tensor("model.layers.0.mamba.in_proj.weight")
+    assert bool((model.get_parameter("model.layers.0.mamba.in_proj.weight") == stored).all())

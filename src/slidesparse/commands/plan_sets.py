@@ -99,7 +99,9 @@ def find_sets(
     """
     experts = find_experts(meta.model)
     planned = _planned_experts(experts, meta, checkpoint, options)
-    linears = find_treated(meta, experts, find_routers(meta.model, experts), options.ignore, run).linears
+    routers = find_routers(meta.model, experts)
+    # A plan is for what is served in 8 bits, whatever type it is pruned in.
+    linears = find_treated(meta, experts, routers, options.ignore, run, quantise=True).linears
     # Prune leaves dense what the plan does not name.
     everything = find_targets(meta.model, without=linears_inside(meta.model, experts)).linears
     coupled = dict.fromkeys(linears, _ANY)

@@ -76,6 +76,7 @@ class PruneJob:
             self.routers,
             options.ignore,
             run,
+            quantise=self.source_dtype is None and self.dtype in QUANTISED,
             lm_head=options.lm_head,
             also_ignore=quantised.get("ignore", []),
             part=options.part,

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
+from slidesparse.errors import InputError
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
+from slidesparse.models.float_mixers import linears_of_float_mixers
 from slidesparse.models.parts import Part
 from slidesparse.models.targets import Targets, find_targets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling
@@ -20,6 +22,7 @@ def find_treated(
     ignore: Iterable[str],
     run: Callable[[], object] | None,
     *,
+    quantise: bool,
     lm_head: bool = False,
     also_ignore: Iterable[str] = (),
     part: Part = "language",
@@ -32,6 +35,7 @@ def find_treated(
         routers: What routes tokens to them, which stays dense: name -> why.
         ignore: Linears and experts to leave alone, as :func:`slidesparse.models.targets.find_targets` takes them.
         run: Runs the meta model once; None: it cannot be run.
+        quantise: They are to have 8 bits, and those that vLLM reads in floats alone stay dense.
         lm_head: Treat the output embedding too.
         also_ignore: What a quantised source lists.
         part: Which part of a multimodal model is treated.
@@ -46,7 +50,16 @@ def find_treated(
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
 
     keep = {**meta.why_stored_otherwise(), **routers}
-    return find(keep | read_without_calling(meta.model, find(keep).linears, run))
+    found = find(keep).linears
+    keep |= read_without_calling(meta.model, found, run)
+    mixers = linears_of_float_mixers(meta.model) if quantise else {}
+    if mixers and found.keys() <= keep.keys() | mixers.keys():
+        raise InputError(
+            f"no linear of {type(meta.model).__name__} can have 8 bits",
+            got=f"nothing left to treat but {len(mixers)} linears of first Mamba mixers, which vLLM holds in floats",
+            remedy="prune it with --dtype bf16, fp16 or fp32: the zeros are kept, and vLLM serves it dense",
+        )
+    return find(keep | mixers)
 
 
 def _linears(model: nn.Module) -> set[str]:

@@ -29,6 +29,8 @@ NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 produc
 STOCK_COMPILE = 1
 """vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` and hands no option of Inductor's over."""
 
+DENSE_ELSEWHERE = "slidesparse: %s breaks %s, and counts as a layer that was left dense by another name: %s"
+
 log = logging.getLogger(LOGGER)
 
 
@@ -95,7 +97,7 @@ class ModelState:
 
         vLLM names some layers otherwise than their checkpoint: q, k and v of BERT, the mixers of Falcon-H1. Where
         the marker has names for which no layer was built, the tightest of their patterns and the common one is taken
-        that the weight satisfies.
+        that the weight satisfies. A weight that satisfies none is dense if one of them is, and the log says so.
 
         Args:
             named: The layer.
@@ -104,8 +106,20 @@ class ModelState:
         """
         if named.pattern is None or named.is_exception or not self.unplaced:
             return named.pattern
-        likely = sorted({named.pattern, *self.unplaced.values()}, key=lambda pattern: pattern.density)
-        return next((p for p in likely if p == DENSE or satisfies(weight, p, start % p.group)), named.pattern)
+        others = {name: pattern for name, pattern in self.unplaced.items() if self._may_be(named.name, name)}
+        likely = sorted({named.pattern, *others.values()} - {DENSE}, key=lambda pattern: pattern.density)
+        found = next((p for p in likely if satisfies(weight, p, start % p.group)), None)
+        if found is not None or DENSE not in {named.pattern, *others.values()}:
+            return found or named.pattern
+        if named.pattern != DENSE:
+            dense = next(name for name, pattern in others.items() if pattern == DENSE)
+            log.info(DENSE_ELSEWHERE, named.name, named.pattern, dense)
+        return DENSE
+
+    def _may_be(self, layer: str, unplaced: str) -> bool:
+        """Say whether a layer may be the one of the marker's name; other stages of a pipeline have other numbers."""
+        numbers = {number_of_layer(layer), number_of_layer(unplaced)}
+        return not self.status.part or None in numbers or len(numbers) == 1
 
     def add_layer(self, name: str, layer: SlideLinear) -> None:
         """Keep the spec of a layer that was packed, and the times that decided its routes, if times did."""
@@ -121,6 +135,15 @@ class ModelState:
             "specs": self.specs,
             "speeds": sorted(map(str, self.speeds.items())),
         }
+
+
+def number_of_layer(name: str) -> int | None:
+    """Return the first number in a name, which both vLLM and checkpoints count through the stages of a pipeline.
+
+    >>> number_of_layer("model.layers.31.mlp.up_proj")
+    31
+    """
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def is_batch_invariant() -> bool:

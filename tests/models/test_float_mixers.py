@@ -1,0 +1,93 @@
+"""The mixers of Mamba's first version stay dense in 8 bits, since vLLM reads no scales for them, and say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from small_models import make
+
+from slidesparse.commands.dry_run import dry_run
+from slidesparse.commands.plan_options import PlanOptions
+from slidesparse.commands.plan_sets import find_sets
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import InputError
+from slidesparse.files.calibration import Calibration
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.files.meta_model import build_meta_model
+from slidesparse.models.choose_patterns import Target
+from slidesparse.models.float_mixers import IN_FLOATS, LINEARS, linears_of_float_mixers
+from slidesparse.models.sparsify import run_once
+
+MIXER = {f"model.layers.0.mamba.{leaf}" for leaf in LINEARS}
+
+
+@pytest.fixture
+def jamba(tmp_path: Path) -> Path:
+    make(tmp_path / "jamba", ARCHITECTURES["jamba"], torch.bfloat16)
+    return tmp_path / "jamba"
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon-mamba", "jamba"])
+def test_first_mixers_are_found(name: str) -> None:
+    found = linears_of_float_mixers(meta_model(name))
+    assert {name.rpartition(".")[2] for name in found} == set(LINEARS)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon-h1", "zamba2", "nemotron-h", "llama"])
+def test_other_mixers_are_not(name: str) -> None:
+    assert linears_of_float_mixers(meta_model(name)) == {}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_they_stay_dense_in_8_bits(jamba: Path, dtype: str) -> None:
+    out, options = jamba.parent / "out", PruneOptions("6:8", dtype)
+    said = dry_run(jamba, out, options)
+    done = prune_checkpoint(jamba, out, options)
+    assert not MIXER & set(done.patterns)
+    assert "model.layers.1.self_attn.q_proj" in done.patterns
+    assert said.left[IN_FLOATS].count == len(MIXER)
+    assert {name for name, why in done.dense.items() if why == IN_FLOATS} == MIXER
+    assert IN_FLOATS in (out / "README.md").read_text()
+    config = json.loads((out / "config.json").read_text())
+    assert set(config["quantization_config"]["ignore"]) >= MIXER
+    checkpoint, before = Checkpoint(out), Checkpoint(jamba)
+    for name in MIXER:
+        assert f"{name}.weight_scale" not in checkpoint.files
+        assert torch.equal(checkpoint.tensor(f"{name}.weight"), before.tensor(f"{name}.weight"))
+
+
+def test_they_are_pruned_in_floats(jamba: Path) -> None:
+    done = prune_checkpoint(jamba, jamba.parent / "out", PruneOptions("6:8", "bf16"))
+    assert MIXER & set(done.patterns) == MIXER - {"model.layers.0.mamba.dt_proj"}
+
+
+def test_a_plan_leaves_them_dense(jamba: Path) -> None:
+    checkpoint = Checkpoint(jamba)
+    meta = build_meta_model(checkpoint)
+    options = PlanOptions(Target(speedup=1.1), Calibration(jamba / "text.txt"))
+    planned = find_sets(meta, checkpoint, options, run_once(meta.model))
+    assert not MIXER & set(planned.shapes)
+    assert {name for one in planned.dense for name in one.names} >= MIXER
+    layers = dict.fromkeys(planned.shapes, "6:8")
+    done = prune_checkpoint(jamba, jamba.parent / "out", PruneOptions("6:8", "int8", layers=layers))
+    assert set(done.patterns) | set(done.experts) == set(layers)
+
+
+def test_where_nothing_else_is_left_the_remedy_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16)
+    with pytest.raises(InputError, match=r"8 linears of first Mamba mixers.*--dtype bf16, fp16 or fp32"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "fp8"))
+    assert not (tmp_path / "s").exists()
+
+
+def meta_model(name: str) -> torch.nn.Module:
+    found = ARCHITECTURES[name]
+    known = getattr(transformers, found.model)
+    with torch.device("meta"):
+        model: torch.nn.Module = known(known.config_class(**found.config))
+    return model
