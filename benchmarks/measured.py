@@ -140,10 +140,9 @@ HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
 OTHERS = {"llama-3-8b-int8.jsonl": "8B", "llama-3.2-1b-int8.jsonl": "1B"}
 """Record -> its model."""
 
-UNIFORM = ("6:8", "4:6", "2:4")
-"""Engines of :data:`OTHERS`."""
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
-OURS = (CONTROL, "6:8", "4:6", "2:4")
+UNIFORM = ("6:8", "4:6", "2:4")
+OURS = (CONTROL, *UNIFORM)
 GRAPHS = f"{STOCK}, graphs to 1024"
 LOADS = {
     "burst": "burst: 16 prompts of 1024 tokens",

@@ -90,6 +90,13 @@ def listed(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
+def status_of(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as stop:  # a value that argparse refuses
+        return int(str(stop.code))
+
+
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_a_mistake_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
@@ -97,10 +104,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(folder)
     before = listed(folder)
     capsys.readouterr()
-    try:
-        status = main([*COMMANDS[name], "--json"])
-    except SystemExit as stop:  # a value that argparse refuses
-        status = int(str(stop.code))
+    status = status_of([*COMMANDS[name], "--json"])
     told = capsys.readouterr()
     assert status in (1, 2)
     error = json.loads(told.out)["error"]
@@ -119,10 +123,7 @@ def test_an_empty_path_is_called_so(
     monkeypatch.chdir(folder)
     before = listed(folder)
     capsys.readouterr()
-    try:
-        status = main(words)
-    except SystemExit as stop:
-        status = int(str(stop.code))
+    status = status_of(words)
     told = capsys.readouterr()
     assert status in (1, 2)
     assert "got an empty path; needed the name of a file or a folder" in told.err

@@ -137,10 +137,10 @@ def _refuse_mixture(model: nn.Module) -> None:
     Raises:
         UnsupportedError: It has experts.
     """
-    for one in find_experts(model):
+    if experts := find_experts(model):
         raise UnsupportedError(
             "how fast a mixture of experts is served cannot be foretold",
-            got=f"--at and {one.name}",
+            got=f"--at and {experts[0].name}",
             needed="records of a whole mixture that was served dense and at each pattern",
             remedy="leave out --at, and matrix products alone are modelled",
         )

@@ -204,8 +204,9 @@ def prepare(
     destination = new_folder(usable_path(destination, "destination"), checkpoint.path)
     files = survey(checkpoint.path, {"config.json", INDEX_FILE, *checkpoint.shards}, links)
     require_fetched(files)
-    weights = None if followed is None else fingerprint(checkpoint, checkpoint.config)
-    if followed is not None and weights is not None:
+    weights = None
+    if followed is not None:
+        weights = fingerprint(checkpoint, checkpoint.config)
         followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
     checkpoint = untied(checkpoint) if options.rotate else checkpoint
     job = PruneJob(checkpoint, options, where)

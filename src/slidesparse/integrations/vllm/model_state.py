@@ -107,9 +107,10 @@ class ModelState:
         if named.pattern is None or named.is_exception or not self.unplaced:
             return named.pattern
         others = {name: pattern for name, pattern in self.unplaced.items() if self._may_be(named.name, name)}
-        likely = sorted({named.pattern, *others.values()} - {DENSE}, key=lambda pattern: pattern.density)
+        patterns = {named.pattern, *others.values()}
+        likely = sorted(patterns - {DENSE}, key=lambda pattern: pattern.density)
         found = next((p for p in likely if satisfies(weight, p, start % p.group)), None)
-        if found is not None or DENSE not in {named.pattern, *others.values()}:
+        if found is not None or DENSE not in patterns:
             return found or named.pattern
         if named.pattern != DENSE:
             dense = next(name for name, pattern in others.items() if pattern == DENSE)
