@@ -23,6 +23,8 @@ from slidesparse.bench.vllm_engine import Engine, EngineOptions
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 
 COMPILED = {"enforce_eager": False}
+JOINED = COMPILED | {"additional_config": {"slidesparse": {"backend": "dense"}}}
+"""Every linear dense, and joined with the norm or the activation before it, as a plan's dense linears are."""
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 ADAPTED = ("ask", "ask with adapter")
 NGRAM = "ngram" if find_spec("numba") else "ngram_gpu"
@@ -67,6 +69,11 @@ GROUPS: list[dict[str, Case]] = [
     {
         "reloaded": Case(True, COMPILED, ("ask", "reload", "reload what does not fit")),
         "second weights": Case(True, COMPILED, model="second"),
+    },
+    {
+        "joined, reloaded": Case(True, JOINED, ("ask", "reload")),
+        "joined, second weights": Case(True, JOINED, model="second"),
+        "joined, sleep": Case(True, JOINED | SLEEPS, ("ask", "sleep deeply")),
     },
     both("LoRA", LORA, ADAPTED),
     both("compiled LoRA", LORA | COMPILED, ADAPTED),
@@ -177,6 +184,20 @@ def test_captured_graphs_read_weights_that_are_loaded_again(outcomes: dict[str, 
     before, after, _ = ours.answers
     assert before.tokens != after.tokens
     assert_same(after, second.answers[0])
+
+
+def test_captured_graphs_read_joined_dense_weights_that_are_loaded_again(outcomes: dict[str, Served]) -> None:
+    ours, second = served(outcomes, "joined, reloaded"), served(outcomes, "joined, second weights")
+    slept = served(outcomes, "joined, sleep")
+    for facts in (ours.facts, second.facts, slept.facts):
+        assert facts["sparse"] == 0
+        assert "FULL" in facts["graphs"] or "PIECEWISE" in facts["graphs"]
+    before, after = ours.answers
+    assert before.tokens != after.tokens
+    assert_same(after, second.answers[0])
+    awake, woken = slept.answers
+    assert_same(awake, before)
+    assert_same(woken, before)
 
 
 def test_weights_that_do_not_fit_are_refused_in_one_line(outcomes: dict[str, Served]) -> None:
