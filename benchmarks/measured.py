@@ -26,6 +26,7 @@ from slidesparse.bench.problems import MODELS
 from slidesparse.commands import cards as card_list
 from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
+from slidesparse.gemm.speed_files import file_name
 from slidesparse.pattern import Pattern
 from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
 from slidesparse.report.experts import MEMORY_RATE, operations, share
@@ -35,6 +36,7 @@ from slidesparse.served_records import AGAIN, CONTROL, STOCK, ServeRecord, Step,
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
+H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
 HISTORY = RESULTS / "history/h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
@@ -137,8 +139,15 @@ SERVED = {name: H200 / f"serve/qwen2.5-7b-{name}.jsonl" for name in ("int8", "fp
 MIXTURE = H200 / "serve/qwen3-30b-a3b-12-layers.jsonl"
 HTTP = H200 / "serve/qwen2.5-7b-int8-http.jsonl"
 HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
-OTHERS = {"llama-3-8b-int8.jsonl": "8B", "llama-3.2-1b-int8.jsonl": "1B"}
+OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
 """Record -> its model."""
+
+ON_H100 = {
+    H100 / "serve/qwen2.5-7b-int8.jsonl": "7B",
+    H100 / "serve/llama-3-8b-int8.jsonl": "8B",
+    H100 / "serve/qwen2.5-14b-int8.jsonl": "14B",
+}
+"""The same of an H100."""
 
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
@@ -256,15 +265,15 @@ def served_quick(path: Path, title: str) -> str:
     return markdown((title, *engines), _load_rows([(group, one) for one in engines], LOADS, stock))
 
 
-def served_others() -> str:
-    """The same of several models: of the stock engines the fastest of each row, and the patterns."""
+def served_models(models: Mapping[Path, str], columns: Sequence[str]) -> str:
+    """The same of several models in INT8: of the stock engines the fastest of each row, and some of ours."""
     rows = []
-    for name, model in OTHERS.items():
-        group, engines, stock = _stock_first(H200 / "serve" / name)
+    for path, model in models.items():
+        group, engines, stock = _stock_first(path)
         for label, *cells in _load_rows([(group, one) for one in engines], LOADS, stock):
             shown = dict(zip(engines[stock:], cells[stock:], strict=True))
-            rows.append([f"{model}, {label}", min(cells[:stock], key=float), *(shown.get(p, "-") for p in UNIFORM)])
-    return markdown(("INT8", "stock", *UNIFORM), rows)
+            rows.append([f"{model}, {label}", min(cells[:stock], key=float), *(shown.get(one, "-") for one in columns)])
+    return markdown(("INT8", STOCK, *columns), rows)
 
 
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
@@ -385,17 +394,18 @@ def _step_cells(found: Sequence[Step]) -> list[str]:
 
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TUNED = (("int8", "Qwen2.5-7B"), ("int8", "Qwen2.5-14B"), ("int8", "Llama-3.2-1B"), ("fp8", "Qwen2.5-7B"))
+TUNED_H100 = (("int8", "Qwen2.5-7B"), ("int8", "Llama-3-8B"), ("fp8", "Qwen2.5-7B"))
 
 
-def layers() -> str:
-    """The four linears of a block, by the table that ships."""
-    (path,) = (ROOT / "src").rglob("speed-nvidia-h200.json")
+def layers(gpu: str, tuned: Sequence[tuple[str, str]]) -> str:
+    """The four linears of a block, by a table that ships."""
+    (path,) = (ROOT / "src").rglob(file_name(gpu))
     table = {(one["dtype"], one["out"], one["columns"]): one for one in json.loads(path.read_text())["layers"]}
     rows = []
-    for dtype, model in TUNED:
+    for dtype, model in tuned:
         found = [table[(dtype, *shape)] for shape in MODELS[model]]
         known = [name for name in found[0]["us"] if name.startswith("hopper")]
-        every = (dtype, model) == TUNED[0]
+        every = (dtype, model) == tuned[0]
         names = [name for name in known if every or name.split()[1] in ("2:4", "4:6", "6:8")]
         for name in names:
             lead = [TYPES[dtype], model] if name == names[0] else ["", ""]
@@ -616,7 +626,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-mixture-whole": partial(
         served_quick, H200 / "serve/qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"
     ),
-    "served-others": served_others,
+    "served-others": partial(served_models, OTHERS, UNIFORM),
+    "served-h100": partial(served_models, ON_H100, OURS),
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,
@@ -626,7 +637,8 @@ TABLES: dict[str, Callable[[], str]] = {
         served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
     ),
     "mixed-steps": mixed_steps,
-    "layers": layers,
+    "layers": partial(layers, "NVIDIA H200", TUNED),
+    "layers-h100": partial(layers, "NVIDIA H100 80GB HBM3", TUNED_H100),
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

@@ -42,7 +42,9 @@ from slidesparse.served_records import (
 )
 
 ROOT = Path(__file__).parent.parent
-DTYPES = ("int8", "fp8")
+SERVED = {"h200": ("int8", "fp8"), "h100": ("int8",)}
+"""Folder of records -> types of weights."""
+
 PLUGIN = {CONTROL: "dense", "6:8": "6:8", "4:6": "4:6", "2:4": "2:4"}
 FORMS = {STOCK: "dense", AGAIN: "dense", **PLUGIN}
 """Engine -> form of all its linears. The control's checkpoint follows 6:8, but runs dense."""
@@ -64,15 +66,16 @@ Engines = dict[str, list[Served]]
 
 
 class Records:
-    """The records of one type of weights, and the times of its linears."""
+    """The records of one GPU and type of weights, and the times of its linears."""
 
-    def __init__(self, dtype: str) -> None:
-        path = ROOT / f"results/h200/serve/qwen2.5-7b-{dtype}.jsonl"
+    def __init__(self, folder: str, dtype: str) -> None:
+        path = ROOT / f"results/{folder}/serve/qwen2.5-7b-{dtype}.jsonl"
         found = (r for r in read(ServeRecord, [path]) if r.why_not is None and r.key.graphs is None)
         self.records = [record for record in found if record.key.engine in FORMS]
         self.key, self.machine = self.records[0].key, self.records[0].machine
         self.sets = [PlanSet((str(size),), (size,), ()) for size in MODELS[self.key.model]]
-        self.times = LayerTimes(dtype, torch.device("cpu"))
+        assert self.machine.gpu is not None
+        self.times = LayerTimes(dtype, torch.device("cpu"), self.machine.gpu)
 
     def linears(self, record: ServeRecord, tokens: float) -> float:
         """Microseconds of a decoder layer's linears."""
@@ -122,14 +125,14 @@ def rest(engines: Engines, factors: dict[str, float]) -> Rest:
         rests = (step.us - factors[FORMS[name]] * step.linears for name in names for step in engines[name])
         return round(statistics.fmean(rests), DIGITS)
 
-    return Rest(mean((STOCK, AGAIN)), mean(PLUGIN))
+    return Rest(mean({STOCK, AGAIN} & set(engines)), mean(PLUGIN))
 
 
 def bins(engines: Engines, factors: dict[str, float]) -> tuple[Steps, ...]:
     """Steps by their tokens, of each bin the mean."""
     found: dict[int, Engines] = defaultdict(lambda: defaultdict(list))
-    for name in FORMS:
-        for step in engines[name]:
+    for name, steps in engines.items():
+        for step in steps:
             found[bisect_left(EDGES, step.tokens)][name].append(step)
     made = []
     for _, each in sorted(found.items()):
@@ -141,11 +144,13 @@ def bins(engines: Engines, factors: dict[str, float]) -> tuple[Steps, ...]:
 
 def text() -> str:
     """The file's text."""
-    served = {dtype: Records(dtype) for dtype in DTYPES}
-    one = served["int8"]
-    source = f"{one.key.model} on one {one.machine.gpu}, vLLM {one.machine.vllm}"
-    steps = ServedSteps(source, {dtype: found.loads() for dtype, found in served.items()})
-    return json.dumps(dataclasses.asdict(steps), indent=1) + "\n"
+    steps: dict[str, ServedSteps] = {}
+    for folder, dtypes in SERVED.items():
+        served = {dtype: Records(folder, dtype) for dtype in dtypes}
+        one = served["int8"]
+        source = f"{one.key.model} on one {one.machine.gpu}, vLLM {one.machine.vllm}"
+        steps[one.times.gpu] = ServedSteps(source, {dtype: found.loads() for dtype, found in served.items()})
+    return json.dumps({gpu: dataclasses.asdict(found) for gpu, found in steps.items()}, indent=1) + "\n"
 
 
 def main() -> None:

@@ -336,7 +336,7 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(LayerTimes, "_look_up", measured)
     loads, out = ("prefill:100", "decode:1"), source.parent / "plan.json"
-    wanted = options(source, target=Target(speedup=1.3), at=loads, dtype="fp8")
+    wanted = options(source, target=Target(speedup=1.3), at=loads, dtype="fp8", gpu="H100")
     plan = plan_checkpoint(source, out, wanted)
     assert set(map(str, plan.patterns.values())) == {"dense", "2:4"}
     assert set(plan.speedups) == set(loads)
@@ -346,6 +346,7 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"nats a token, measured with all of it pruned {stored['modelled']['damage_together']:.4f}\n" in words
     assert (stored["at"], stored["dtype"], "mma_gain" in stored) == (list(loads), "fp8", False)
     assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
+    assert "linears: times of an NVIDIA H100 80GB HBM3" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
 
@@ -362,7 +363,7 @@ def test_a_plan_counts_the_time_of_what_it_leaves_alone(source: Path, monkeypatc
     monkeypatch.setattr(LayerTimes, "_look_up", measured)
     wanted = options(source, target=Target(speedup=1.1), at=("decode:8",), ignore=("re:.*mlp",), patterns=("2:4",))
     plan = plan_checkpoint(source, source.parent / "plan.json", wanted)
-    steps = served_steps().dtypes["int8"]
+    steps = served_steps("int8").dtypes["int8"]
     factors, rest = steps.factors["decode"], steps.decode
     left = 2 * (3e3 + 3e3)  # gate and up as one, and down
     pruned = [plan.patterns[f"model.layers.{i}.self_attn.{leaf}"] for i in range(2) for leaf in ("q_proj", "o_proj")]
@@ -442,6 +443,10 @@ def test_loads_without_times(source: Path) -> None:
         plan_checkpoint(source, out, options(source, at=("mix",)))
     with pytest.raises(InputError, match="got --at without --speedup"):
         options(source, at=("mixed",), target=Target(sparsity=0.2))
+    with pytest.raises(InputError, match="--gpu; got no --at"):
+        options(source, gpu="H100")
+    with pytest.raises(InputError, match="--gpu; got A100; needed H100 or H200"):
+        options(source, at=("mixed",), gpu="A100")
     assert not list(source.parent.glob("plan*"))
 
 

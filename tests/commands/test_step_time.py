@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import statistics
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.commands.step_time import (
+    GPUS,
     SERVED_STEPS,
     LayerTimes,
     Loads,
@@ -44,10 +46,10 @@ def times(dtype: str, load: str) -> ServedTime:
 
 @pytest.mark.parametrize("engine", [CONTROL, *map(str, PATTERNS)])
 @pytest.mark.parametrize("workload", [MIXED_LOAD, BURST_LOAD, "decode 64 at 80"])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_what_was_served_is_foretold(dtype: str, workload: str, engine: str) -> None:
+@pytest.mark.parametrize(("gpu", "dtype"), [("h200", "int8"), ("h200", "fp8"), ("h100", "int8")])
+def test_what_was_served_is_foretold(gpu: str, dtype: str, workload: str, engine: str) -> None:
     """Stock vLLM over the plugin with all layers alike, the control's dense ones too."""
-    found = read(ServeRecord, [ROOT / f"results/h200/serve/qwen2.5-7b-{dtype}.jsonl"])
+    found = read(ServeRecord, [ROOT / f"results/{gpu}/serve/qwen2.5-7b-{dtype}.jsonl"])
     asked = [r for r in found if r.workload and r.workload.name == workload]
     served = {r.key.engine: r for r in asked if r.key.engine in (STOCK, AGAIN, engine)}
     seconds = {name: statistics.median(record.seconds) for name, record in served.items()}
@@ -57,7 +59,7 @@ def test_what_was_served_is_foretold(dtype: str, workload: str, engine: str) -> 
 
 
 def over(seconds: dict[str, float], engine: str) -> float:
-    return (seconds[STOCK] + seconds[AGAIN]) / 2 / seconds[engine]
+    return statistics.fmean(seconds[name] for name in (STOCK, AGAIN) if name in seconds) / seconds[engine]
 
 
 def foretold_s(dtype: str, record: ServeRecord) -> float:
@@ -67,8 +69,8 @@ def foretold_s(dtype: str, record: ServeRecord) -> float:
     steps = [f"prefill:{tokens}" for tokens in record.step_tokens or ()]
     loads = {MIXED_LOAD: ["mixed"], BURST_LOAD: steps}.get(name, [f"decode:{record.workload.requests}"])
     pattern = DENSE if engine in (STOCK, AGAIN, CONTROL) else Pattern.parse(engine)
-    us = 0.0
-    for time in served_times(loads, LAYERS, LayerTimes(dtype, torch.device("cpu")), PATTERNS):
+    us, layer_times = 0.0, LayerTimes(dtype, torch.device("cpu"), record.machine.gpu or "")
+    for time in served_times(loads, LAYERS, layer_times, PATTERNS):
         us += time.rest_before if engine in (STOCK, AGAIN) else time.rest
         us += sum(time.of(one, pattern) for one in qwen())
     return us / 1e6
@@ -142,4 +144,23 @@ def test_what_was_not_measured_is_not_invented() -> None:
         times("int8", "mixed").of(odd, PATTERNS[0])
     with pytest.raises(UnsupportedError, match="loads of a plan; got bf16"):
         served_times(["mixed"], 1, LayerTimes("bf16", torch.device("cpu")), PATTERNS)
-    assert set(served_steps().dtypes) == {"int8", "fp8"}
+
+
+def test_a_gpu_has_its_own_constants_or_those_of_the_one_that_has_all() -> None:
+    usual = served_steps("int8")
+    assert set(usual.dtypes) == {"int8", "fp8"}
+    assert served_steps("int8", "NVIDIA B200") is served_steps("fp8", GPUS["H100"]) is usual
+    assert "NVIDIA H100" in served_steps("int8", GPUS["H100"]).source
+    assert set(json.loads(SERVED_STEPS.read_text())) == set(GPUS.values())
+
+
+def test_a_model_is_planned_for_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    named = LayerTimes("int8", cpu, GPUS["H100"])
+    assert named.basis([], []) == ["linears: times of an NVIDIA H100 80GB HBM3, which ship with the package"]
+    assert LayerTimes("int8", cpu).gpu == GPUS["H200"]
+    found = [one.find(PATTERNS[0], 37888, 3584) for one in (named, LayerTimes("int8", cpu))]
+    assert found[0] is not None is not found[1]
+    assert found[0].layer.us != found[1].layer.us
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B200")
+    assert LayerTimes("int8", torch.device("cuda")).gpu == "NVIDIA B200"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -100,8 +101,9 @@ def test_a_dense_copy_is_kept_only_where_the_packed_form_needs_it(
     assert [route.backend for route in lean_routes_of(layer)] == lean
 
 
-def test_no_8_bit_layer_of_the_shipped_table_keeps_a_copy_at_the_usual_patterns() -> None:
-    table = load_speeds(PACKAGED / "speed-nvidia-h200.json")
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("speed-*.json")), ids=lambda path: path.stem)
+def test_no_8_bit_layer_of_a_shipped_table_keeps_a_copy_at_the_usual_patterns(path: Path) -> None:
+    table = load_speeds(path)
     assert table is not None
     eight_bits = [layer for layer in table.layers if layer.dtype in ("int8", "fp8")]
     seen = 0
@@ -110,7 +112,7 @@ def test_no_8_bit_layer_of_the_shipped_table_keeps_a_copy_at_the_usual_patterns(
             seen += 1
             lean = lean_routes_of(replace(layer, us={"dense": layer.us["dense"], "hopper": own}))
             assert [route.backend for route in lean] == ["hopper"], f"{layer.dtype} {layer.out_features} {pattern}"
-    assert seen > 50
+    assert seen > 30
 
 
 @pytest.mark.parametrize(

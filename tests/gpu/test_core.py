@@ -75,7 +75,8 @@ def test_compiled_and_captured(dtype: str) -> None:
     assert torch.equal(captured, eager)
 
 
-def test_checkpoint_on_a_gpu(tmp_path: Path) -> None:
+def test_checkpoint_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # loading measures layers: not into the user's table
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("4:6@50%", "int8"))
     here = slidesparse.load(tmp_path / "s")(tokens()).logits.float()

@@ -186,6 +186,7 @@ def add_plan(commands: Commands) -> None:
         "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
     )
     plan.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at (%(default)s)")
+    plan.add_argument("--gpu", help="H100 or H200, for --at: the one to serve on (default: this machine's, else H200)")
     plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
@@ -225,6 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         ignore=tuple(options.ignore),
         backend=options.backend,
+        gpu=options.gpu,
     )
     with _standard_output_kept_clean():
         plan = plan_checkpoint(source_of(options), options.out, wanted, device=device_of(options))

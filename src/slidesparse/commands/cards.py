@@ -1,7 +1,7 @@
 """Say for each GPU that people serve on which backends can run there, and who has measured them.
 
-Nothing here was measured by this project but what the H200 did. The other figures are those of the SlideSparse paper's
-authors, from the files ``slidesparse/tools/all_results_table/cuBLASLt_baseline_csv/appendix_b_model_kernel_*.csv`` of
+Nothing here was measured by this project but what the H100 and H200 did. The other figures are those of the SlideSparse
+paper's authors, from ``slidesparse/tools/all_results_table/cuBLASLt_baseline_csv/appendix_b_model_kernel_*.csv`` of
 their repository bcacdwk/vllmbench at 92a8ca4: GEMMs of Qwen2.5-7B's four linears by cuSPARSELt, over their own cuBLASLt
 path, at 6:8. Their INT8 figures of a B200 are left out, since their dense GEMM runs far below its rate there.
 """
@@ -86,6 +86,7 @@ CARDS = (
         "H100",
         (9, 0),
         {"int8": (2.10, 1.06, 1.15, 1.06), "fp8": (1.08, 1.08, 1.13, 1.19), "bf16": (0.80, 1.15, 1.11, 1.10)},
+        ours=True,
     ),
     Card("H200", (9, 0), ours=True),
     Card("B200", (10, 0), {"fp8": (1.01, 1.07, 1.09, 1.18), "bf16": (1.08, 1.09, 1.17, 1.20)}),
@@ -179,7 +180,7 @@ def describe_measurement(device_name: str) -> str:
     if card is None or card.measured_by == "nobody":
         return "by nobody that this project knows of: slidesparse tune measures it"
     if card.measured_by == "us":
-        return "by this project: docs/measured.md"
+        return "by this project: docs/measured.md, docs/cards.md"
     gains = "; ".join(f"{dtype} {_gains(values)}" for dtype, values in card.authors.items())
     return f"by the paper's authors, cuSPARSELt at 6:8 over dense, {_at(TOKENS)} tokens: {gains}"
 

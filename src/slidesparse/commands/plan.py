@@ -24,7 +24,7 @@ from slidesparse.commands.plan_file import PLAN_VERSION, about, described
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions
 from slidesparse.commands.plan_sets import PlannedSets, find_sets
 from slidesparse.commands.sensitivity_file import opened_measurements, sensitivity_file
-from slidesparse.commands.step_time import LayerTimes, joined_size, served_steps, served_times
+from slidesparse.commands.step_time import GPUS, LayerTimes, joined_size, served_steps, served_times
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files.calibration import FEWER, SHORTER, Calibration, calibration_windows
 from slidesparse.files.check_tensors import refuse_faults
@@ -158,7 +158,11 @@ def _times(
     if not options.at:
         left_alone = sum(Multiplies().of(one, DENSE) for one in planned.dense)
         return (Multiplies(options.mma_gain, rest=left_alone, rest_before=left_alone),), list(patterns), ()
-    times, sets = LayerTimes(options.dtype, device), planned.with_choices(())
+    if options.gpu is None:
+        times = LayerTimes(options.dtype, device)
+    else:
+        times = LayerTimes(options.dtype, torch.device("cpu"), GPUS[options.gpu])
+    sets = planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
     if not timed:
@@ -172,7 +176,7 @@ def _times(
     basis = [
         *times.basis(timed, sets),
         *([f"{counted(alone, 'linear')} left alone: in 16 bits, in stock vLLM too"] if alone else []),
-        f"all else as served: {served_steps().source}",
+        f"all else as served: {served_steps(options.dtype, times.gpu).source}",
         *([f"left out, since not measured: {left_out}"] if left_out else []),
     ]
     return served, timed, tuple(basis)

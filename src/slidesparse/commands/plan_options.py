@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from slidesparse.commands.step_time import parse_load, served_steps
+from slidesparse.commands.step_time import GPUS, parse_load, served_steps
 from slidesparse.errors import InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.gemm import get_backend
@@ -39,6 +39,7 @@ class PlanOptions:
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
+        gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: this machine's, or an H200's where it has none.
 
     Raises:
         InputError: An option is no value, or contradicts another, whatever the source is.
@@ -53,14 +54,19 @@ class PlanOptions:
     dtype: QuantName = "int8"
     ignore: tuple[str, ...] = ()
     backend: str | None = None
+    gpu: str | None = None
 
     def __post_init__(self) -> None:
         if self.at and self.target.speedup is None:
             raise InputError("loads of a plan", got="--at without --speedup", needed="a speed-up to reach there")
+        if self.gpu is not None and not self.at:
+            raise InputError("--gpu", got="no --at", needed="loads that it is to serve")
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise InputError("--gpu", got=self.gpu, needed=" or ".join(GPUS))
         for pattern in self.patterns:
             Pattern.parse(pattern)
         for load in self.at:
-            parse_load(load, served_steps().dtypes[self.dtype])
+            parse_load(load, served_steps(self.dtype).dtypes[self.dtype])
         get_pruner(self.method)
         if self.backend is not None:
             get_backend(self.backend)

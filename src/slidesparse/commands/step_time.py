@@ -29,14 +29,20 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem
 from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_measured
 from slidesparse.gemm.speed import DENSE as DENSE_FORM
-from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, SpeedTable, find_nearest
-from slidesparse.gemm.speed_files import PACKAGED, load_speeds, tables_for
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, find_nearest
+from slidesparse.gemm.speed_files import PACKAGED, file_name, load_speeds, tables_for
 from slidesparse.gemm.time_model import lean_routes_of, time_at
 from slidesparse.models.choose_patterns import PlanSet
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import parse_dtype
 
 SERVED_STEPS = Path(__file__).parent / "served_steps.json"
+
+SHIPPED_GPU = "NVIDIA H200"
+"""The GPU that a model is planned for on a machine without one. It has constants of every type."""
+
+GPUS = {"H100": "NVIDIA H100 80GB HBM3", "H200": SHIPPED_GPU}
+"""What people call a GPU that has constants -> its name."""
 
 MOST_TOKENS = 10**6
 """Most tokens of a step that is asked for."""
@@ -88,7 +94,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """The file of constants.
+    """The constants of one GPU.
 
     Attributes:
         source: Model, GPU and engine of the records.
@@ -99,11 +105,25 @@ class ServedSteps:
     dtypes: dict[str, Loads]
 
 
+def served_steps(dtype: str, gpu: str = SHIPPED_GPU) -> ServedSteps:
+    """Return the constants of a GPU, or those of :data:`SHIPPED_GPU` where it has none of a type of weights.
+
+    Raises:
+        UnsupportedError: There are none of the type.
+    """
+    known = _known_steps()
+    found = known.get(gpu, known[SHIPPED_GPU])
+    if dtype not in found.dtypes:
+        found = known[SHIPPED_GPU]
+    if dtype not in found.dtypes:
+        raise UnsupportedError("loads of a plan", got=dtype, needed=" or ".join(found.dtypes))
+    return found
+
+
 @lru_cache(maxsize=1)
-def served_steps() -> ServedSteps:
-    """Return what the package's file holds."""
-    read: ServedSteps = decode(ServedSteps, load_json(SERVED_STEPS), "served_steps")
-    return read
+def _known_steps() -> dict[str, ServedSteps]:
+    """Name of a GPU -> what the package's file holds of it."""
+    return {gpu: decode(ServedSteps, value, gpu) for gpu, value in load_json(SERVED_STEPS).items()}
 
 
 def parse_load(text: str, loads: Loads) -> tuple[Steps, ...]:
@@ -133,10 +153,15 @@ class LayerTimes:
         dtype: ``int8`` or ``fp8``.
         device: Where the model will run: of a GPU the times that a server there goes by, of a CPU those that ship with
             the package.
+        gpu: Which of these.
+
+    Attributes:
+        gpu: The GPU whose times they are.
     """
 
-    def __init__(self, dtype: str, device: torch.device) -> None:
+    def __init__(self, dtype: str, device: torch.device, gpu: str = SHIPPED_GPU) -> None:
         self.dtype, self.device = dtype, device
+        self.gpu = torch.cuda.get_device_name(device) if can_be_timed(device) else gpu
         self._found: dict[tuple[str, int, int], MeasuredLayer | None] = {}
 
     def find(self, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
@@ -151,7 +176,9 @@ class LayerTimes:
         if can_be_timed(self.device):
             names = backends_to_compare(problem)
             return find_measured(problem, names) if names else None
-        there = self._shipped().installation
+        shipped = load_speeds(PACKAGED / file_name(self.gpu))
+        assert shipped is not None
+        there = shipped.installation
         return find_nearest(tables_for(there), there, self.dtype, str(pattern), out, columns)
 
     def us(self, one: PlanSet, pattern: Pattern, among: Sequence[Pattern], tokens: float) -> float:
@@ -183,16 +210,10 @@ class LayerTimes:
     def basis(self, patterns: Sequence[Pattern], sets: Sequence[PlanSet]) -> list[str]:
         """Return what the times of sets and patterns rest on, in words, the most frequent first."""
         if not can_be_timed(self.device):
-            return [f"linears: times of an {self._shipped().installation.gpu}, which ship with the package"]
+            return [f"linears: times of an {self.gpu}, which ship with the package"]
         found = [self.find(pattern, *joined_size(one)) for one in sets for pattern in patterns]
         counts = Counter(one.describe() for one in found if one is not None)
         return [f"linears ({count} of {len(found)}): {text}" for text, count in counts.most_common()]
-
-    @staticmethod
-    def _shipped() -> SpeedTable:
-        (table, *_) = (load_speeds(path) for path in sorted(PACKAGED.glob("speed-*.json")))
-        assert table is not None
-        return table
 
 
 def _backend(layer: LayerSpeed, tokens: float) -> str:
@@ -276,11 +297,8 @@ def served_times(
         InputError: A load is none.
         UnsupportedError: The type has no constants, or a linear that is left alone no times.
     """
-    known = served_steps().dtypes
-    if times.dtype not in known:
-        raise UnsupportedError("loads of a plan", got=times.dtype, needed=" or ".join(known))
-    constants, found = known[times.dtype], []
-    wide, among = LayerTimes(WIDE, times.device), [*patterns, Pattern.parse("2:4")]
+    constants, found = served_steps(times.dtype, times.gpu).dtypes[times.dtype], []
+    wide, among = LayerTimes(WIDE, times.device, times.gpu), [*patterns, Pattern.parse("2:4")]
     for text in dict.fromkeys(loads):
         steps, factors = parse_load(text, constants), constants.factors[text.partition(":")[0]]
         us = sum(step.count * wide.us(one, DENSE, among, step.tokens) for step in steps for one in left_alone)
