@@ -186,3 +186,14 @@ def test_patterns_are_compared_by_the_times_of_one_gpu(known: str, monkeypatch: 
         assert len(dense) == 1
         assert (layer_times.find(among[0], *joined_size(one)) is None) == (known != GPUS["H200"])
     assert there.us(one, PATTERNS[0], among, 64) == shipped.us(one, PATTERNS[0], among, 64)
+
+
+def test_the_page_says_how_far_factors_are_from_one() -> None:
+    found = [
+        abs(factor - 1)
+        for gpu in json.loads(SERVED_STEPS.read_text()).values()
+        for loads in gpu["dtypes"].values()
+        for factors in loads["factors"].values()
+        for factor in factors.values()
+    ]
+    assert f"each take up to {100 * max(found):.0f} % more or less" in (ROOT / "docs/pruning.md").read_text()
