@@ -173,6 +173,12 @@ def test_on_one_machine_the_gpu_computes_a_little_faster_at_6_of_8(name: str) ->
     assert f"the GPU computes {over:.2f} times as fast as in the control" in (ROOT / "docs/measured.md").read_text()
 
 
+def test_what_the_page_says_of_hosts_that_decided() -> None:
+    (group,) = MEASURED["groups"](MEASURED["read"](MEASURED["ServeRecord"], [SERVED / "llama-3.2-1b-int8.jsonl"]))
+    busy = [100 * served["decode 64 at 80"].power.busy for served in group.records.values()]
+    assert f"computes for {min(busy):.0f} to {max(busy):.0f} % of the time" in (ROOT / "docs/measured.md").read_text()
+
+
 def test_most_of_a_mixed_step_is_dense_at_6_of_8() -> None:
     """And the host was slower in the minutes of 6:8, by what vLLM's own part of a step took."""
     rows = [line.split(" | ") for line in MEASURED["mixed_steps"]().splitlines()[2:]]

@@ -65,6 +65,13 @@ def test_memory_figures(pattern: str, share: str) -> None:
     assert f"{share} of dense 8-bit at {pattern}" in README or f"{share} at {pattern}" in README
 
 
+def test_as_many_architectures_as_the_page_has() -> None:
+    page = (ROOT / "docs/models.md").read_text()
+    rows = page[page.index("<!-- models -->") : page.index("<!-- end -->")].splitlines()
+    treated = sum(row.count("`") // 2 for row in rows if "| refused |" not in row)
+    assert f"about {round(treated, -1)} architectures" in README
+
+
 def test_linked_files_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
