@@ -71,6 +71,8 @@ def test_a_changed_figure_is_noticed() -> None:
 
 
 STARTS = ROOT / "results/h200/vllm/http-starts.txt"
+SERVED = ROOT / "results/h200/serve"
+LOG = "docs/log/served-models.md"
 
 
 def test_figures_in_sentences_are_those_of_the_records() -> None:
@@ -106,9 +108,9 @@ def test_what_the_readme_says_of_requests_over_http() -> None:
     best = f"{min(map(float, first[1:4])):.0f}"
     readme = (ROOT / "README.md").read_text()
     assert f"serve the mixed load {gains[0]}, {gains[1]} and {gains[2]} times as fast" in readme
-    assert f"after {waits[0]}, {waits[1]} and {waits[2]} ms, there after {best}" in readme
     larger, five = (gains_of(MEASURED["TABLES"][f"served-http-{name}"]()) for name in ("graphs", "five"))
     said = " ".join(readme.split())
+    assert f"after {waits[0]}, {waits[1]} and {waits[2]} ms, in stock after {best}." in said
     assert f"6:8 and 2:4 serve it {larger['6:8']} and {larger['2:4']} times as fast" in said
     assert f"6:8 had {five['6:8']} and {five['6:8 again']}, 4:6 had {five['4:6']} and 2:4 {five['2:4']}." in said
 
@@ -146,6 +148,35 @@ def test_what_the_pages_say_of_the_served_loads() -> None:
     mixed = {engine: served["mixed"].power for engine, served in MEASURED["served_group"]("int8").records.items()}
     kilojoules = {engine: f"{power.energy_j / 1e3:.1f}" for engine, power in mixed.items()}
     assert [kilojoules[engine] for engine in ("6:8", "stock again", "control")] == ["17.3", "18.3", "17.2"]
+
+
+def test_what_the_pages_say_of_an_h100() -> None:
+    (group,) = MEASURED["groups"](
+        MEASURED["read"](MEASURED["ServeRecord"], [MEASURED["H100"] / "serve/qwen2.5-7b-int8.jsonl"])
+    )
+    mixed = {engine: served["mixed"].power.energy_j / 2e3 for engine, served in group.records.items()}
+    over = {base: f"{group.over(base, '6:8', 'mixed'):.2f}" for base in ("control", "stock")}
+    saved = 1 - mixed["6:8"] / mixed["control"]
+    readme, cards, log = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/cards.md", LOG))
+    said = f"mixed load {over['control']} times as fast as the control, and {over['stock']} times as fast as stock"
+    assert said in readme
+    assert f"the control, too: {over['control']} in the mixed load, for {100 * saved:.0f} % less energy" in cards
+    kilojoules = [f"{mixed[engine]:.1f}" for engine in ("6:8", "control", "stock")]
+    assert "takes {} kJ where the control takes {} and stock {}".format(*kilojoules) in log
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b-int8-http", "qwen2.5-7b-int8-http-five"])
+def test_on_one_machine_the_gpu_computes_a_little_faster_at_6_of_8(name: str) -> None:
+    (group,) = MEASURED["groups"](MEASURED["read"](MEASURED["ServeRecord"], [SERVED / f"{name}.jsonl"]))
+    over = MEASURED["_computing"](group, "control") / MEASURED["_computing"](group, "6:8")
+    assert f"{over:.2f}" == "1.03"
+    assert f"the GPU computes {over:.2f} times as fast as in the control" in (ROOT / "docs/measured.md").read_text()
+
+
+def test_what_the_page_says_of_hosts_that_decided() -> None:
+    (group,) = MEASURED["groups"](MEASURED["read"](MEASURED["ServeRecord"], [SERVED / "llama-3.2-1b-int8.jsonl"]))
+    busy = [100 * served["decode 64 at 80"].power.busy for served in group.records.values()]
+    assert f"computes for {min(busy):.0f} to {max(busy):.0f} % of the time" in (ROOT / "docs/measured.md").read_text()
 
 
 def test_most_of_a_mixed_step_is_dense_at_6_of_8() -> None:
@@ -259,6 +290,24 @@ def test_the_first_release_has_its_changes() -> None:
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
         assert target.startswith("http") or (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)", path.read_text()):
+        page = path.parent / target if target else path
+        assert target.startswith("http") or page.suffix != ".md" or anchor in anchors(page), f"{target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings that GitHub and MkDocs give alike: a dash between spaces makes two."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "", text)).strip().lower() for text in headings]
+    return {text.replace(" ", "-") for text in plain if "  " not in text}
+
+
+@pytest.mark.parametrize("path", [*PAGES, INDEX["INDEX"]], ids=name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(path: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        cells = [row.count("|") for row in table.splitlines()]
+        assert len(set(cells)) == 1, table
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path not in DRAWN], ids=name)

@@ -63,7 +63,10 @@ def test_whose_measurement_there_is() -> None:
     assert [name for name, by in whose.items() if by == "us"] == ["H100", "H200"]
     assert {name for name, by in whose.items() if by == "nobody"} == {"L40S", "B300", "RTX 5090"}
     assert [card.name for card in CARDS if card.is_slower] == ["GB10"]
-    assert "by this project" in cards.describe_measurement("NVIDIA H200")
+    for known in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        assert "by this project" in cards.describe_measurement(known)
+    assert "by the paper's authors" in cards.describe_measurement("NVIDIA H100 PCIe")
+    assert "Their H100 is the PCIe card" in PAGE
     for unknown in ("NVIDIA L40S", "NVIDIA GH200 480GB"):
         assert "by nobody" in cards.describe_measurement(unknown)
     assert cards.describe_measurement("NVIDIA B200") == (

@@ -96,7 +96,7 @@ def test_tables_are_found_by_the_name_of_the_gpu(cache: Path) -> None:
 
 def test_packaged_tables_serve_gpus_of_their_capability() -> None:
     h100 = Installation("NVIDIA H100 PCIe", "9.0", None, LIBRARIES)
-    assert {table.installation.gpu for table in tables_for(h100)} == {"NVIDIA H200"}
+    assert {table.installation.gpu for table in tables_for(h100)} == {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
     assert all(table.packaged for table in tables_for(h100))
     assert tables_for(replace(h100, gpu="NVIDIA A100", capability="8.0")) == []
 

@@ -192,7 +192,7 @@ def add_plan(commands: Commands) -> None:
     plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
-    add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, default", required=True)
+    add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)
 
 
 @contextmanager
