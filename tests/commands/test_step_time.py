@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from slidesparse.bench.problems import MODELS
-from slidesparse.commands import step_time
 from slidesparse.commands.step_time import (
     GPUS,
     SERVED_STEPS,
@@ -20,14 +19,11 @@ from slidesparse.commands.step_time import (
     Rest,
     ServedTime,
     Steps,
-    joined_size,
     parse_load,
     served_steps,
     served_times,
 )
 from slidesparse.errors import InputError, UnsupportedError
-from slidesparse.gemm import select
-from slidesparse.gemm.speed import Installation
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.served_records import AGAIN, BURST_LOAD, CONTROL, MIXED_LOAD, STOCK, ServeRecord, read
@@ -168,24 +164,6 @@ def test_a_model_is_planned_for_the_gpu_that_is_named(monkeypatch: pytest.Monkey
     assert found[0].layer.us != found[1].layer.us
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA B200")
     assert LayerTimes("int8", torch.device("cuda")).gpu == "NVIDIA B200"
-
-
-@pytest.mark.parametrize("known", [GPUS["H100"], GPUS["H200"], "NVIDIA H20"])
-def test_patterns_are_compared_by_the_times_of_one_gpu(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of the H200 has more patterns than that of the H100, and other times of dense layers."""
-    here = Installation(known, "9.0", None, {"dense": "", "hopper": ""})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: known)
-    monkeypatch.setattr(step_time, "backends_to_compare", lambda _: ["dense", "hopper"])
-    monkeypatch.setattr(step_time, "installation", lambda _: here)
-    monkeypatch.setattr(select, "installation", lambda _: here)
-    there = LayerTimes("int8", torch.device("cuda"))
-    shipped = LayerTimes("int8", torch.device("cpu"), known if known in GPUS.values() else GPUS["H100"])
-    among, (one, *_) = [Pattern.parse("8:10"), *PATTERNS], qwen()
-    for layer_times in (there, shipped):
-        dense = {layer_times.us(one, DENSE, order, 64) for order in (among, PATTERNS)}
-        assert len(dense) == 1
-        assert (layer_times.find(among[0], *joined_size(one)) is None) == (known != GPUS["H200"])
-    assert there.us(one, PATTERNS[0], among, 64) == shipped.us(one, PATTERNS[0], among, 64)
 
 
 def test_the_page_says_how_far_factors_are_from_one() -> None:

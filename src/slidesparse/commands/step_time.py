@@ -27,9 +27,9 @@ import torch
 from slidesparse.base.typed_json import decode, load_json
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm import Problem
-from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_measured, installation
+from slidesparse.gemm.select import backends_to_compare, can_be_timed, find_measured
 from slidesparse.gemm.speed import DENSE as DENSE_FORM
-from slidesparse.gemm.speed import Installation, LayerSpeed, MeasuredLayer, SpeedTable, find_nearest
+from slidesparse.gemm.speed import LayerSpeed, MeasuredLayer, find_nearest
 from slidesparse.gemm.speed_files import PACKAGED, file_name, load_speeds, tables_for
 from slidesparse.gemm.time_model import lean_routes_of, time_at
 from slidesparse.models.choose_patterns import PlanSet
@@ -147,7 +147,7 @@ def parse_load(text: str, loads: Loads) -> tuple[Steps, ...]:
 
 
 class LayerTimes:
-    """Measured times of layers of one type on one GPU, by size and pattern.
+    """Measured times of layers of one type, by size and pattern.
 
     Args:
         dtype: ``int8`` or ``fp8``.
@@ -175,16 +175,11 @@ class LayerTimes:
         problem = Problem(pattern, parse_dtype(self.dtype), out, columns, self.device)
         if can_be_timed(self.device):
             names = backends_to_compare(problem)
-            return find_measured(problem, names, self._of_one_gpu(installation(self.device))) if names else None
+            return find_measured(problem, names) if names else None
         shipped = load_speeds(PACKAGED / file_name(self.gpu))
         assert shipped is not None
         there = shipped.installation
-        return find_nearest(self._of_one_gpu(there), there, self.dtype, str(pattern), out, columns)
-
-    def _of_one_gpu(self, here: Installation) -> list[SpeedTable]:
-        """Tables of the GPU here where one has the type, else of the next: patterns are compared with each other."""
-        known = [table for table in tables_for(here) if any(layer.dtype == self.dtype for layer in table.layers)]
-        return [table for table in known if table.installation.gpu == known[0].installation.gpu]
+        return find_nearest(tables_for(there), there, self.dtype, str(pattern), out, columns)
 
     def us(self, one: PlanSet, pattern: Pattern, among: Sequence[Pattern], tokens: float) -> float:
         """Return the microseconds of a set's linears as one layer.

@@ -40,7 +40,6 @@ from slidesparse.gemm.speed import (
     Installation,
     LayerSpeed,
     MeasuredLayer,
-    SpeedTable,
     WrongForm,
     find_nearest,
     is_wrong,
@@ -207,23 +206,14 @@ def _only(backend: str, reason: str, able: str | None = None) -> Choice:
     return Choice((Route(0, backend),), reason, able=able)
 
 
-def find_measured(
-    problem: Problem, names: Sequence[str], tables: Sequence[SpeedTable] | None = None
-) -> MeasuredLayer | None:
-    """Return the measured layer by which some backends are chosen for a problem on a GPU; None without one.
-
-    Args:
-        problem: The problem.
-        names: The backends.
-        tables: Where to look; None: in all that say something about the GPU.
-    """
+def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | None:
+    """Return the measured layer by which some backends are chosen for a problem on a GPU; None without one."""
     if not can_be_timed(problem.device):
         return None
     here = installation(problem.device)
-    tables = tables_for(here) if tables is None else tables
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
-    return find_nearest(tables, compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    return find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
 
 
 def can_be_timed(device: torch.device) -> bool:
