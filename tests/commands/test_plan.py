@@ -28,7 +28,7 @@ from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
-from slidesparse.commands.step_time import LayerTimes, served_steps
+from slidesparse.commands.step_time import GPUS, LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files import identity
 from slidesparse.files.calibration import Calibration, calibration_windows
@@ -332,7 +332,7 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     def measured(_: LayerTimes, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
         share = {"2:4": 0.5, "8:10": 1.0}.get(str(pattern))
         us = {} if share is None else {"dense": (1e3, 1e5), "hopper": (1e3 * share, 1e5 * share)}
-        return MeasuredLayer(LayerSpeed("fp8", out, columns, (1, 100), us)) if us else None
+        return MeasuredLayer(LayerSpeed("fp8", out, columns, (1, 100), us), gpu=GPUS["H100"]) if us else None
 
     monkeypatch.setattr(LayerTimes, "_look_up", measured)
     loads, out = ("prefill:100", "decode:1"), source.parent / "plan.json"
@@ -344,9 +344,9 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     stored, words = json.loads(out.read_text()), describe(plan, wanted, out)
     assert stored["modelled"]["speedups"] == plan.speedups
     assert f"nats a token, measured with all of it pruned {stored['modelled']['damage_together']:.4f}\n" in words
-    assert (stored["at"], stored["dtype"], "mma_gain" in stored) == (list(loads), "fp8", False)
+    assert (stored["at"], stored["dtype"], stored["gpu"], "mma_gain" in stored) == (list(loads), "fp8", "H100", False)
     assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
-    assert "linears: times of an NVIDIA H100 80GB HBM3" in words
+    assert "linears (16 of 16): times of an NVIDIA H100 80GB HBM3" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
 

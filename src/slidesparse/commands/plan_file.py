@@ -153,7 +153,7 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     """Return a plan and what it was asked for, for JSON."""
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        **({"at": list(options.at), "dtype": options.dtype} if options.at else {"mma_gain": float(options.mma_gain)}),
+        **(_served(options) if options.at else {"mma_gain": float(options.mma_gain)}),
         "modelled": {
             "speedup": plan.speedup,
             "sparsity": plan.sparsity,
@@ -164,3 +164,9 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }
+
+
+def _served(options: PlanOptions) -> dict[str, Any]:
+    """Return the loads of a plan, the type, and the GPU where one was named."""
+    named = {} if options.gpu is None else {"gpu": options.gpu}
+    return {"at": list(options.at), "dtype": options.dtype, **named}
