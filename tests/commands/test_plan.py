@@ -680,6 +680,22 @@ def test_layers_that_a_plan_does_not_name_are_told(source: Path, capsys: pytest.
     assert "no pattern" not in capsys.readouterr().err
 
 
+def test_layers_that_a_model_lacks_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As when the plan of a larger model of the family is taken, by hand or by mistake."""
+    names = [f"model.layers.{i}.mlp.{leaf}_proj" for i in (1, 2, 3) for leaf in ("up", "down")]
+    plan = {"version": 1, "method": "magnitude", "layers": dict.fromkeys(names, "6:8")}
+    (source.parent / "plan.json").write_text(json.dumps(plan))
+    prune = ["prune", str(source), str(source.parent / "s"), "--plan", str(source.parent / "plan.json")]
+    for more in ([], ["--dry-run"]):
+        assert main([*prune, "--dtype", "int8", "--device", "cpu", *more]) == 1
+        assert capsys.readouterr().err == (
+            f"slidesparse: the plan has a pattern for 4 linears that {source} lacks or leaves alone; got"
+            " model.layers.2.mlp.up_proj, model.layers.2.mlp.down_proj, model.layers.3.mlp.up_proj and 1 more; needed"
+            " linears such as model.layers.0.self_attn.q_proj; make a plan of this model with slidesparse plan\n"
+        )
+    assert not (source.parent / "s").exists()
+
+
 def test_lines_that_somebody_has_removed_from_a_plan_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights are those of the checkpoint, so that nothing else tells."""
     folder = source.parent
