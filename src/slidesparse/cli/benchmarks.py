@@ -304,10 +304,11 @@ def _report(options: argparse.Namespace) -> int:
     served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
     profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
     others = [path for path in kinds if path not in (*served, *profiled)]
-    written = write_report(read_records(others), options.out) if others else []
+    records = read_records(others)
+    loads = served_records.read(served_records.ServeRecord, served)
+    steps = served_records.read(served_records.TimelineRecord, profiled)
+    written = write_report(records, options.out) if others else []
     if served or profiled:
-        loads = served_records.read(served_records.ServeRecord, served)
-        steps = served_records.read(served_records.TimelineRecord, profiled)
         written += write_serve_report(loads, steps, options.out)
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0
