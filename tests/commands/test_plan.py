@@ -435,10 +435,10 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
 def test_loads_without_times(source: Path) -> None:
     """The layers of the model are smaller than any that was measured."""
     out = source.parent / "plan.json"
-    with pytest.raises(
-        UnsupportedError, match=r"no times of these layers; got int8, 8:10, .*; measure them with slide"
-    ):
-        plan_checkpoint(source, out, options(source, at=("mixed",)))
+    told = "no layer like model.layers.0.self_attn.q_proj was measured; got 8:10, 6:8, .*, int8, 128x64; measure it"
+    told += " with slidesparse tune --dtype int8 on a machine with an NVIDIA H100 80GB HBM3, and plan there; or leave"
+    with pytest.raises(UnsupportedError, match=told):
+        plan_checkpoint(source, out, options(source, at=("mixed",), gpu="H100"))
     with pytest.raises(InputError, match="load of a plan; got 'mix'"):
         plan_checkpoint(source, out, options(source, at=("mix",)))
     with pytest.raises(InputError, match="got --at without --speedup"):
@@ -777,8 +777,9 @@ def test_bad_input(source: Path) -> None:
     refuse("not a pattern", patterns=("6_8",))
     refuse("no choice of patterns reaches the target", target=Target(speedup=3.0))
     refuse(
-        "cusparselt cannot run 8:10 at model.layers.0.self_attn.q_proj: it needs a CUDA device; leave",
+        "cusparselt cannot run 8:10 at model.layers.0.self_attn.q_proj in fp8: it needs a CUDA device; leave out --b",
         backend="cusparselt",
+        dtype="fp8",
     )
     with pytest.raises(InputError, match="folder of the plan does not exist"):
         plan_checkpoint(source, folder / "no/plan.json", options(source))

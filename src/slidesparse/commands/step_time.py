@@ -210,10 +210,16 @@ class LayerTimes:
             than = time_at(layer, DENSE_FORM, tokens)
             if us is not None and dense is not None and than is not None:
                 return us * (dense / than)
-        raise UnsupportedError(
+        raise self.lacking(one, pattern)
+
+    def lacking(self, one: PlanSet, *patterns: Pattern) -> UnsupportedError:
+        """Return the error of a set that has no times."""
+        where = "" if can_be_timed(self.device) else f" on a machine with an {self.gpu}, and plan there"
+        out, columns = joined_size(one)
+        return UnsupportedError(
             f"no layer like {one.names[0]} was measured",
-            got=f"{pattern}, {self.dtype}, {out}x{columns}",
-            remedy="measure it with slidesparse tune, or leave out --at",
+            got=f"{', '.join(map(str, patterns))}, {self.dtype}, {out}x{columns}",
+            remedy=f"measure it with slidesparse tune --dtype {self.dtype}{where}; or leave out --at",
         )
 
     def basis(self, patterns: Sequence[Pattern], sets: Sequence[PlanSet]) -> list[str]:
