@@ -439,6 +439,8 @@ def test_loads_without_times(source: Path) -> None:
     told += " with slidesparse tune --dtype int8 on a machine with an NVIDIA H100 80GB HBM3, and plan there; or leave"
     with pytest.raises(UnsupportedError, match=told):
         plan_checkpoint(source, out, options(source, at=("mixed",), gpu="H100"))
+    with pytest.raises(UnsupportedError, match=r"self_attn.q_proj was measured; got dense, int8, 128x64; measure"):
+        plan_checkpoint(source, out, options(source, at=("mixed",), patterns=("dense",)))
     with pytest.raises(InputError, match="load of a plan; got 'mix'"):
         plan_checkpoint(source, out, options(source, at=("mix",)))
     with pytest.raises(InputError, match="got --at without --speedup"):

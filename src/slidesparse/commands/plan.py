@@ -166,7 +166,7 @@ def _times(
     sets = planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
-    if not timed:
+    if patterns and not timed:
         unknown = (one for one in sets if not any(times.find(p, *joined_size(one)) for p in patterns))
         raise times.lacking(next(unknown, sets[0]), *patterns)
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)

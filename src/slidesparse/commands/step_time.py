@@ -224,12 +224,16 @@ class LayerTimes:
 
     def basis(self, patterns: Sequence[Pattern], sets: Sequence[PlanSet]) -> list[str]:
         """Return what the times of sets and patterns rest on, in words, the most frequent first."""
+        sizes = [joined_size(one) for one in sets for _ in patterns]
         found = [self.find(pattern, *joined_size(one)) for one in sets for pattern in patterns]
+        told = [self._describe(one, size) for one, size in zip(found, sizes, strict=True) if one is not None]
+        return [f"linears ({count} of {len(found)}): {text}" for text, count in Counter(told).most_common()]
+
+    def _describe(self, found: MeasuredLayer, size: tuple[int, int]) -> str:
         if can_be_timed(self.device):
-            counts = Counter(one.describe() for one in found if one is not None)
-        else:
-            counts = Counter(f"times of an {one.gpu}, which ship with the package" for one in found if one is not None)
-        return [f"linears ({count} of {len(found)}): {text}" for text, count in counts.most_common()]
+            return found.describe()
+        other = "" if (found.layer.out, found.layer.columns) == size else ", of layers of other sizes"
+        return f"times of an {found.gpu}, which ship with the package{other}"
 
 
 def _backend(layer: LayerSpeed, tokens: float) -> str:
