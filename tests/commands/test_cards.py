@@ -63,7 +63,11 @@ def test_whose_measurement_there_is() -> None:
     assert [name for name, by in whose.items() if by == "us"] == ["H100", "H200"]
     assert {name for name, by in whose.items() if by == "nobody"} == {"L40S", "B300", "RTX 5090"}
     assert [card.name for card in CARDS if card.is_slower] == ["GB10"]
-    assert "by this project" in cards.describe_measurement("NVIDIA H200")
+    assert cards.describe_measurement("NVIDIA H200") == "by this project: docs/measured.md, docs/cards.md"
+    both = cards.describe_measurement("NVIDIA H100 PCIe")  # on which they measured, and this project did not
+    assert both.startswith(
+        "by this project: docs/measured.md, docs/cards.md; by the paper's authors, cuSPARSELt at 6:8"
+    )
     for unknown in ("NVIDIA L40S", "NVIDIA GH200 480GB"):
         assert "by nobody" in cards.describe_measurement(unknown)
     assert cards.describe_measurement("NVIDIA B200") == (

@@ -179,10 +179,11 @@ def describe_measurement(device_name: str) -> str:
     card = find_card(device_name)
     if card is None or card.measured_by == "nobody":
         return "by nobody that this project knows of: slidesparse tune measures it"
-    if card.measured_by == "us":
-        return "by this project: docs/measured.md, docs/cards.md"
-    gains = "; ".join(f"{dtype} {_gains(values)}" for dtype, values in card.authors.items())
-    return f"by the paper's authors, cuSPARSELt at 6:8 over dense, {_at(TOKENS)} tokens: {gains}"
+    told = ["by this project: docs/measured.md, docs/cards.md"] if card.ours else []
+    if card.authors:
+        gains = "; ".join(f"{dtype} {_gains(values)}" for dtype, values in card.authors.items())
+        told.append(f"by the paper's authors, cuSPARSELt at 6:8 over dense, {_at(TOKENS)} tokens: {gains}")
+    return "; ".join(told)
 
 
 def table(cards: Iterable[Card] = CARDS) -> list[tuple[str, ...]]:
