@@ -335,6 +335,25 @@ def test_tune_does_one_thing(given: list[str], capsys: pytest.CaptureFixture[str
     assert f"argument --from: not allowed with argument {given[0]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("instead", ["--share", "--from"])
+def test_tune_refuses_what_to_measure_where_it_measures_nothing(
+    instead: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Model, pattern and all were passed over without a word."""
+    file = str(tmp_path / "f.json")
+    for given, told in (
+        (["Qwen2.5-7B", instead, file], "MODEL"),
+        ([instead, file, "--models", "Qwen2.5-7B", "--tokens", "64", "--dtype", "int8"], "MODEL, --dtype, --tokens"),
+        ([instead, file, "--pattern", "6:8", "--backends", "hopper"], "--pattern, --backends"),
+    ):
+        assert main(["tune", *given]) == 1
+        assert capsys.readouterr().err == (
+            f"slidesparse: {instead}; got {told}; needed none of these: it measures nothing;"
+            f" leave out {instead} to measure, or leave out the rest\n"
+        )
+    assert not (tmp_path / "f.json").exists()
+
+
 def _run_module(*arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
     """Run ``python -m slidesparse`` with the modules of a folder before all others."""
     folders = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -332,7 +332,15 @@ def _parse_text(path: Path, text: str, parse: Callable[[str], T]) -> list[T]:
         try:
             records.append(parse(line))
         except InputError as error:
-            cut = number == len(lines) and not text.endswith("\n")
+            cut = number == len(lines) and not text.endswith("\n") and not _is_json(line)
             remedy = "its writer was stopped in the middle of it: delete that line" if cut else None
             raise error.located(f"{path}, line {number}", remedy) from error
     return records
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -28,7 +28,7 @@ from slidesparse.commands.plan_file import as_options, read_plan
 from slidesparse.commands.plan_options import HELD_OUT, PlanOptions, parse_gain
 from slidesparse.commands.plan_words import describe
 from slidesparse.commands.sensitivity_file import opened_measurements
-from slidesparse.commands.step_time import LayerTimes, served_steps
+from slidesparse.commands.step_time import GPUS, LayerTimes, served_steps
 from slidesparse.errors import CheckpointError, InputError, UnsupportedError
 from slidesparse.files import identity
 from slidesparse.files.calibration import Calibration, calibration_windows
@@ -332,7 +332,7 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     def measured(_: LayerTimes, pattern: Pattern, out: int, columns: int) -> MeasuredLayer | None:
         share = {"2:4": 0.5, "8:10": 1.0}.get(str(pattern))
         us = {} if share is None else {"dense": (1e3, 1e5), "hopper": (1e3 * share, 1e5 * share)}
-        return MeasuredLayer(LayerSpeed("fp8", out, columns, (1, 100), us)) if us else None
+        return MeasuredLayer(LayerSpeed("fp8", out, columns, (1, 100), us), gpu=GPUS["H100"]) if us else None
 
     monkeypatch.setattr(LayerTimes, "_look_up", measured)
     loads, out = ("prefill:100", "decode:1"), source.parent / "plan.json"
@@ -344,9 +344,9 @@ def test_a_plan_by_measured_times(source: Path, monkeypatch: pytest.MonkeyPatch)
     stored, words = json.loads(out.read_text()), describe(plan, wanted, out)
     assert stored["modelled"]["speedups"] == plan.speedups
     assert f"nats a token, measured with all of it pruned {stored['modelled']['damage_together']:.4f}\n" in words
-    assert (stored["at"], stored["dtype"], "mma_gain" in stored) == (list(loads), "fp8", False)
+    assert (stored["at"], stored["dtype"], stored["gpu"], "mma_gain" in stored) == (list(loads), "fp8", "H100", False)
     assert f"predicted over stock vLLM: {plan.speedups['prefill:100']:.3f}x at prefill:100" in words
-    assert "linears: times of an NVIDIA H100 80GB HBM3" in words
+    assert "linears (16 of 16): times of an NVIDIA H100 80GB HBM3" in words
     assert "\nleft out, since not measured: 6:8, 4:6@50%\n" in words
     assert "--dtype fp8" in words
 
@@ -435,10 +435,12 @@ def test_magnitude_reads_the_windows_alone_on_which_damage_is_measured(
 def test_loads_without_times(source: Path) -> None:
     """The layers of the model are smaller than any that was measured."""
     out = source.parent / "plan.json"
-    with pytest.raises(
-        UnsupportedError, match=r"no times of these layers; got int8, 8:10, .*; measure them with slide"
-    ):
-        plan_checkpoint(source, out, options(source, at=("mixed",)))
+    told = "no layer like model.layers.0.self_attn.q_proj was measured; got 8:10, 6:8, .*, int8, 128x64; measure it"
+    told += " with slidesparse tune --dtype int8 on a machine with an NVIDIA H100 80GB HBM3, and plan there; or leave"
+    with pytest.raises(UnsupportedError, match=told):
+        plan_checkpoint(source, out, options(source, at=("mixed",), gpu="H100"))
+    with pytest.raises(UnsupportedError, match=r"self_attn.q_proj was measured; got dense, int8, 128x64; measure"):
+        plan_checkpoint(source, out, options(source, at=("mixed",), patterns=("dense",)))
     with pytest.raises(InputError, match="load of a plan; got 'mix'"):
         plan_checkpoint(source, out, options(source, at=("mix",)))
     with pytest.raises(InputError, match="got --at without --speedup"):
@@ -680,6 +682,22 @@ def test_layers_that_a_plan_does_not_name_are_told(source: Path, capsys: pytest.
     assert "no pattern" not in capsys.readouterr().err
 
 
+def test_layers_that_a_model_lacks_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As when the plan of a larger model of the family is taken, by hand or by mistake."""
+    names = [f"model.layers.{i}.mlp.{leaf}_proj" for i in (1, 2, 3) for leaf in ("up", "down")]
+    plan = {"version": 1, "method": "magnitude", "layers": dict.fromkeys(names, "6:8")}
+    (source.parent / "plan.json").write_text(json.dumps(plan))
+    prune = ["prune", str(source), str(source.parent / "s"), "--plan", str(source.parent / "plan.json")]
+    for more in ([], ["--dry-run"]):
+        assert main([*prune, "--dtype", "int8", "--device", "cpu", *more]) == 1
+        assert capsys.readouterr().err == (
+            f"slidesparse: the plan has a pattern for 4 linears that {source} lacks or leaves alone; got"
+            " model.layers.2.mlp.up_proj, model.layers.2.mlp.down_proj, model.layers.3.mlp.up_proj and 1 more; needed"
+            " linears such as model.layers.0.self_attn.q_proj; make a plan of this model with slidesparse plan\n"
+        )
+    assert not (source.parent / "s").exists()
+
+
 def test_lines_that_somebody_has_removed_from_a_plan_are_told(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights are those of the checkpoint, so that nothing else tells."""
     folder = source.parent
@@ -761,8 +779,9 @@ def test_bad_input(source: Path) -> None:
     refuse("not a pattern", patterns=("6_8",))
     refuse("no choice of patterns reaches the target", target=Target(speedup=3.0))
     refuse(
-        "cusparselt cannot run 8:10 at model.layers.0.self_attn.q_proj: it needs a CUDA device; leave",
+        "cusparselt cannot run 8:10 at model.layers.0.self_attn.q_proj in fp8: it needs a CUDA device; leave out --b",
         backend="cusparselt",
+        dtype="fp8",
     )
     with pytest.raises(InputError, match="folder of the plan does not exist"):
         plan_checkpoint(source, folder / "no/plan.json", options(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from slidesparse.commands.step_time import (
     served_times,
 )
 from slidesparse.errors import InputError, UnsupportedError
+from slidesparse.gemm.speed_files import PACKAGED, add_layers, file_name, load_speeds
 from slidesparse.models.choose_patterns import PatternChoice, PlanSet, Target, choose_patterns
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.served_records import AGAIN, BURST_LOAD, CONTROL, MIXED_LOAD, STOCK, ServeRecord, read
@@ -157,7 +159,8 @@ def test_a_gpu_has_its_own_constants_or_those_of_the_one_that_has_all() -> None:
 def test_a_model_is_planned_for_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     named = LayerTimes("int8", cpu, GPUS["H100"])
-    assert named.basis([], []) == ["linears: times of an NVIDIA H100 80GB HBM3, which ship with the package"]
+    told = "linears (12 of 12): times of an NVIDIA H100 80GB HBM3, which ship with the package"
+    assert named.basis(PATTERNS, qwen()[:4]) == [told]
     assert LayerTimes("int8", cpu).gpu == GPUS["H200"]
     found = [one.find(PATTERNS[0], 37888, 3584) for one in (named, LayerTimes("int8", cpu))]
     assert found[0] is not None is not found[1]
@@ -175,3 +178,33 @@ def test_the_page_says_how_far_factors_are_from_one() -> None:
         for factor in factors.values()
     ]
     assert f"each take up to {100 * max(found):.0f} % more or less" in (ROOT / "docs/pruning.md").read_text()
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("H100", (37888, 3584)), ("H200", (2048, 2048))])
+def test_a_pattern_of_another_comparison_takes_its_share_of_the_one_dense_time(gpu: str, size: tuple[int, int]) -> None:
+    """8:10 has times of another GPU, or of another size: they make dense no faster, and go with it."""
+    layer_times, one = LayerTimes("int8", torch.device("cpu"), GPUS[gpu]), PlanSet(("one",), (size,), ())
+    odd, usual = Pattern.parse("8:10"), Pattern.parse("6:8")
+    theirs, ours = (layer_times.find(pattern, *size) for pattern in (odd, usual))
+    assert theirs is not None is not ours
+    assert (theirs.gpu, theirs.layer.out) != (ours.gpu, ours.layer.out) == (GPUS[gpu], size[0])
+    dense = ours.layer.at("dense", 64)
+    for among in ((odd, usual), (usual, odd), (odd,)):
+        assert layer_times.us(one, DENSE, among, 64) == pytest.approx(dense)
+        share = theirs.layer.at("hopper", 64) / theirs.layer.at("dense", 64)  # type: ignore[operator]
+        assert layer_times.us(one, odd, among, 64) == pytest.approx(share * dense)  # type: ignore[operator]
+    other = ", of layers of other sizes" if theirs.layer.out != size[0] else ""
+    ship = "which ship with the package"
+    told = [f"times of an {theirs.gpu}, {ship}{other}", f"times of an {ours.gpu}, {ship}"]
+    assert layer_times.basis([odd, usual], [one]) == [f"linears (1 of 2): {text}" for text in told]
+
+
+def test_on_a_machine_without_a_gpu_only_what_ships_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder that a machine with that GPU shares has times that were measured there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shipped = load_speeds(PACKAGED / file_name(GPUS["H200"]))
+    assert shipped is not None
+    (layer,) = (one for one in shipped.layers if (one.dtype, one.out, one.columns) == ("int8", 4608, 3584))
+    usual = LayerTimes("int8", torch.device("cpu")).find(PATTERNS[0], 4608, 3584)
+    add_layers(shipped.installation, [replace(layer, us=dict.fromkeys(layer.us, (1.0,) * 10))])
+    assert LayerTimes("int8", torch.device("cpu")).find(PATTERNS[0], 4608, 3584) == usual

@@ -15,7 +15,7 @@ from slidesparse.base import log
 from slidesparse.base.whole_file import replace_file
 from slidesparse.gemm import speed_files
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable, WrongForm
+from slidesparse.gemm.speed import DENSE, Installation, LayerSpeed, SpeedTable, WrongForm, find_nearest
 from slidesparse.gemm.speed_files import PACKAGED, add_layers, digest, file_name, load_speeds, tables_for, tuned_path
 
 TOKENS = (64, 1024, 16384)
@@ -99,6 +99,19 @@ def test_packaged_tables_serve_gpus_of_their_capability() -> None:
     assert {table.installation.gpu for table in tables_for(h100)} == {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
     assert all(table.packaged for table in tables_for(h100))
     assert tables_for(replace(h100, gpu="NVIDIA A100", capability="8.0")) == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "first"), [("NVIDIA H200 NVL", "NVIDIA H200"), ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3")]
+)
+def test_a_gpu_without_times_goes_by_the_one_of_the_most_similar_name(gpu: str, first: str) -> None:
+    shipped = load_speeds(PACKAGED / "speed-nvidia-h200.json")
+    assert shipped is not None
+    here = replace(shipped.installation, gpu=gpu)
+    assert tables_for(here)[0].installation.gpu == first
+    found = find_nearest(tables_for(here), here, "int8", "6:8", 4608, 3584)
+    assert found is not None
+    assert found.describe() == f"prior: measured at 4608x3584 with {first}; this is {gpu}"
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

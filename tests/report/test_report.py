@@ -358,9 +358,14 @@ def test_the_command_writes_and_lists(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_command_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    (tmp_path / "good.jsonl").write_text(square_records()[0].to_line() + "\n")
+    line = square_records()[0].to_line()
+    (tmp_path / "good.jsonl").write_text(line + "\n")
+    (tmp_path / "cut.jsonl").write_text(f"{line}\n{line[:-9]}")
+    (tmp_path / "plan.json").write_text("{}")  # whole, but nothing that bench wrote
     for arguments, words in (
         (["bad.jsonl", "--out", "o"], "bad.jsonl, line 1: format of a benchmark record; got None; needed 1; give"),
+        (["cut.jsonl", "--out", "o"], "; its writer was stopped in the middle of it: delete that line"),
+        (["plan.json", "--out", "o"], "plan.json, line 1: format of a benchmark record; got None; needed 1; give"),
         (["none.jsonl", "--out", "o"], "none.jsonl is missing; needed a file that slidesparse bench wrote"),
         (["none.jsonl.gz", "--out", "o"], "none.jsonl.gz is missing"),
         (["good.jsonl", "--out", "bad.jsonl"], "cannot write the report; got File exists: "),

@@ -121,8 +121,11 @@ def test_the_command_line_tells_files_apart(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(serve), str(timeline), "--out", str(tmp_path / "out")]) == 0
     assert "serve.md" in capsys.readouterr().out
     serve.write_text(serve.read_text().replace('"lost":0', '"lost":"none"'))
-    assert main(["report", str(serve), "--out", str(tmp_path / "out")]) == 1
-    assert "lost" in capsys.readouterr().err
+    layers = str(Path(__file__).parents[2] / "results/h200/grouped.jsonl")
+    for files in ([str(serve)], [layers, str(serve)]):
+        assert main(["report", *files, "--out", str(tmp_path / "new")]) == 1
+        assert "lost" in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()  # of two pages neither is written
 
 
 def test_profiled_engines_come_in_the_order_of_the_other_tables(tmp_path: Path) -> None:

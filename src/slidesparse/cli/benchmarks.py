@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 USUAL = "quick"
 """The profile of a benchmark, unless the user names another."""
 
+TUNED_TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384)
+"""Numbers of tokens that tune measures, unless the user names others."""
+
 
 def add_commands(commands: Commands) -> None:
     """Add tune, bench and report."""
@@ -39,9 +42,8 @@ def _add_tune(commands: Commands) -> None:
     tune.add_argument(
         "--dtype", action="append", metavar="DTYPE", help="int8, fp8 or bf16 (default: the checkpoint's, or int8, fp8)"
     )
-    tune.add_argument(
-        "--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 8192, 16384], help="(default: %(default)s)"
-    )
+    usual = " ".join(map(str, TUNED_TOKENS))
+    tune.add_argument("--tokens", type=int, nargs="+", metavar="M", help=f"(default: {usual})")
     tune.add_argument("--backends", nargs="+", metavar="BACKEND", help="hopper, ... (default: all accelerated ones)")
     what = tune.add_mutually_exclusive_group()
     what.add_argument("--algorithms-only", action="store_true", help="leave the choice of backends as it is")
@@ -66,12 +68,14 @@ def _tune(options: argparse.Namespace) -> int:
     from slidesparse.bench.problems import PROFILES
     from slidesparse.gemm.speed import LayerSpeed, WrongForm
 
+    models = [*options.models, *options.more_models]
+    _refuse_measuring(options, models)
     if options.share is not None:
         table = share.write(options.share)
         print(json.dumps(str(options.share)) if options.json else share.describe(table, options.share))
         return 0
-    models = [*options.models, *options.more_models]
-    job = tune.make_job(models, options.pattern, options.dtype, options.tokens, options.backends)
+    tokens = TUNED_TOKENS if options.tokens is None else options.tokens
+    job = tune.make_job(models, options.pattern, options.dtype, tokens, options.backends)
     algorithms = [] if options.records else tune.search_algorithms(job)
     path, layers, wrong = None, list[LayerSpeed](), list[WrongForm]()
     if options.records:
@@ -86,6 +90,18 @@ def _tune(options: argparse.Namespace) -> int:
     else:
         print(tune.describe(algorithms, layers, wrong, path))
     return 1 if wrong else 0
+
+
+def _refuse_measuring(options: argparse.Namespace, models: list[str]) -> None:
+    """Refuse options that say what to measure where nothing is measured."""
+    instead = "--share" if options.share is not None else "--from" if options.records else None
+    said = {"MODEL": models} | {
+        f"--{name}": getattr(options, name) for name in ("pattern", "dtype", "tokens", "backends")
+    }
+    given = [name for name, value in said.items() if value]
+    if instead is not None and given:
+        remedy = f"leave out {instead} to measure, or leave out the rest"
+        raise InputError(instead, got=", ".join(given), needed="none of these: it measures nothing", remedy=remedy)
 
 
 def _add_bench(commands: Commands) -> None:
@@ -288,10 +304,11 @@ def _report(options: argparse.Namespace) -> int:
     served = [path for path, kind in kinds.items() if kind == served_records.SERVE]
     profiled = [path for path, kind in kinds.items() if kind == served_records.TIMELINE]
     others = [path for path in kinds if path not in (*served, *profiled)]
-    written = write_report(read_records(others), options.out) if others else []
+    records = read_records(others)
+    loads = served_records.read(served_records.ServeRecord, served)
+    steps = served_records.read(served_records.TimelineRecord, profiled)
+    written = write_report(records, options.out) if others else []
     if served or profiled:
-        loads = served_records.read(served_records.ServeRecord, served)
-        steps = served_records.read(served_records.TimelineRecord, profiled)
         written += write_serve_report(loads, steps, options.out)
     print(json.dumps([str(path) for path in written], indent=2) if options.json else "\n".join(map(str, written)))
     return 0

@@ -185,11 +185,15 @@ def add_plan(commands: Commands) -> None:
     pace.add_argument(
         "--mma-gain", default="2", help="2:4 over dense multiply: 2, or about 1.6 on Hopper (%(default)s)"
     )
-    plan.add_argument("--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at (%(default)s)")
-    plan.add_argument("--gpu", help="H100 or H200, for --at: the one to serve on (default: this machine's, else H200)")
+    plan.add_argument(
+        "--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at and --backend (%(default)s)"
+    )
+    plan.add_argument(
+        "--gpu", type=str.upper, help="H100 or H200, for --at: the one to serve on (default: this machine's, else H200)"
+    )
     plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")
-    plan.add_argument("--backend", help="refuse patterns that it cannot run here in INT8")
+    plan.add_argument("--backend", help="refuse patterns that it cannot run here")
     plan.add_argument("--ignore", action="append", default=[], metavar="NAME", help="leave a linear alone")
     plan.add_argument("--device", help="cpu or cuda; it holds the whole model (default: cuda when there is one)")
     add_calibration(plan, "text to measure on: .txt, .jsonl, .parquet, a folder, a data set, or default", required=True)

@@ -44,6 +44,7 @@ from slidesparse.models.sensitivity import damage_together, measure_sensitivitie
 from slidesparse.models.sparsify import run_once
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import get_pruner
+from slidesparse.quant import parse_dtype
 
 
 def plan_checkpoint(
@@ -83,7 +84,7 @@ def plan_checkpoint(
     run = run_once(meta.model)
     planned = find_sets(meta, checkpoint, options, run)
     if options.backend is not None:
-        _require_backend(options.backend, patterns, planned.linears, device)
+        _require_backend(options, patterns, planned.linears, device)
     layers = find_layer_list(meta.model, planned.shapes, remedy=None)  # whatever the method
     if pruner.needs_calibration:
         require_single_passes(meta.model, layers, run)
@@ -165,12 +166,9 @@ def _times(
     sets = planned.with_choices(())
     timed = [p for p in patterns if all(times.find(p, *joined_size(one)) for one in sets)]
     served = served_times(options.at, layers, times, timed, planned.dense)
-    if not timed:
-        raise UnsupportedError(
-            "no times of these layers",
-            got=f"{options.dtype}, {', '.join(map(str, patterns))}",
-            remedy="measure them with slidesparse tune, or leave out --at",
-        )
+    if patterns and not timed:
+        unknown = (one for one in sets if not any(times.find(p, *joined_size(one)) for p in patterns))
+        raise times.lacking(next(unknown, sets[0]), *patterns)
     left_out = ", ".join(str(pattern) for pattern in patterns if pattern not in timed)
     alone = sum(len(one.names) for one in planned.dense)
     basis = [
@@ -198,14 +196,15 @@ def _windows_of(options: PlanOptions) -> Calibration:
 
 
 def _require_backend(
-    name: str, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
+    options: PlanOptions, patterns: Iterable[Pattern], shapes: dict[str, tuple[int, int]], device: torch.device
 ) -> None:
-    backend = get_backend(name)
+    assert options.backend is not None
+    backend = get_backend(options.backend)
     for pattern in patterns:
         for layer, shape in shapes.items():
-            reason = backend.why_not(Problem(pattern, torch.int8, *shape, device))
+            reason = backend.why_not(Problem(pattern, parse_dtype(options.dtype), *shape, device))
             if reason is not None:
                 raise InputError(
-                    f"{name} cannot run {pattern} at {layer}: {reason}",
-                    remedy="leave the pattern out with --patterns, or the layer with --ignore",
+                    f"{options.backend} cannot run {pattern} at {layer} in {options.dtype}: {reason}",
+                    remedy="leave out --backend, or the pattern with --patterns, or the layer with --ignore",
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from slidesparse.pattern import Pattern
 PLAN_VERSION = 1
 
 MOST_NAMES = 3
-"""Most names of linears in a warning."""
+"""Most names of linears in a line."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,34 @@ class StoredPlan:
                 " what it foretells need not hold"
             )
 
-    def warn_of_unnamed(self, treated: Iterable[str], source: Path) -> None:
+    def compare_names(self, treated: Sequence[str], source: Path) -> None:
         """Warn where the plan names not all that can be treated: that of a smaller model, or one edited by hand.
 
         Args:
             treated: Linears of the checkpoint, and the weights of its experts, that are not left alone.
             source: Its folder.
+
+        Raises:
+            InputError: It names what cannot be treated.
         """
+        known = set(treated)
+        if foreign := [name for name in self.layers if name not in known]:
+            raise InputError(
+                f"the plan has a pattern for {counted(len(foreign), 'linear')} that {source} lacks or leaves alone",
+                got=_shown(foreign),
+                needed=f"linears such as {treated[0]}",
+                remedy="make a plan of this model with slidesparse plan",
+            )
         if unnamed := [name for name in treated if name not in self.layers]:
-            shown = ", ".join(unnamed[:MOST_NAMES])
-            more = f" and {len(unnamed) - MOST_NAMES} more" if len(unnamed) > MOST_NAMES else ""
             _warn(
                 f"the plan has no pattern for {counted(len(unnamed), 'linear')} of {source}, which stay dense:"
-                f" {shown}{more}"
+                f" {_shown(unnamed)}"
             )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _warn(message: str) -> None:
@@ -153,7 +167,7 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
     """Return a plan and what it was asked for, for JSON."""
     return {
         "target": {name: value for name, value in asdict(options.target).items() if value is not None},
-        **({"at": list(options.at), "dtype": options.dtype} if options.at else {"mma_gain": float(options.mma_gain)}),
+        **(_served(options) if options.at else {"mma_gain": float(options.mma_gain)}),
         "modelled": {
             "speedup": plan.speedup,
             "sparsity": plan.sparsity,
@@ -164,3 +178,9 @@ def described(plan: Plan, options: PlanOptions) -> dict[str, Any]:
         },
         "layers": {name: str(pattern) for name, pattern in plan.patterns.items()},
     }
+
+
+def _served(options: PlanOptions) -> dict[str, Any]:
+    """Return the loads of a plan, the type, and the GPU where one was named."""
+    named = {} if options.gpu is None else {"gpu": options.gpu}
+    return {"at": list(options.at), "dtype": options.dtype, **named}

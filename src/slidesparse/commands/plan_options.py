@@ -38,7 +38,7 @@ class PlanOptions:
         at: Loads at which the speed-up over stock vLLM is reached, by measured times: ``prefill:4096``, ``mixed``.
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
-        backend: Refuse patterns that this backend cannot run on the device in INT8; None: do not ask.
+        backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
         gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: this machine's, or an H200's where it has none.
 
     Raises:

@@ -209,9 +209,7 @@ def prepare(
         weights = fingerprint(checkpoint, checkpoint.config)
         followed.warn_of_other_weights(weights, checkpoint.path)  # it may explain an error that comes later
     checkpoint = untied(checkpoint) if options.rotate else checkpoint
-    job = PruneJob(checkpoint, options, where)
-    if followed is not None:
-        followed.warn_of_unnamed([*job.patterns, *job.experts.layers], checkpoint.path)
+    job = PruneJob(checkpoint, options, where, followed)
     outputs = {name: job.outputs(shard) for name, shard in checkpoint.shards.items()}
     return Prepared(checkpoint, destination, files, job, outputs, weights)
 

@@ -12,6 +12,7 @@ import torch
 from slidesparse.base.ahead import ahead
 from slidesparse.base.ranks import Ranks
 from slidesparse.commands.calibrated_steps import Source, steps_of
+from slidesparse.commands.plan_file import StoredPlan
 from slidesparse.commands.prune_experts import ExpertJob
 from slidesparse.commands.prune_options import PruneOptions, resolve_dtypes
 from slidesparse.commands.treated import find_treated
@@ -58,9 +59,12 @@ class PruneJob:
         options: The options, which go together (:func:`slidesparse.commands.check_options.check_options`).
         device: Where weights are pruned and quantised, and where calibration runs the layers. Without calibration the
             result has the same bits on every device.
+        followed: The plan that the options are of; None for other ones.
     """
 
-    def __init__(self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
+    ) -> None:
         self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
@@ -81,7 +85,10 @@ class PruneJob:
             also_ignore=quantised.get("ignore", []),
             part=options.part,
         )
-        patterns = layer_patterns([*self.targets.linears, *self.experts.layers], self.pattern, options.layers)
+        treated = [*self.targets.linears, *self.experts.layers]
+        if followed is not None:
+            followed.compare_names(treated, checkpoint.path)
+        patterns = layer_patterns(treated, self.pattern, options.layers)
         self.experts.choose(patterns)
         self.patterns = {name: patterns[name] for name in self.targets.linears}
         self.pruner = get_pruner(options.method)

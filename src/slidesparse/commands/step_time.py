@@ -44,9 +44,11 @@ SHIPPED_GPU = "NVIDIA H200"
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "H200": SHIPPED_GPU}
 """What people call a GPU that has constants -> its name."""
 
+USUALLY_TIMED = tuple(map(Pattern.parse, ("2:4", "4:6", "6:8")))
+"""Patterns that the shipped tables have of every size in 8 bits, so that dense was compared with them."""
+
 MOST_TOKENS = 10**6
 """Most tokens of a step that is asked for."""
-
 
 WIDE = "bf16"
 """The type whose times linears take that keep the type of the source; FP16 takes the same, and servers round FP32."""
@@ -179,41 +181,59 @@ class LayerTimes:
         shipped = load_speeds(PACKAGED / file_name(self.gpu))
         assert shipped is not None
         there = shipped.installation
-        return find_nearest(tables_for(there), there, self.dtype, str(pattern), out, columns)
+        tables = [table for table in tables_for(there) if table.packaged]
+        return find_nearest(tables, there, self.dtype, str(pattern), out, columns)
 
     def us(self, one: PlanSet, pattern: Pattern, among: Sequence[Pattern], tokens: float) -> float:
         """Return the microseconds of a set's linears as one layer.
 
+        All patterns go with one dense time. One that was compared with another, on another GPU or at another size,
+        takes its share of that: times of two comparisons say nothing of each other.
+
         Args:
             one: The set.
             pattern: Its pattern.
-            among: Patterns that have times; dense is timed where one of them is.
+            among: Patterns that have times, each compared with dense.
             tokens: M.
 
         Raises:
             UnsupportedError: No layer like it was measured with the pattern.
         """
         out, columns = joined_size(one)
-        for timed in among if pattern == DENSE else (pattern,):
-            found = self.find(timed, out, columns)
-            if found is not None:
-                layer = found.layer.of_size(out, columns)
-                us = time_at(layer, DENSE_FORM if pattern == DENSE else _backend(layer, tokens), tokens)
-                if us is not None:
-                    return us
-        raise UnsupportedError(
+        found = [self.find(timed, out, columns) for timed in dict.fromkeys((*among, *USUALLY_TIMED))]
+        nearest = min(filter(None, found), key=lambda near: near.rank(self.gpu, out, columns), default=None)
+        compared = nearest if pattern == DENSE else self.find(pattern, out, columns)
+        if nearest is not None and compared is not None:
+            layer = compared.layer.of_size(out, columns)
+            us = time_at(layer, DENSE_FORM if pattern == DENSE else _backend(layer, tokens), tokens)
+            dense = time_at(nearest.layer.of_size(out, columns), DENSE_FORM, tokens)
+            than = time_at(layer, DENSE_FORM, tokens)
+            if us is not None and dense is not None and than is not None:
+                return us * (dense / than)
+        raise self.lacking(one, pattern)
+
+    def lacking(self, one: PlanSet, *patterns: Pattern) -> UnsupportedError:
+        """Return the error of a set that has no times."""
+        where = "" if can_be_timed(self.device) else f" on a machine with an {self.gpu}, and plan there"
+        out, columns = joined_size(one)
+        return UnsupportedError(
             f"no layer like {one.names[0]} was measured",
-            got=f"{pattern}, {self.dtype}, {out}x{columns}",
-            remedy="measure it with slidesparse tune, or leave out --at",
+            got=f"{', '.join(map(str, patterns))}, {self.dtype}, {out}x{columns}",
+            remedy=f"measure it with slidesparse tune --dtype {self.dtype}{where}; or leave out --at",
         )
 
     def basis(self, patterns: Sequence[Pattern], sets: Sequence[PlanSet]) -> list[str]:
         """Return what the times of sets and patterns rest on, in words, the most frequent first."""
-        if not can_be_timed(self.device):
-            return [f"linears: times of an {self.gpu}, which ship with the package"]
+        sizes = [joined_size(one) for one in sets for _ in patterns]
         found = [self.find(pattern, *joined_size(one)) for one in sets for pattern in patterns]
-        counts = Counter(one.describe() for one in found if one is not None)
-        return [f"linears ({count} of {len(found)}): {text}" for text, count in counts.most_common()]
+        told = [self._describe(one, size) for one, size in zip(found, sizes, strict=True) if one is not None]
+        return [f"linears ({count} of {len(found)}): {text}" for text, count in Counter(told).most_common()]
+
+    def _describe(self, found: MeasuredLayer, size: tuple[int, int]) -> str:
+        if can_be_timed(self.device):
+            return found.describe()
+        other = "" if (found.layer.out, found.layer.columns) == size else ", of layers of other sizes"
+        return f"times of an {found.gpu}, which ship with the package{other}"
 
 
 def _backend(layer: LayerSpeed, tokens: float) -> str:
@@ -298,9 +318,9 @@ def served_times(
         UnsupportedError: The type has no constants, or a linear that is left alone no times.
     """
     constants, found = served_steps(times.dtype, times.gpu).dtypes[times.dtype], []
-    wide, among = LayerTimes(WIDE, times.device, times.gpu), [*patterns, Pattern.parse("2:4")]
+    wide = LayerTimes(WIDE, times.device, times.gpu)
     for text in dict.fromkeys(loads):
         steps, factors = parse_load(text, constants), constants.factors[text.partition(":")[0]]
-        us = sum(step.count * wide.us(one, DENSE, among, step.tokens) for step in steps for one in left_alone)
+        us = sum(step.count * wide.us(one, DENSE, patterns, step.tokens) for step in steps for one in left_alone)
         found.append(ServedTime(text, steps, factors, layers, times, tuple(patterns), us))
     return found

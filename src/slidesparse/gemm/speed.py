@@ -179,11 +179,17 @@ class MeasuredLayer:
         layer: The layer, its times by backend alone (``cusparselt``, not ``cusparselt 6:8``).
         here: The M's of its times that are of this installation and of the size asked for.
         others: What differs between here and the installations of its other times: pairs (there, here), each once.
+        gpu: The GPU on which it was measured.
     """
 
     layer: LayerSpeed
     here: tuple[int, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    gpu: str = ""
+
+    def rank(self, gpu: str, out: int, columns: int) -> tuple[bool, bool, int, float]:
+        """Return how little it says of a layer of some size on a GPU: of several, the lowest is to be believed."""
+        return not self.here, self.gpu != gpu, len(self.others), self.layer.distance(out, columns)
 
     def describe(self) -> str:
         """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
@@ -245,17 +251,12 @@ def find_nearest(
         added below the fewest tokens of the layer found and above the most: a user who measured a few numbers of
         tokens keeps the packaged times of the others.
     """
-    found = [
-        (table.installation.gpu != here.gpu, _seen_from(here, table, layer, (out, columns)))
+    found = (
+        _seen_from(here, table, layer, (out, columns))
         for table in tables
         for layer in _known_layers(table, here.libraries, dtype, pattern, (out, columns))
-    ]
-
-    def rank(one: tuple[bool, MeasuredLayer]) -> tuple[bool, bool, int, float]:
-        foreign, measured = one
-        return not measured.here, foreign, len(measured.others), measured.layer.distance(out, columns)
-
-    ranked = [measured for _, measured in sorted(found, key=rank)]
+    )
+    ranked = sorted(found, key=lambda one: one.rank(here.gpu, out, columns))
     if not ranked:
         return None
     best = ranked[0]
@@ -287,7 +288,7 @@ def _known_layers(
 def _seen_from(here: Installation, table: SpeedTable, layer: LayerSpeed, size: tuple[int, int]) -> MeasuredLayer:
     others = table.installation.differences(here, layer.us)
     own = table.is_of(here, layer.us) and (layer.out, layer.columns) == size
-    return MeasuredLayer(layer, layer.tokens if own else (), others)
+    return MeasuredLayer(layer, layer.tokens if own else (), others, table.installation.gpu)
 
 
 def _times(layer: LayerSpeed, pattern: str, backends: Iterable[str]) -> dict[str, tuple[float | None, ...]]:
@@ -313,4 +314,4 @@ def _extended(measured: MeasuredLayer, more: MeasuredLayer) -> MeasuredLayer:
         for name, times in other.us.items()
     }
     longer = replace(other, tokens=tuple(other.tokens[i] for i in past), us=rest).updated(layer)
-    return MeasuredLayer(longer, measured.here, tuple(dict.fromkeys((*measured.others, *more.others))))
+    return replace(measured, layer=longer, others=tuple(dict.fromkeys((*measured.others, *more.others))))

@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +89,25 @@ def lock_path(here: Installation) -> Path:
 def tables_for(here: Installation) -> list[SpeedTable]:
     """Return the tables that say something about a GPU: the user's, then the package's.
 
-    The package's are also those of other GPUs of its compute capability, which run the same kernels.
+    The package's are also those of other GPUs of its compute capability, which run the same kernels: that of the most
+    similar name first, so that an H200 NVL goes by an H200 and not by an H100.
     """
     own = tuned_path(here)
     of_users = {own, *cache_folder().glob(f"{Path(file_name(here.gpu)).stem}*.json"), *_UNWRITTEN}
     users = [_usable(path) for path in sorted(of_users, key=lambda path: (path != own, path.name))]
-    packaged = [_usable(path) for path in sorted(PACKAGED.glob("speed-*.json"))]
+    packaged = [table for path in sorted(PACKAGED.glob("speed-*.json")) if (table := _usable(path))]
+    akin = [table for table in packaged if table.installation.capability == here.capability]
     return [
         *(table for table in users if table and table.installation.gpu == here.gpu),
-        *(table for table in packaged if table and table.installation.gpu == here.gpu),
-        *(table for table in packaged if table and _is_akin(table.installation, here)),
+        *(table for table in packaged if table.installation.gpu == here.gpu),
+        *sorted((table for table in akin if table.installation.gpu != here.gpu), key=lambda one: -_alike(one, here)),
     ]
 
 
-def _is_akin(there: Installation, here: Installation) -> bool:
-    return there.gpu != here.gpu and there.capability == here.capability
+def _alike(table: SpeedTable, here: Installation) -> int:
+    """Return how many letters the names of two GPUs begin with alike."""
+    letters = zip(table.installation.gpu, here.gpu, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
 
 
 def _usable(path: Path) -> SpeedTable | None:

@@ -48,7 +48,10 @@ def layer_patterns(
     for entry, exception in reversed(exceptions):
         matches = [name for name in names if matches_entry(name, entry)]
         if not matches:
-            raise InputError(f"layer entry {entry!r} matches no treated layer", needed=f"a name such as {names[0]}")
+            raise InputError(
+                f"layer entry {entry!r} matches no treated layer",
+                needed=f"a name such as {names[0]}, or re: and a regular expression",
+            )
         patterns.update(dict.fromkeys(matches, exception))
     return patterns
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +99,48 @@ def write_report(records: Sequence[Record], folder: Path) -> list[Path]:
             "records of a report", got=", ".join(gpus), needed="records of one GPU", remedy="draw one a GPU"
         )
     found = comparisons(records)
-    files: dict[str, str] = {}
-    parts = [f"# Benchmarks on {gpus[0]}", _conditions(records, limits(found))]
+    sections = [(heading, about, make(found)) for heading, about, make in SECTIONS]
+    sections.append(("Without a time", "", tables.missing_tables(records)))
+
+    def parts(pictures: list[str]) -> list[str]:
+        plots_of = ["## Plots", ABOUT_PLOTS, *pictures] if pictures else []
+        head = [f"# Benchmarks on {gpus[0]}", _conditions(records, limits(found)), *plots_of]
+        return head + [part for section in sections for part in _section(*section)]
+
+    written = [table for _, _, made in sections for table in made]
+    written += [*tables.library_tables(found), tables.everything(found)]
+    return write_page(folder / PAGE, lambda: _draw(plots, found, folder), parts, written)
+
+
+def write_page(
+    page: Path, draw: Callable[[], list[Path]], parts: Callable[[list[str]], list[str]], made: Iterable[Table]
+) -> list[Path]:
+    """Write pictures, a page that shows them, and a CSV file for each table, into one folder.
+
+    Args:
+        page: The page, whose folder is made if it does not exist.
+        draw: Draws the pictures into the folder, and returns them.
+        parts: Returns the page's paragraphs, given a line for each picture.
+        made: The tables.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        InputError: The folder cannot be written.
+    """
+    folder, files = page.parent, {f"{table.name}.csv": table.csv() for table in made}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = _draw(plots, found, folder)
-        if pictures:
-            parts += ["## Plots", ABOUT_PLOTS, *(f"![{path.stem}]({path.name})" for path in pictures)]
-        for heading, about, make in SECTIONS:
-            parts += _section(heading, about, make(found), files)
-        parts += _section("Without a time", "", tables.missing_tables(records), files)
-        for table in (*tables.library_tables(found), tables.everything(found)):
-            files[f"{table.name}.csv"] = table.csv()
-        files[PAGE] = "\n\n".join(parts) + "\n"
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8", newline="")
+        pictures = draw()
+        text = "\n\n".join(parts([f"![{path.stem}]({path.name})" for path in pictures])) + "\n"
+        for name, content in {page.name: text, **files}.items():
+            (folder / name).write_text(content, encoding="utf-8", newline="")
     except OSError as error:
         raise InputError(
             "cannot write the report", got=system_words(error), needed="a folder that can be written"
         ) from error
-    return [folder / PAGE, *pictures, *(folder / name for name in files if name != PAGE)]
+    return [page, *pictures, *(folder / name for name in files)]
 
 
 def require_plots() -> Any:
@@ -148,11 +170,10 @@ def _draw(plots: Any, found: Sequence[Comparison], folder: Path) -> list[Path]:
     return [*drawn, path] if plots.draw_kernels(found, path) else drawn
 
 
-def _section(heading: str, about: str, made: Sequence[Table], files: dict[str, str]) -> list[str]:
-    """Return the Markdown of a section, nothing when it has no tables; add its CSV files to ``files``."""
+def _section(heading: str, about: str, made: Sequence[Table]) -> list[str]:
+    """Return the Markdown of a section, nothing when it has no tables."""
     if not made:
         return []
-    files.update({f"{table.name}.csv": table.csv() for table in made})
     parts = [f"## {heading}"] + ([about] if about else [])
     for table in made:
         parts += ([f"### {table.title}"] if len(made) > 1 else []) + [table.markdown()]

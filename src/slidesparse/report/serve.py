@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slidesparse.errors import InputError, system_words
+from slidesparse.errors import InputError
 from slidesparse.report.numbers import ratio
-from slidesparse.report.page import machine_line, require_plots
+from slidesparse.report.page import machine_line, require_plots, write_page
 from slidesparse.report.serve_computing import COMPUTING, COMPUTING_TABLE, computing_tables
 from slidesparse.report.serve_numbers import (
     Group,
@@ -105,23 +105,17 @@ def write_serve_report(records: Sequence[ServeRecord], profiled: Sequence[Timeli
     found = groups(records)
     tables = [table for group in found for table in group_tables(group)]
     tables += [*computing_tables(profiled, records), *timeline_tables(profiled), *missing_tables(records)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        pictures = [path for group in found for path in serve_plots.draw(group, folder)]
-        parts = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT]
-        parts += [f"![{path.stem}]({path.name})" for path in pictures]
-        if soaks := soak_lines(records):
-            parts += ["## Soaks", SOAKED, "\n".join(soaks)]
-        for table in tables:
-            parts += [f"## {table.title}", *NOTES.get(table.name, ()), table.markdown()]
-        texts = {PAGE: "\n\n".join(parts) + "\n"} | {f"{table.name}.csv": table.csv() for table in tables}
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise InputError(
-            "cannot write the report", got=system_words(error), needed="a folder that can be written"
-        ) from error
-    return [folder / PAGE, *pictures, *(folder / name for name in texts if name != PAGE)]
+
+    def parts(pictures: list[str]) -> list[str]:
+        head = [f"# Served loads on {machines[0].gpu}", "\n".join(map(machine_line, machines)), ABOUT, *pictures]
+        soaks = soak_lines(records)
+        head += ["## Soaks", SOAKED, "\n".join(soaks)] if soaks else []
+        return head + [part for one in tables for part in (f"## {one.title}", *NOTES.get(one.name, ()), one.markdown())]
+
+    def draw() -> list[Path]:
+        return [path for group in found for path in serve_plots.draw(group, folder)]
+
+    return write_page(folder / PAGE, draw, parts, tables)
 
 
 def group_tables(group: Group) -> list[Table]:
