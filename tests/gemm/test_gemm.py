@@ -226,7 +226,7 @@ def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernel
     problem = Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda"))
     choice = choose(problem)
     assert "hopper" in choice.backends
-    assert "; prior: measured at 4608x3584 with NVIDIA H200 and " in choice.reason
+    assert "; prior: measured at 4608x3584 with NVIDIA H100 80GB HBM3 and " in choice.reason
     assert "; this is NVIDIA H100 PCIe and " in choice.reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1))
     assert choose(problem).reason == NOT_MEASURED
