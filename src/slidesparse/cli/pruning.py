@@ -189,7 +189,9 @@ def add_plan(commands: Commands) -> None:
         "--dtype", choices=("int8", "fp8"), default="int8", help="to be served, for --at and --backend (%(default)s)"
     )
     plan.add_argument(
-        "--gpu", type=str.upper, help="H100 or H200, for --at: the one to serve on (default: this machine's, else H200)"
+        "--gpu",
+        type=str.upper,
+        help="H100 or H200, for --at: the one to serve on (default: that of --device, H200 with cpu)",
     )
     plan.add_argument("--method", default="sparsegpt", choices=METHODS, help="(default: %(default)s)")
     plan.add_argument("--patterns", nargs="+", metavar="PATTERN", help="what layers may get, besides staying dense")

@@ -39,7 +39,7 @@ class PlanOptions:
         dtype: Type of the weights that will be served: ``int8`` or ``fp8``.
         ignore: Linears to leave alone.
         backend: Refuse patterns that this backend cannot run on the device in ``dtype``; None: do not ask.
-        gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: this machine's, or an H200's where it has none.
+        gpu: Whose times count with ``at``, ``H100`` or ``H200``; None: the device's, an H200's for the CPU.
 
     Raises:
         InputError: An option is no value, or contradicts another, whatever the source is.
