@@ -639,3 +639,17 @@ def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
         slidesparse.sparsify_(known(known.config_class(**ARCHITECTURES["gpt2"].config)), "6:8")
+
+
+def test_hyper_connections_are_told(tmp_path: Path) -> None:
+    """They multiply by parameters that are no linears, and stayed dense without a word."""
+    make(tmp_path / "m", ARCHITECTURES["hy-v4"])
+    options = PruneOptions("6:8", "bf16")
+    would = dry_run(tmp_path / "m", tmp_path / "s", options)
+    (why,) = [reason for reason in would.left if "hyper-connection" in reason]
+    assert (would.left[why].count, would.left[why].source_bytes) == (5, 2 * (4 * 4 + 2) * 128)
+    line = f"left dense: 2 x model.layers.*.attn_hc.fn ({why})"
+    assert line in prune_checkpoint(tmp_path / "m", tmp_path / "s", options).describe()
+    assert line.removeprefix("left dense: ") in (tmp_path / "s/README.md").read_text()
+    for name in ("m", "s"):
+        assert " ".join(line.split()) in " ".join(inspect_checkpoint(tmp_path / name).table().split())

@@ -24,7 +24,7 @@ from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
 from slidesparse.models.layer_kinds import kind_of
-from slidesparse.models.targets import Targets, describe_dense, find_targets
+from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import (
@@ -84,7 +84,7 @@ class Inspection:
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
         faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
-        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it is not treated.
         experts: The mixtures of experts.
         expert_layers: The weights of experts that could be read, all experts of a layer in one.
     """
@@ -195,7 +195,8 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         inside = linears_inside(meta.model, experts)
         targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise(), without=inside)
     else:
-        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"), {})
+        dense = dict.fromkeys(marker.ignore, "on the ignore list")
+        targets = Targets(meta.linears(marker), dense, no_linears(meta.model))
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
