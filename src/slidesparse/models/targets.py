@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
+from slidesparse.linear import SlideLinear
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.parts import Part, outside_part
@@ -141,9 +143,12 @@ def find_targets(
     linears = {name: module for name, module in named.items() if reasons[name] is None}
     targets = Targets(linears, {name: why for name, why in reasons.items() if why is not None}, no_linears(model))
     if not linears:
+        sparse = sum(isinstance(module, SlideLinear) for module in model.modules())
+        said = [f"{counted(sparse, 'SlideLinear')}, sparse already"] if sparse else []
+        said += [line.removeprefix("left dense: ") for line in targets.describe()[:3]]
         raise InputError(
             "the model has no linear layer to treat",
-            got="; ".join(targets.describe()[:3]).replace("left dense: ", "") or "no linear layer",
+            got="; ".join(said) or "no linear layer",
             needed="nn.Linear",
         )
     return targets
