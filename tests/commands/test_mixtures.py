@@ -630,6 +630,22 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
+def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    """transformers joins experts; its error was about a report above, which nobody saw."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    found, checkpoint = tensors(tmp_path / "m"), Checkpoint(tmp_path / "m")
+    lost = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    stored = {name: checkpoint.stored(name) for name in found if name != lost}
+    found = {name: found[name].clone() for name in stored}
+    with TensorWriter(tmp_path / "m/model.safetensors", stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    with pytest.raises(
+        slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}; needed"
+    ):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
     with pytest.raises(
