@@ -316,7 +316,8 @@ def test_output_that_nobody_takes(tmp_path: Path, target: str) -> None:
     else:
         assert (done.returncode, done.stderr) == (
             1,
-            "slidesparse: a file cannot be used; got No space left on device\n",
+            "slidesparse: standard output cannot be written; got No space left on device;"
+            " files that the command has made are there\n",
         )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import greedy_slide, lift_row, random_int8, supports
 
-from slidesparse import InputError, Pattern, lift
+from slidesparse import InputError, Pattern, lift, pack, prune_mask
 from slidesparse.slide import (
     compress,
     decode_group,
@@ -132,6 +132,22 @@ def test_lift_moves_bits(dtype: torch.dtype, k_offset: int) -> None:
     expected = [lift_row(row, 4) for row in padded.flatten(0, 1).tolist()]
     assert lifted.dtype == dtype
     assert lifted.to(torch.float32).flatten(0, 1).tolist() == expected
+
+
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+@pytest.mark.parametrize("columns", [48, 45])
+def test_a_lift_has_the_gradient_of_a_copy(pattern: str, columns: int) -> None:
+    """It was lost without a word: what was lifted did not require a gradient."""
+    weight = torch.randn(8, columns)
+    packed = pack(weight * prune_mask(weight, pattern), pattern)
+    x = torch.randn(3, columns, requires_grad=True)
+    lifted = packed.lift(x)
+    (lifted @ packed.columns().T).sum().backward()
+    torch.testing.assert_close(x.grad, packed.unpack().sum(0).expand(3, columns))
+    assert torch.equal(lifted, packed.lift(x.detach()))
+    if "@" not in pattern:
+        (gradient,) = torch.autograd.grad((lift(x, pattern) @ packed.columns().T).sum(), x)
+        assert torch.equal(gradient, x.grad)
 
 
 def test_lift_takes_any_strides_and_no_rows() -> None:

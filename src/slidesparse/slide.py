@@ -146,10 +146,19 @@ def lift(x: torch.Tensor, pattern: Pattern | str, k_offset: int = 0) -> torch.Te
         raise InputError("activations", got="a single number", needed="[..., K]")
     if x.dtype not in INT_VIEW:
         raise InputError("cannot lift this type", got=x.dtype, needed="int8, fp8 e4m3, bf16, fp16 or fp32")
-    groups = grouped(as_bits(x), pattern, k_offset)
+    groups = grouped(_to_copy(x), pattern, k_offset)
     windows = groups.unfold(-1, WINDOW, STRIDE)
-    lifted: torch.Tensor = windows.flatten(-3).view(x.dtype)
-    return lifted
+    return _as_type(windows.flatten(-3), x.dtype)
+
+
+def _to_copy(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits; the floats themselves where autograd follows them, as bits have no gradient."""
+    followed = torch.is_grad_enabled() and x.requires_grad and x.dtype != torch.float8_e4m3fn
+    return x if followed else as_bits(x)
+
+
+def _as_type(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bits if bits.dtype == dtype else bits.view(dtype)
 
 
 def gather(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:
@@ -159,6 +168,6 @@ def gather(x: torch.Tensor, column_map: torch.Tensor) -> torch.Tensor:
         x: [..., K], a type that :func:`lift` takes.
         column_map: int64 [K'], each an input column or -1 for zero (padding).
     """
-    bits = as_bits(x)
+    bits = _to_copy(x)
     zero = torch.zeros(*bits.shape[:-1], 1, dtype=bits.dtype, device=x.device)
-    return torch.cat([bits, zero], -1)[..., column_map].view(x.dtype)
+    return _as_type(torch.cat([bits, zero], -1)[..., column_map], x.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_checkpoint, make_source
+from checkpoints import add_tokenizer, make_checkpoint, make_source
 
 from slidesparse.cli import main
 from slidesparse.commands.dry_run import DryRun, dry_run
@@ -58,7 +58,7 @@ def test_a_source_without_a_tokenizer(file: str | None, tmp_path: Path) -> None:
     (tmp_path / "m/tokenizer.json").unlink()
     if file is not None:
         (tmp_path / "m" / file).parent.mkdir(exist_ok=True)
-        (tmp_path / "m" / file).write_text("made for the test")
+        (tmp_path / "m" / file).write_text('{"made": "for the test"}')
     is_there = file is not None and "/" not in file
     options = PruneOptions("6:8", "int8")
     for told in (dry_run, prune_checkpoint):
@@ -80,6 +80,19 @@ def test_a_tokenizer_that_git_lfs_has_not_fetched(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"tokenizer.json holds no tokenizer; got a pointer of git-lfs"):
             told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
     assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", '{"version": "1.0", "model": {"vo'], ids=["empty", "cut off"])
+def test_a_tokenizer_that_was_fetched_in_part(tmp_path: Path, name: str, text: str) -> None:
+    """It was copied without a word, and the result took no text."""
+    make_checkpoint(tmp_path / "m", num_hidden_layers=1)
+    add_tokenizer(tmp_path / "m")
+    (tmp_path / "m" / name).write_text(text)
+    for told in (dry_run, prune_checkpoint):
+        with pytest.raises(CheckpointError, match=rf"{name} holds no tokenizer; got JSON.*; needed JSON; fetch it"):
+            told(tmp_path / "m", tmp_path / "q", PruneOptions("6:8", "int8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_a_model_without_text_lacks_no_tokenizer(tmp_path: Path) -> None:
@@ -206,7 +219,7 @@ def nothing(folder: Path) -> AbstractContextManager[None]:
 REFUSED: dict[str, tuple[str, Callable[[Path], AbstractContextManager[None]], str]] = {
     "left by another run": ("q", left_by_another_run, "unfinished output of another run"),
     "written by another run": ("q", written_by_another_run, "another run is writing"),
-    "a file in the way": ("q", a_file_in_the_way, r"cannot make .*q\.partial; got File exists"),
+    "a file in the way": ("q", a_file_in_the_way, r"q\.partial is no folder; remove .*q\.partial and"),
     "a link in the way": ("q", a_link_in_the_way, r"q\.partial is a link"),
     "is there": ("q", is_there, "q exists"),
     "in the source": ("m/q", nothing, "is the source or lies inside it"),

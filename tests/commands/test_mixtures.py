@@ -630,6 +630,22 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
         slidesparse.load(tmp_path / "s")
 
 
+def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    """transformers joins experts; its error was about a report above, which nobody saw."""
+    make(tmp_path / "m", ARCHITECTURES["mixtral"])
+    found, checkpoint = tensors(tmp_path / "m"), Checkpoint(tmp_path / "m")
+    lost = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    stored = {name: checkpoint.stored(name) for name in found if name != lost}
+    found = {name: found[name].clone() for name in stored}
+    with TensorWriter(tmp_path / "m/model.safetensors", stored) as writer:
+        for name, value in found.items():
+            writer.write(name, value)
+    with pytest.raises(
+        slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}; needed"
+    ):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
 def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["gpt2"])
     with pytest.raises(
@@ -639,3 +655,17 @@ def test_a_model_without_linears_says_what_it_has(tmp_path: Path) -> None:
     known = transformers.GPT2LMHeadModel
     with pytest.raises(slidesparse.InputError, match="Conv1D, whose weight is stored"):
         slidesparse.sparsify_(known(known.config_class(**ARCHITECTURES["gpt2"].config)), "6:8")
+
+
+def test_hyper_connections_are_told(tmp_path: Path) -> None:
+    """They multiply by parameters that are no linears, and stayed dense without a word."""
+    make(tmp_path / "m", ARCHITECTURES["hy-v4"])
+    options = PruneOptions("6:8", "bf16")
+    would = dry_run(tmp_path / "m", tmp_path / "s", options)
+    (why,) = [reason for reason in would.left if "hyper-connection" in reason]
+    assert (would.left[why].count, would.left[why].source_bytes) == (5, 2 * (4 * 4 + 2) * 128)
+    line = f"left dense: 2 x model.layers.*.attn_hc.fn ({why})"
+    assert line in prune_checkpoint(tmp_path / "m", tmp_path / "s", options).describe()
+    assert line.removeprefix("left dense: ") in (tmp_path / "s/README.md").read_text()
+    for name in ("m", "s"):
+        assert " ".join(line.split()) in " ".join(inspect_checkpoint(tmp_path / name).table().split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import importlib.util
 import json
 import os
@@ -15,10 +16,12 @@ import pytest
 import torch
 from bench_records import too_old
 
+from slidesparse.cli import main
 from slidesparse.demo.run import (
     DemoReport,
     DemoRow,
     compare,
+    draw_demo,
     embed,
     pair_similarities,
     prune_,
@@ -239,6 +242,7 @@ def test_the_demonstration(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("slidesparse.demo.run.read_sentences", lambda: read_sentences()[::3])
     plot = tmp_path / "demo.png"
     found = run_demo(plot, patterns=("6:8", "2:4"))
+    draw_demo(found, plot)
     assert [(row.pattern, row.dtype) for row in found.rows] == [
         (pattern, dtype) for pattern in ("dense", "6:8", "2:4") for dtype in ("int8", "fp8")
     ]
@@ -289,8 +293,33 @@ def test_a_picture_that_cannot_be_written_is_told_in_words(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
     from slidesparse.demo.plot import draw
 
-    with pytest.raises(InputError, match="cannot write the picture; got File name too long: "):
+    with pytest.raises(InputError, match=r"cannot write the picture .*aaa\.png; got File name too long; name another"):
         draw(report(), tmp_path / f"{'a' * 300}.png")
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_a_disk_that_fills_does_not_cost_the_table(monkeypatch, capsys, tmp_path, as_json):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra report) is not installed")
+    plot = tmp_path / "demo.png"
+    plot.write_bytes(b"older")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("slidesparse.demo.run.run_demo", lambda *_, **__: report(ROW))
+    monkeypatch.setattr("slidesparse.base.whole_file.os.fsync", full)
+    assert main(["demo", "--plot", str(plot), *(["--json"] if as_json else [])]) == 1
+    told = capsys.readouterr()
+    line = f"cannot write the picture {plot}; got No space left on device; name another file with --plot"
+    assert told.err == f"slidesparse: {line}\n"
+    if as_json:
+        found = json.loads(told.out)
+        assert found["rows"][0]["pattern"] == "6:8"
+        assert found["error"]["message"] == line
+    else:
+        assert "6:8" in told.out
+        assert "plot:" not in told.out
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("demo.png", b"older")]
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch):

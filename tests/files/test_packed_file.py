@@ -236,6 +236,26 @@ def test_a_copied_folder_loads(tmp_path: Path) -> None:
     assert torch.equal(slidesparse.load(copy, backend="reference")(tokens()).logits, wanted)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "of other weights"])
+def test_inspect_tells_a_packed_file_that_loading_refuses(
+    pruned: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    write_packed(pruned)
+    assert main(["inspect", str(pruned)]) == 0
+    if damage == "cut off":
+        os.truncate(pruned / FILE_NAME, 1000)
+    else:
+        weights = load_file(pruned / "model.safetensors")
+        weights["model.norm.weight"] += 1
+        save_file(weights, pruned / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as error:
+        slidesparse.load(pruned, device="cpu")
+    assert str(error.value).endswith(f"; remove the file and run: slidesparse pack {pruned}")
+    capsys.readouterr()
+    assert main(["inspect", str(pruned)]) == 1
+    assert f"PROBLEM: {error.value}" in capsys.readouterr().out
+
+
 def test_the_file_of_an_older_version_says_what_to_do(tmp_path: Path) -> None:
     folder = _packed_checkpoint(tmp_path)
     file = folder / FILE_NAME

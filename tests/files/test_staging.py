@@ -296,6 +296,47 @@ def test_what_others_put_there_is_not_taken(tmp_path: Path) -> None:
         pass
 
 
+def test_what_is_in_the_place_is_told_with_the_remedy(tmp_path: Path) -> None:
+    partial = tmp_path / "s.partial"
+    partial.write_text("mine")
+    again = f"remove {re.escape(str(partial))} and run again"
+    with (
+        pytest.raises(CheckpointError, match=f"s.partial is no folder; {again}"),
+        staged(tmp_path / "s", tmp_path / "m", {}, 0),
+    ):
+        pass
+    partial.unlink()
+    partial.mkdir(mode=0o700)
+    (partial / "plan.json").write_text("{")
+    with (
+        pytest.raises(CheckpointError, match=f"plan.json cannot be read; got .*; needed JSON in UTF-8; {again}"),
+        staged(tmp_path / "s", tmp_path / "m", {}, 0),
+    ):
+        pass
+    assert (partial / "plan.json").read_text() == "{"
+
+
+def test_a_destination_that_comes_into_being_meanwhile_keeps_both(tmp_path: Path) -> None:
+    destination = tmp_path / "s"
+
+    def run() -> None:
+        with staged(destination, tmp_path / "m", {}, 0) as work:
+            if not work.files():
+                write(work)
+                destination.mkdir()
+                (destination / "mine").touch()
+
+    with pytest.raises(
+        CheckpointError, match=r"s was made by something else meanwhile; .*s.partial keeps.*; remove .*s"
+    ):
+        run()
+    assert list(contents(destination)) == ["mine"]
+    (destination / "mine").unlink()
+    destination.rmdir()
+    run()
+    assert list(contents(destination)) == ["one.safetensors"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_the_place_of_another_user_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "s.partial").mkdir(mode=0o755)

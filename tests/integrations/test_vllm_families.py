@@ -132,8 +132,8 @@ def test_a_layer_that_is_dense_by_another_name_is_told(caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("one_process")
-def test_mixers_that_vllm_holds_in_floats_are_left_to_it(tmp_path: Path) -> None:
-    """Its mixer of Mamba's first version reads no scales: Jamba in 8 bits ended the start with a KeyError."""
+def test_what_vllm_holds_in_floats_is_left_to_it(tmp_path: Path) -> None:
+    """Its mixer of Mamba's first version and its output embedding read no scales: Jamba in 8 bits ended the start."""
     config = transformers.JambaConfig(
         **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "attn_layer_period": 2, "attn_layer_offset": 1},
@@ -141,9 +141,9 @@ def test_mixers_that_vllm_holds_in_floats_are_left_to_it(tmp_path: Path) -> None
         **{"use_mamba_kernels": False, "tie_word_embeddings": False, "max_position_embeddings": 64},
     )
     transformers.JambaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
-    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8"))
+    prune_checkpoint(tmp_path / "dense", tmp_path / "sparse", PruneOptions("6:8", "int8", lm_head=True))
     model = loaded(configured(tmp_path / "sparse"), REFERENCE)
     packed = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "slide")}
     assert packed == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    stored = Checkpoint(tmp_path / "sparse").tensor("model.layers.0.mamba.in_proj.weight")
-    assert bool((model.get_parameter("model.layers.0.mamba.in_proj.weight") == stored).all())
+    for name in ("model.layers.0.mamba.in_proj.weight", "lm_head.weight"):
+        assert bool((model.get_parameter(name) == Checkpoint(tmp_path / "sparse").tensor(name)).all())

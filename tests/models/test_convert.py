@@ -212,6 +212,7 @@ def test_an_ignore_entry_that_matches_nothing(entry: str, message: str) -> None:
     [
         (lambda: nn.Linear(64, 64), "one linear layer; use SlideLinear"),
         (lambda: nn.Sequential(nn.LayerNorm(8)), "no linear layer to treat"),
+        (lambda: sparsify_(nn.Sequential(nn.Linear(64, 64)), "6:8"), "treat; got 1 SlideLinear, sparse already;"),
         (lambda: nn.Sequential(nn.Linear(8, 8)), "no linear layer to treat"),
     ],
 )

@@ -39,11 +39,21 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from slidesparse.demo.run import run_demo
+    from slidesparse.cli import failure
+    from slidesparse.demo.run import draw_demo, run_demo
+    from slidesparse.errors import SlideSparseError
 
     report = run_demo(options.plot, device=device_of(options))
-    print(json.dumps(report.to_json(), indent=2) if options.json else f"{report.table()}\nplot: {options.plot}")
-    return 0 if report.exact else 1
+    found, failed = report.to_json(), None
+    try:
+        draw_demo(report, options.plot)
+    except SlideSparseError as error:  # of a disk that is full by now: what was measured is shown all the same
+        found, failed = {**found, "error": error.to_json()}, error
+    plot = f"\nplot: {options.plot}" if failed is None else ""
+    print(json.dumps(found, indent=2) if options.json else report.table() + plot)
+    if failed is not None:
+        failure.report(failed, as_json=False)
+    return 0 if report.exact and failed is None else 1
 
 
 def _add_eval(commands: Commands) -> None:

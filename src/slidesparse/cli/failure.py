@@ -56,6 +56,9 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return interruption.describe(error)
+    if isinstance(error, OSError) and _is_of_output(error):
+        got = error.strerror or error
+        return f"standard output cannot be written; got {got}; files that the command has made are there"
     if isinstance(error, OSError):
         name = "a file" if error.filename is None else os.fsencode(error.filename).decode("utf-8", "backslashreplace")
         return " ".join(f"{name} cannot be used; got {error.strerror or error}".splitlines())
@@ -66,6 +69,12 @@ def describe(error: BaseException) -> str:
         remedy = "check its environment variables, or install it again"
         return f"{broken} cannot be imported; got {first_line(error)}; {remedy}"
     return f"unexpected error; got {first_line(error)}; {REPORT}"
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Return whether an error is of printing, which is the one thing that modules of the command line write."""
+    frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return error.filename is None and bool(frames) and str(frames[-1]).startswith("slidesparse.cli")
 
 
 def _not_imported(error: BaseException) -> str | None:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from slidesparse.cli.arguments import Commands, add_command, add_source, device_of, named_path, source_of
 from slidesparse.cli.calibration import add_calibration, calibration_of, refuse_samples
@@ -19,8 +19,10 @@ from slidesparse.errors import InputError
 if TYPE_CHECKING:
     from slidesparse.base.ranks import Ranks
     from slidesparse.commands.dry_run import DryRun
+    from slidesparse.commands.plan_file import StoredPlan
     from slidesparse.commands.prune import PruneSummary
     from slidesparse.files.calibration import Calibration
+    from slidesparse.files.source_files import Links
 
 METHODS = ("magnitude", "sparsegpt", "wanda")
 """Pruning methods, of which :mod:`slidesparse.prune` has the code: importing that takes torch, and so seconds."""
@@ -100,6 +102,14 @@ def add_prune(commands: Commands) -> None:
     add_join_timeout(prune)
 
 
+class _How(TypedDict):
+    """What a run and a dry run take alike."""
+
+    device: str
+    links: Links
+    followed: StoredPlan | None
+
+
 def _prune(options: argparse.Namespace) -> int:
     from slidesparse.base.join import joined
 
@@ -152,7 +162,7 @@ def _prune_together(options: argparse.Namespace, ranks: Ranks) -> int:
         ranks.wait()
     device = own_device(ranks, device_of(options))
     summary: DryRun | PruneSummary
-    how: Any = {"device": device, "links": options.links, "followed": plan}
+    how = _How(device=device, links=options.links, followed=plan)
     if not options.dry_run:
         summary = prune_checkpoint(source, options.destination, wanted, **how, ranks=ranks)
     elif ranks.is_first:

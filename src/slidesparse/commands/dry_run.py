@@ -130,7 +130,8 @@ def dry_run(
     left, experts = job.left, _experts(job)
     weights = {name: job.experts.stored(name) for name in job.experts.dense}
     for name in left.keys() - weights.keys():
-        if isinstance(tensor := job.meta.names.origins.get(f"{name}.weight"), str):
+        origins = job.meta.names.origins
+        if isinstance(tensor := origins.get(f"{name}.weight", origins.get(name)), str):
             weights[name] = [tensor]
     known = {name for names in ([*treated.values()], *weights.values(), *experts.values()) for name in names}
     counts = Counter(map(str, job.patterns.values()))

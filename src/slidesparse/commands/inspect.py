@@ -20,11 +20,12 @@ from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 from slidesparse.files.meta_model import MetaModel, build_meta_model
 from slidesparse.files.other_quantisation import other_quantisation
+from slidesparse.files.packed_file import FILE_NAME, PackedFile
 from slidesparse.gemm import Choice, Problem, choose, get_backend
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.models.experts import Experts, describe_experts, find_experts, linears_inside
 from slidesparse.models.layer_kinds import kind_of
-from slidesparse.models.targets import Targets, describe_dense, find_targets
+from slidesparse.models.targets import Targets, describe_dense, find_targets, no_linears
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.support import (
@@ -83,8 +84,9 @@ class Inspection:
         path: The checkpoint.
         layers: All linears except those left dense.
         dense: Linear left dense -> why.
-        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales.
-        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it is not treated.
+        faults: Tensors that cannot be used: missing, of wrong shape or type, with NaN, or with unusable scales; and a
+            packed file that is damaged or of other weights.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it is not treated.
         experts: The mixtures of experts.
         expert_layers: The weights of experts that could be read, all experts of a layer in one.
     """
@@ -195,7 +197,8 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
         inside = linears_inside(meta.model, experts)
         targets = find_targets(meta.model, part="all", keep=meta.why_stored_otherwise(), without=inside)
     else:
-        targets = Targets(meta.linears(marker), dict.fromkeys(marker.ignore, "on the ignore list"), {})
+        dense = dict.fromkeys(marker.ignore, "on the ignore list")
+        targets = Targets(meta.linears(marker), dense, no_linears(meta.model))
     stored = stored_names(meta)
     present = {name: stored[f"{name}.weight"] for name in targets.linears if f"{name}.weight" in stored}
     layers: list[Layer] = []
@@ -217,7 +220,7 @@ def inspect_checkpoint(path: str | Path, *, progress: bool | None = None) -> Ins
 
 
 def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> list[str]:
-    """Return what is wrong with the tensors of a checkpoint, one line each, except for the values of shown layers.
+    """Return what is wrong with the files of a checkpoint, one line each, except for the values of shown layers.
 
     A quantisation that we do not read is no fault where the checkpoint does not say that it is ours.
     """
@@ -230,6 +233,11 @@ def _faults(meta: MetaModel, checkpoint: Checkpoint, shown: Container[str]) -> l
         found += map(str, find_faults(meta, checkpoint))
     except CheckpointError as error:
         if checkpoint.config.get(MARKER_KEY) is not None:
+            found.append(str(error))
+    if checkpoint.config.get(MARKER_KEY) is not None and (checkpoint.path / FILE_NAME).exists():
+        try:
+            PackedFile(checkpoint)
+        except CheckpointError as error:
             found.append(str(error))
     return found + [f"{tensor} holds NaN or Inf" for tensor in not_finite(meta, checkpoint, shown)]
 

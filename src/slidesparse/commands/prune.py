@@ -68,7 +68,7 @@ class PruneSummary:
         in_transformers: Whether transformers reads them.
         dense_head: The output embedding, where it follows a pattern and vLLM runs it dense; else None.
         dense: Linear left alone -> why.
-        other: Layer that multiplies by a weight and is no ``nn.Linear`` -> why it was left alone.
+        other: Module or parameter that multiplies and is no ``nn.Linear`` -> why it was left alone.
         lacks_tokenizer: Whether the model takes text, and the source has no tokenizer to copy.
         not_copied: Files of the source that hold other copies of the weights.
         links: Links of the source that were left out.

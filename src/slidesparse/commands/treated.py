@@ -9,6 +9,7 @@ from torch import nn
 from slidesparse.errors import InputError
 from slidesparse.files.meta_model import MetaModel
 from slidesparse.models.experts import Experts, linears_inside
+from slidesparse.models.float_heads import float_heads
 from slidesparse.models.float_mixers import linears_of_float_mixers
 from slidesparse.models.parts import Part
 from slidesparse.models.targets import Targets, find_targets, matches_entry
@@ -50,6 +51,7 @@ def find_treated(
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
 
     keep = {**meta.why_stored_otherwise(), **routers}
+    keep |= float_heads(meta.model) if quantise and lm_head else {}
     found = find(keep).linears
     keep |= read_without_calling(meta.model, found, run)
     mixers = linears_of_float_mixers(meta.model) if quantise else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure  # not pyplot: a Figure of its own draws without a window and without global state
 from matplotlib.ticker import PercentFormatter
 
-from slidesparse.errors import InputError, system_words
+from slidesparse.base.whole_file import replace_file
+from slidesparse.errors import InputError
 from slidesparse.pattern import DENSE
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def check_path(path: Path) -> None:
         raise InputError("unknown picture format", got=path.name, needed=f"a name ending in .{', .'.join(formats)}")
     if not path.parent.is_dir():
         raise InputError("the folder of the picture does not exist", got=path.parent, remedy="make it first")
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+    if os.path.isdir(path) or not all(os.access(one, os.W_OK) for one in (path, path.parent) if os.path.exists(one)):
         got = "a folder" if os.path.isdir(path) else "no permission"
         raise InputError(f"{path} cannot be written", got=got, remedy="name another file with --plot")
 
@@ -43,7 +45,7 @@ def draw(report: DemoReport, path: Path) -> None:
     """Draw a report; the suffix of ``path`` says the format.
 
     Raises:
-        InputError: When ``path`` cannot be written.
+        InputError: When ``path`` cannot be written; a picture that was there is as it was.
     """
     check_path(path)
     figure = Figure(figsize=(10, 4.6), layout="constrained")
@@ -51,11 +53,13 @@ def draw(report: DemoReport, path: Path) -> None:
     _draw_fidelity(left, report.rows)
     _draw_bytes(right, report.rows)
     figure.suptitle(f"{report.model}, pruned by magnitude without retraining")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=160, format=path.suffix.removeprefix("."))
     try:
-        figure.savefig(path, dpi=160)
+        replace_file(path, picture.getvalue())
     except OSError as error:
         raise InputError(
-            "cannot write the picture", got=system_words(error), needed="a path that can be written"
+            f"cannot write the picture {path}", got=error.strerror, remedy="name another file with --plot"
         ) from error
 
 

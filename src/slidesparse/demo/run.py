@@ -135,10 +135,10 @@ def prune_(model: nn.Module, pattern: Pattern, batches: Sequence[Batch]) -> nn.M
 
 
 def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence[str] = PATTERNS) -> DemoReport:
-    """Run the demonstration.
+    """Run the demonstration; :func:`draw_demo` draws what it returns.
 
     Args:
-        output: File of the plot, or None. It is checked before anything runs.
+        output: File that the plot will have, or None. It is checked before anything runs.
         device: ``cpu`` or ``cuda``.
         patterns: Patterns to try; dense comes first in any case.
 
@@ -163,10 +163,17 @@ def run_demo(output: Path | None = None, device: str = "cpu", patterns: Sequence
             for dtype in QUANT_NAMES:
                 rows.append(compare(pruned, pattern, dtype, batches, baseline))
                 advance(1)
-    report = DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
-    if output is not None:
-        _plotter().draw(report, output)
-    return report
+    return DemoReport("all-MiniLM-L6-v2", device, len(sentences), time.perf_counter() - started, tuple(rows))
+
+
+def draw_demo(report: DemoReport, output: Path) -> None:
+    """Draw the plot of a report.
+
+    Raises:
+        InputError: The file cannot be written.
+        UnsupportedError: matplotlib is missing.
+    """
+    _plotter().draw(report, output)
 
 
 def _plotter() -> Any:

@@ -33,8 +33,6 @@ def bytes_to_write(destination: Path, plan: Callable[[], Mapping[str, Any]], n_b
         if not os.access(where, os.W_OK | os.X_OK):
             raise CheckpointError(f"cannot make {work.path}", got=_why_closed(where))
         return n_bytes
-    if not work.path.is_dir():
-        raise CheckpointError(f"cannot make {work.path}", got=os.strerror(errno.EEXIST))
     if not os.access(work.path, os.R_OK | os.W_OK | os.X_OK):
         raise CheckpointError(f"cannot use {work.path}", got=_why_closed(work.path))
     with locked(work.path, "writing"), write_errors(work.path, "free some space and run again"):

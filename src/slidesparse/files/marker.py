@@ -168,7 +168,8 @@ def quantisation_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     if method != "compressed-tensors":
         raise CheckpointError(
             "quantisation of the source",
-            got=" ".join(str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None),
+            got=" ".join(str(word)[:80] for word in (method, value.get("quant_algo")) if word is not None)
+            or "no quant_method",
             needed="none, or compressed-tensors W8A8",
             remedy=FROM_FLOAT,
         )

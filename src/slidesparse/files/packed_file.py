@@ -114,8 +114,11 @@ class PackedFile:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        path = checkpoint.path / FILE_NAME
-        self.reader = TensorReader(path)
+        path, again = checkpoint.path / FILE_NAME, f"remove the file and run: slidesparse pack {checkpoint.path}"
+        try:
+            self.reader = TensorReader(path)
+        except CheckpointError as error:
+            raise CheckpointError(error.what, got=error.got, needed=error.needed, remedy=again) from error
         found = self.reader.metadata.get("slidesparse_packed_version")
         if found != PACKED_VERSION:
             raise CheckpointError(
@@ -126,13 +129,10 @@ class PackedFile:
             raise CheckpointError(
                 f"{path} says in another way which weights it is of",
                 got="a file of another version of slidesparse",
-                remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
+                remedy=again,
             )
         if packed_from != fingerprint(checkpoint, checkpoint.config.get(MARKER_KEY)):
-            raise CheckpointError(
-                f"{path} is not of these weight files",
-                remedy=f"remove the file and run: slidesparse pack {checkpoint.path}",
-            )
+            raise CheckpointError(f"{path} is not of these weight files", remedy=again)
 
     def read(
         self,

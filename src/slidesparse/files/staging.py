@@ -116,7 +116,7 @@ def staged(destination: Path, source: Path, plan: Mapping[str, Any], n_bytes: in
                 require_space(destination, n_bytes - work.size())
                 yield work
                 _sync_all(work.output)
-                work.output.rename(destination)
+                _give_name(work, destination)
                 _sync(destination.parent)
             shutil.rmtree(work.path, ignore_errors=True)
     finally:
@@ -154,6 +154,19 @@ def new_folder(destination: Path, source: Path) -> Path:
     return real
 
 
+def _give_name(work: Workplace, destination: Path) -> None:
+    """Give the output its name, unless something has got that name since the run began."""
+    try:
+        work.output.rename(destination)
+    except OSError as error:
+        if not os.path.lexists(destination):
+            raise
+        raise CheckpointError(
+            f"destination {destination} was made by something else meanwhile; {work.path} keeps what was written",
+            remedy=f"remove {destination} and run again",
+        ) from error
+
+
 def partial_folder(destination: Path) -> Path:
     """Return the place of work of a folder to make."""
     return destination.with_name(f"{destination.name}.partial")
@@ -175,9 +188,10 @@ def _make(partial: Path) -> list[Path]:
 
 
 def require_unlinked(partial: Path) -> None:
-    """Refuse to work where a link leads."""
-    if partial.is_symlink():
-        raise CheckpointError(f"{partial} is a link", remedy=f"remove {partial} and run again")
+    """Refuse to work where a link leads, or where something else than a folder is."""
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        found = "a link" if partial.is_symlink() else "no folder"
+        raise CheckpointError(f"{partial} is {found}", remedy=f"remove {partial} and run again")
 
 
 def as_stored(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +202,11 @@ def as_stored(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
     """Refuse a place of work in which another run has work to lose; ``plan`` is as stored."""
-    path = work.path / PLAN
-    known = read_json(path) if path.exists() else None
+    path, again = work.path / PLAN, f"remove {work.path} and run again"
+    try:
+        known = read_json(path) if path.exists() else None
+    except CheckpointError as error:
+        raise CheckpointError(error.what, got=error.got, needed=error.needed, remedy=again) from error
     if known is None and all(found.suffix == ".tmp" for found in work.path.iterdir()):
         return
     if known is None or (known != plan and work.files() and not (work.path / FAILED).exists()):
@@ -197,7 +214,7 @@ def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
             f"{work.path} holds the unfinished output of another run",
             got=None if known is None else f"another {', '.join(differences(known, plan))}",
             needed=None if known is None else "those of that run, or another destination",
-            remedy=f"remove {work.path} and run again",
+            remedy=again,
         )
 
 

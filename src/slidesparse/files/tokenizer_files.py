@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from slidesparse.errors import CheckpointError
+from slidesparse.errors import CheckpointError, first_line
 from slidesparse.files.source_files import SourceFiles
-from slidesparse.files.tensor_reader import LFS_POINTER
+from slidesparse.files.tensor_reader import AGAIN, LFS_POINTER
 from slidesparse.models.causal import vocabulary_of
 
 BEGINNINGS = ("tokenizer", "vocab", "tekken")
@@ -19,11 +20,14 @@ NO_TOKENIZER = (
 )
 
 
+READ_AS_JSON = ("tokenizer.json", "tokenizer_config.json")
+
+
 def require_fetched(files: SourceFiles) -> None:
-    """Refuse a tokenizer that is not there yet: only what git-lfs needs to fetch it.
+    """Refuse a tokenizer that is not there yet, or in part.
 
     Raises:
-        CheckpointError: A file of a tokenizer is such a pointer.
+        CheckpointError: A file of a tokenizer is only what git-lfs needs to fetch it, or is JSON that was cut off.
     """
     for file in files.copied:
         if len(file.name.parts) == 1 and _is_of_a_tokenizer(file.name.name):
@@ -34,6 +38,13 @@ def require_fetched(files: SourceFiles) -> None:
                         got="a pointer of git-lfs",
                         remedy="fetch it with: git lfs pull",
                     )
+            if file.name.name in READ_AS_JSON:
+                try:
+                    json.loads(Path(file.path).read_bytes())
+                except (ValueError, RecursionError) as error:
+                    raise CheckpointError(
+                        f"{file.name} holds no tokenizer", got=first_line(error), needed="JSON", remedy=AGAIN
+                    ) from error
 
 
 def lacks_tokenizer(files: SourceFiles, config: Any) -> bool:

@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from slidesparse.base.arguments import require_kind, shown
+from slidesparse.base.counted import counted
 from slidesparse.errors import InputError
+from slidesparse.linear import SlideLinear
 from slidesparse.models.hooks import hooked
 from slidesparse.models.layer_kinds import kind_of
 from slidesparse.models.parts import Part, outside_part
@@ -34,6 +36,9 @@ HEADS = (".classifier.dense", ".head.dense", ".pooler.dense", ".text_model.head"
 holds them as plain ``nn.Linear`` and reads no scales for them
 (model_executor/models/{bert,roberta,modernbert,siglip}.py)."""
 
+HYPER_CONNECTIONS = ("fn", "hc_fn")
+"""Matrices of hyper-connections, which mix the streams of a residual (HYV4): parameters, and no linears."""
+
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
 
@@ -45,7 +50,7 @@ class Targets:
     Attributes:
         linears: Module name -> module, of those to be treated, in the model's order.
         dense: Module name -> why it stays as it is, of all other linears.
-        other: Module name -> why it stays as it is, of layers that multiply by a weight and are no ``nn.Linear``.
+        other: Name -> why it stays as it is, of modules and parameters that multiply and are no ``nn.Linear``.
     """
 
     linears: dict[str, nn.Linear]
@@ -136,11 +141,14 @@ def find_targets(
 
     reasons = {name: why_dense(name, module) for name, module in named.items()}
     linears = {name: module for name, module in named.items() if reasons[name] is None}
-    targets = Targets(linears, {name: why for name, why in reasons.items() if why is not None}, _transposed(model))
+    targets = Targets(linears, {name: why for name, why in reasons.items() if why is not None}, no_linears(model))
     if not linears:
+        sparse = sum(isinstance(module, SlideLinear) for module in model.modules())
+        said = [f"{counted(sparse, 'SlideLinear')}, sparse already"] if sparse else []
+        said += [line.removeprefix("left dense: ") for line in targets.describe()[:3]]
         raise InputError(
             "the model has no linear layer to treat",
-            got="; ".join(targets.describe()[:3]).replace("left dense: ", "") or "no linear layer",
+            got="; ".join(said) or "no linear layer",
             needed="nn.Linear",
         )
     return targets
@@ -180,12 +188,20 @@ def computes_as_linear(module: nn.Linear) -> bool:
         return False
 
 
-def _transposed(model: nn.Module) -> dict[str, str]:
-    """Return transformers' ``Conv1D`` layers (GPT-2), which are linears with the weight stored [in, out]."""
-    return {
+def no_linears(model: nn.Module) -> dict[str, str]:
+    """Return what multiplies like a linear and is none -> why it stays as it is.
+
+    These are transformers' ``Conv1D`` (GPT-2), which stores a weight [in, out], and matrices of hyper-connections.
+    """
+    found = {
         name: "Conv1D, whose weight is stored [in, out]: compressed-tensors quantises nn.Linear alone"
         for name, module in model.named_modules()
         if type(module).__name__ == "Conv1D" and not isinstance(module, nn.Conv1d)
+    }
+    return found | {
+        name: "a hyper-connection, which multiplies by a parameter and is no nn.Linear"
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] in HYPER_CONNECTIONS and parameter.dim() == 2
     }
 
 

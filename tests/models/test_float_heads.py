@@ -1,0 +1,53 @@
+"""Output embeddings for which vLLM reads no scales stay dense in 8 bits, and say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from small_models import make
+
+from slidesparse.commands.dry_run import dry_run
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.errors import InputError
+from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.models.float_heads import HEAD_IN_FLOATS
+
+
+@pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_they_stay_dense_in_8_bits(tmp_path: Path, name: str, dtype: str) -> None:
+    make(tmp_path / "m", ARCHITECTURES[name], torch.bfloat16, tie_word_embeddings=False)
+    out, options = tmp_path / "s", PruneOptions("6:8", dtype, lm_head=True)
+    said = dry_run(tmp_path / "m", out, options)
+    done = prune_checkpoint(tmp_path / "m", out, options)
+    assert done.dense["lm_head"] == HEAD_IN_FLOATS
+    assert said.left[HEAD_IN_FLOATS].count == 1
+    assert HEAD_IN_FLOATS in (out / "README.md").read_text()
+    assert "lm_head.weight_scale" not in Checkpoint(out).files
+    quantisation = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert "lm_head" in quantisation["ignore"]
+    assert quantisation["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+def test_they_are_pruned_in_floats(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["jamba"], torch.bfloat16)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16", lm_head=True))
+    assert done.patterns["lm_head"] == "6:8"
+    assert done.dense_head == "lm_head"
+
+
+def test_others_are_treated(tmp_path: Path) -> None:
+    make(tmp_path / "m", ARCHITECTURES["llama"], torch.bfloat16)
+    done = prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+    assert done.patterns["lm_head"] == "6:8"
+
+
+def test_a_model_with_nothing_else_is_refused(tmp_path: Path) -> None:
+    """It was pruned, with the output embedding alone in 8 bits."""
+    make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16, tie_word_embeddings=False)
+    with pytest.raises(InputError, match=r"first Mamba mixers.*--dtype bf16"):
+        prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
