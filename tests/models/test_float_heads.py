@@ -15,6 +15,8 @@ from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.models.float_heads import HEAD_IN_FLOATS
+from slidesparse.models.float_mixers import IN_FLOATS
+from slidesparse.models.sparsify import sparsify_
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5", "qwen3-next"])
@@ -51,3 +53,20 @@ def test_a_model_with_nothing_else_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mamba"], torch.bfloat16, tie_word_embeddings=False)
     with pytest.raises(InputError, match=r"first Mamba mixers.*--dtype bf16"):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8", lm_head=True))
+
+
+def test_a_model_in_memory_keeps_what_vllm_holds_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it is saved as is served."""
+    model = make(tmp_path / "m", ARCHITECTURES["jamba"], torch.bfloat16)
+    sparsify_(model, "6:8", "int8", lm_head=True)
+    model.save_pretrained(tmp_path / "s")
+    done = prune_checkpoint(
+        tmp_path / "m", tmp_path / "p", PruneOptions("6:8", "int8", lm_head=True, method="magnitude")
+    )
+    saved, pruned = (
+        {name for name in Checkpoint(tmp_path / folder).files if name.endswith("weight_scale")} for folder in "sp"
+    )
+    assert saved == {name for name in pruned if ".experts." not in name}  # which stay dense in memory
+    assert {HEAD_IN_FLOATS, IN_FLOATS} <= set(done.dense.values())
+    for why in (HEAD_IN_FLOATS, IN_FLOATS):
+        assert why in caplog.text

@@ -16,13 +16,15 @@ from slidesparse.gemm.select import Fallback
 from slidesparse.linear import SlideLinear, pack_weight
 from slidesparse.models.description import describe_in_config
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
+from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
+from slidesparse.models.float_mixers import IN_FLOATS, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import ADAPTER, describe_dense, find_targets, input_sets, matches_entry
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import parse_dtype
+from slidesparse.quant import QUANTISED, parse_dtype
 from slidesparse.support import check_pattern, check_weight
 
 
@@ -169,7 +171,8 @@ def sparsify_(
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
 
-    Forward hooks of a linear run on the layer in its place. Adapters of PEFT stay as they are.
+    Forward hooks of a linear run on the layer in its place. Adapters of PEFT stay as they are. So do, in 8 bits, those
+    linears of a transformers model that vLLM holds in floats.
 
     A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
     :func:`slidesparse.load`, vLLM and transformers load.
@@ -202,6 +205,8 @@ def sparsify_(
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_read_by(model), **find_routers(model, experts)}
+    if storage in QUANTISED and hasattr(model, "save_pretrained"):  # what it writes is for vLLM, too
+        keep |= linears_of_float_mixers(model) | (float_heads(model) if lm_head else {})
     targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
@@ -234,7 +239,8 @@ def sparsify_(
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
-    for line in describe_dense({name: why for name, why in targets.dense.items() if why == ADAPTER}):
+    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS)
+    for line in describe_dense({name: why for name, why in targets.dense.items() if why in told}):
         LOG.warning(line)
     for line in describe_experts(experts):
         LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)
