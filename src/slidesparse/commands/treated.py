@@ -45,7 +45,8 @@ def find_treated(
         InputError: An entry matches nothing, or nothing is left to treat.
     """
     inside = linears_inside(meta.model, experts)
-    entries = _without_experts(ignore, experts, _linears(meta.model) - inside.keys())
+    left = [*(one.layer(leaf) for one in experts for leaf in one.weights), *routers]
+    entries = _of_linears(ignore, _linears(meta.model) - inside.keys(), left)
 
     def find(keep: dict[str, str]) -> Targets:
         return find_targets(meta.model, entries, lm_head, also_ignore, part=part, keep=keep, without=inside)
@@ -68,11 +69,10 @@ def _linears(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _without_experts(entries: Iterable[str], experts: Sequence[Experts], linears: set[str]) -> list[str]:
-    """Return an ignore list without the entries that match nothing but experts."""
-    kinds = [one.layer(leaf) for one in experts for leaf in one.weights]
+def _of_linears(entries: Iterable[str], linears: set[str], others: Sequence[str]) -> list[str]:
+    """Return an ignore list without the entries that match others alone: experts, or routers, which stay dense."""
 
     def matches(names: Iterable[str], entry: str) -> bool:
         return any(matches_entry(name, entry) for name in names)
 
-    return [entry for entry in entries if matches(linears, entry) or not matches(kinds, entry)]
+    return [entry for entry in entries if matches(linears, entry) or not matches(others, entry)]
