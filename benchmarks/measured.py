@@ -24,6 +24,7 @@ import torch
 
 from slidesparse.bench.problems import MODELS
 from slidesparse.commands import cards as card_list
+from slidesparse.commands.step_time import GPUS
 from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.gemm.speed_files import file_name
@@ -637,8 +638,8 @@ TABLES: dict[str, Callable[[], str]] = {
         served_http_graphs, "qwen2.5-7b-int8-http-five.jsonl", "qwen2.5-7b-int8-http-6of8-again.jsonl"
     ),
     "mixed-steps": mixed_steps,
-    "layers": partial(layers, "NVIDIA H200", TUNED),
-    "layers-h100": partial(layers, "NVIDIA H100 80GB HBM3", TUNED_H100),
+    "layers": partial(layers, GPUS["H200"], TUNED),
+    "layers-h100": partial(layers, GPUS["H100"], TUNED_H100),
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

@@ -131,3 +131,12 @@ class UnsupportedError(SlideSparseError, RuntimeError):
 
 class CheckpointError(SlideSparseError, RuntimeError):
     """A checkpoint on disk that is missing, damaged or of a kind that we do not handle."""
+
+    @classmethod
+    def of(cls, error: SlideSparseError, remedy: str | None = None) -> CheckpointError:
+        """Return an error of a checkpoint with the parts of another one; a remedy replaces its own.
+
+        >>> str(CheckpointError.of(InputError("version", got=3), "pack it again"))
+        'version; got 3; pack it again'
+        """
+        return cls(error.what, got=error.got, needed=error.needed, remedy=remedy or error.remedy)

@@ -68,6 +68,15 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
+def replace_tensors(path: Path, kept: dict[str, torch.Tensor]) -> None:
+    """Let a checkpoint have these of its tensors alone, perhaps with other values."""
+    stored = {name: Checkpoint(path).stored(name) for name in kept}
+    copies = {name: value.clone() for name, value in kept.items()}  # they may lie in the file that is written over
+    with TensorWriter(path / "model.safetensors", stored) as writer:
+        for name, value in copies.items():
+            writer.write(name, value)
+
+
 # -- pruned as they are ------------------------------------------------------------------------------------------------
 
 
@@ -208,12 +217,8 @@ def test_what_is_said_of_transformers_is_so(tmp_path: Path, name: str, dtype: st
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["qwen3-vl-moe"])
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    found, checkpoint = tensors(tmp_path / "s"), Checkpoint(tmp_path / "s")
-    stored = {name: checkpoint.stored(name) for name in found if ".0.mlp.experts.2.up_proj." not in name}
-    found = {name: found[name].clone() for name in stored}
-    with TensorWriter(tmp_path / "s/model.safetensors", stored) as writer:
-        for name, value in found.items():
-            writer.write(name, value)
+    found = tensors(tmp_path / "s")
+    replace_tensors(tmp_path / "s", {n: t for n, t in found.items() if ".0.mlp.experts.2.up_proj." not in n})
     told = r"shape of model\.language_model\.layers\.0\.mlp\.experts\.gate_up_proj; got \[2, .*\]; needed \[4,"
     with pytest.raises(slidesparse.errors.CheckpointError, match=told):
         slidesparse.load(tmp_path / "s")
@@ -601,14 +606,9 @@ def test_a_model_in_memory_keeps_its_experts(tmp_path: Path, name: str, caplog: 
 def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> None:
     make(tmp_path / "m", ARCHITECTURES[name])
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
-    dense, path = tensors(tmp_path / "m"), tmp_path / "s/model.safetensors"
-    found = tensors(tmp_path / "s")
+    dense, found = tensors(tmp_path / "m"), tensors(tmp_path / "s")
     key = next(key for key in reversed(found) if ".experts." in key and "bias" not in key)
-    stored = {name: Checkpoint(tmp_path / "s").stored(name) for name in found}
-    found = {name: (dense if name == key else found)[name].clone() for name in found}
-    with TensorWriter(path, stored) as writer:
-        for name, value in found.items():
-            writer.write(name, value)
+    replace_tensors(tmp_path / "s", found | {key: dense[key]})
     inspection = inspect_checkpoint(tmp_path / "s")
     assert not inspection.ok
     assert "PROBLEM: " in inspection.table()
@@ -620,13 +620,9 @@ def test_experts_that_break_their_mark_are_found(tmp_path: Path, name: str) -> N
 def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
     prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
-    found, checkpoint = tensors(tmp_path / "s"), Checkpoint(tmp_path / "s")
-    lost = "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale"
-    stored = {name: checkpoint.stored(name) for name in found if name != lost}
-    found = {name: found[name].clone() for name in stored}
-    with TensorWriter(tmp_path / "s/model.safetensors", stored) as writer:
-        for name, value in found.items():
-            writer.write(name, value)
+    found, lost = tensors(tmp_path / "s"), "model.layers.0.block_sparse_moe.experts.1.w2.weight_scale"
+    del found[lost]
+    replace_tensors(tmp_path / "s", found)
     with pytest.raises(slidesparse.errors.CheckpointError, match=f"the checkpoint holds no {lost}"):
         slidesparse.load(tmp_path / "s")
 
@@ -634,13 +630,9 @@ def test_a_scale_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_weight_of_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     """transformers joins experts; its error was about a report above, which nobody saw."""
     make(tmp_path / "m", ARCHITECTURES["mixtral"])
-    found, checkpoint = tensors(tmp_path / "m"), Checkpoint(tmp_path / "m")
-    lost = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    stored = {name: checkpoint.stored(name) for name in found if name != lost}
-    found = {name: found[name].clone() for name in stored}
-    with TensorWriter(tmp_path / "m/model.safetensors", stored) as writer:
-        for name, value in found.items():
-            writer.write(name, value)
+    found, lost = tensors(tmp_path / "m"), "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    del found[lost]
+    replace_tensors(tmp_path / "m", found)
     with pytest.raises(
         slidesparse.errors.CheckpointError, match=rf"lacks 1 tensor of Mixtral.*; got no {lost}; needed"
     ):

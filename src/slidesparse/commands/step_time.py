@@ -114,12 +114,10 @@ def served_steps(dtype: str, gpu: str = SHIPPED_GPU) -> ServedSteps:
         UnsupportedError: There are none of the type.
     """
     known = _known_steps()
-    found = known.get(gpu, known[SHIPPED_GPU])
-    if dtype not in found.dtypes:
-        found = known[SHIPPED_GPU]
-    if dtype not in found.dtypes:
-        raise UnsupportedError("loads of a plan", got=dtype, needed=" or ".join(found.dtypes))
-    return found
+    for name in (gpu, SHIPPED_GPU):
+        if name in known and dtype in known[name].dtypes:
+            return known[name]
+    raise UnsupportedError("loads of a plan", got=dtype, needed=" or ".join(known[SHIPPED_GPU].dtypes))
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except InputError as error:
-        raise CheckpointError(error.what, got=error.got, needed=error.needed, remedy=error.remedy) from error
+        raise CheckpointError.of(error) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}", got=type(value).__name__, needed="a JSON object")
     return value

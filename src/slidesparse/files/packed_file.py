@@ -118,7 +118,7 @@ class PackedFile:
         try:
             self.reader = TensorReader(path)
         except CheckpointError as error:
-            raise CheckpointError(error.what, got=error.got, needed=error.needed, remedy=again) from error
+            raise CheckpointError.of(error, again) from error
         found = self.reader.metadata.get("slidesparse_packed_version")
         if found != PACKED_VERSION:
             raise CheckpointError(

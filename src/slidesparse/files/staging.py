@@ -206,7 +206,7 @@ def refuse_another_run(work: Workplace, plan: dict[str, Any]) -> None:
     try:
         known = read_json(path) if path.exists() else None
     except CheckpointError as error:
-        raise CheckpointError(error.what, got=error.got, needed=error.needed, remedy=again) from error
+        raise CheckpointError.of(error, again) from error
     if known is None and all(found.suffix == ".tmp" for found in work.path.iterdir()):
         return
     if known is None or (known != plan and work.files() and not (work.path / FAILED).exists()):

@@ -96,11 +96,12 @@ def tables_for(here: Installation) -> list[SpeedTable]:
     of_users = {own, *cache_folder().glob(f"{Path(file_name(here.gpu)).stem}*.json"), *_UNWRITTEN}
     users = [_usable(path) for path in sorted(of_users, key=lambda path: (path != own, path.name))]
     packaged = [table for path in sorted(PACKAGED.glob("speed-*.json")) if (table := _usable(path))]
-    akin = [table for table in packaged if table.installation.capability == here.capability]
+    foreign = [table for table in packaged if table.installation.gpu != here.gpu]
+    akin = [table for table in foreign if table.installation.capability == here.capability]
     return [
         *(table for table in users if table and table.installation.gpu == here.gpu),
         *(table for table in packaged if table.installation.gpu == here.gpu),
-        *sorted((table for table in akin if table.installation.gpu != here.gpu), key=lambda one: -_alike(one, here)),
+        *sorted(akin, key=lambda table: -_alike(table, here)),
     ]
 
 
