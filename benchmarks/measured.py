@@ -150,6 +150,13 @@ ON_H100 = {
 }
 """The same of an H100."""
 
+ON_SLOW_HOST = {
+    H100 / "serve/qwen2.5-7b-fp8.jsonl": "7B in FP8",
+    H100 / "serve/llama-3.2-3b-int8.jsonl": "3B in INT8",
+    H100 / "serve/bitnet-2b-int8.jsonl": "BitNet-2B in INT8",
+}
+"""And of a machine whose host kept GPUs waiting."""
+
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
 OURS = (CONTROL, *UNIFORM)
@@ -266,15 +273,28 @@ def served_quick(path: Path, title: str) -> str:
     return markdown((title, *engines), _load_rows([(group, one) for one in engines], LOADS, stock))
 
 
-def served_models(models: Mapping[Path, str], columns: Sequence[str]) -> str:
-    """The same of several models in INT8: of the stock engines the fastest of each row, and some of ours."""
+def served_models(models: Mapping[Path, str], title: str, columns: Sequence[str], *waited: str) -> str:
+    """The same of several models: of the stock engines the fastest of each row, and some of ours."""
     rows = []
     for path, model in models.items():
         group, engines, stock = _stock_first(path)
-        for label, *cells in _load_rows([(group, one) for one in engines], LOADS, stock):
+        for label, *cells in _load_rows([(group, one) for one in engines], LOADS, stock, *waited):
             shown = dict(zip(engines[stock:], cells[stock:], strict=True))
             rows.append([f"{model}, {label}", min(cells[:stock], key=float), *(shown.get(one, "-") for one in columns)])
-    return markdown(("INT8", STOCK, *columns), rows)
+    return markdown((title, STOCK, *columns), rows)
+
+
+def over_control() -> str:
+    """What patterns gain on an H100 beyond the control."""
+    rows = []
+    for dtype in SERVED:
+        (group,) = groups(read(ServeRecord, [H100 / SERVED[dtype].relative_to(H200)]))
+        for pattern in UNIFORM:
+            burst, mixed, decode = (group.over(CONTROL, pattern, load) for load in LOADS)
+            computing = _computing(group, CONTROL) / _computing(group, pattern)
+            rows.append([TYPES[dtype], pattern, *map(shown, (burst, mixed, computing, decode))])
+    head = ("burst", "mixed load", "of it the GPU computes", "decoding 64 sequences")
+    return markdown(("over the control", "pattern", *head), rows, 2)
 
 
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
@@ -284,14 +304,17 @@ def _stock_first(path: Path) -> tuple[Group, list[str], int]:
     return group, engines, sum(engine.startswith(STOCK) for engine in engines)
 
 
-def _load_rows(engines: Sequence[tuple[Group, str]], loads: Mapping[str, str], stock: int) -> list[list[str]]:
-    """Rows of loads, over the fastest of the first few engines; after the mixed one what of it the GPU computes."""
+def _load_rows(
+    engines: Sequence[tuple[Group, str]], loads: Mapping[str, str], stock: int, *waited: str
+) -> list[list[str]]:
+    """Rows of loads, over the fastest of the first few engines; of the mixed one, and of others in which the host kept
+    the GPU waiting, what of it the GPU computes."""
     rows = []
     for load, words in loads.items():
         ms = [1e3 * (group.seconds(engine, load) or 0.0) for group, engine in engines]
         rows.append([f"{words}, ms", *_over_fastest(ms, stock)])
-        if load == "mixed":
-            computing = [1e3 * _computing(group, engine) for group, engine in engines]
+        if load in ("mixed", *waited):
+            computing = [1e3 * _computing(group, engine, load) for group, engine in engines]
             rows.append(["of it the GPU computes, ms", *_over_fastest(computing, stock)])
     return rows
 
@@ -303,11 +326,11 @@ def _over_fastest(values: Sequence[float], stock: int, digits: int | None = None
     return [*text[:stock], *ratios[stock:]]
 
 
-def _computing(group: Group, engine: str) -> float:
-    """Seconds of the mixed load in which any kernel ran: a slow host adds nothing to them."""
-    power = group.records[engine]["mixed"].power
+def _computing(group: Group, engine: str, load: str = "mixed") -> float:
+    """Seconds of a load in which any kernel ran: a slow host adds nothing to them."""
+    power = group.records[engine][load].power
     assert power is not None
-    return (group.seconds(engine, "mixed") or 0.0) * power.busy
+    return (group.seconds(engine, load) or 0.0) * power.busy
 
 
 def served_http() -> str:
@@ -627,8 +650,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-mixture-whole": partial(
         served_quick, H200 / "serve/qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"
     ),
-    "served-others": partial(served_models, OTHERS, UNIFORM),
-    "served-h100": partial(served_models, ON_H100, OURS),
+    "served-others": partial(served_models, OTHERS, "INT8", UNIFORM),
+    "served-h100": partial(served_models, ON_H100, "INT8", OURS),
+    "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host", OURS, "burst"),
+    "served-h100-control": over_control,
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,

@@ -165,6 +165,32 @@ def test_what_the_pages_say_of_an_h100() -> None:
     assert "takes {} kJ where the control takes {} and stock {}".format(*kilojoules) in log
 
 
+def test_what_the_pages_say_of_an_h100_in_fp8() -> None:
+    """And of its host, by one stock engine on two machines."""
+    read, serve, computing = MEASURED["read"], MEASURED["H100"] / "serve", MEASURED["_computing"]
+    names = ("fp8", "int8-stock-slow-host", "int8", "fp8-stock")
+    found = [MEASURED["groups"](read(MEASURED["ServeRecord"], [serve / f"qwen2.5-7b-{name}.jsonl"])) for name in names]
+    (fp8,), (slow,), (usual,), (usual_fp8,) = found
+    cards, log = (" ".join((ROOT / page).read_text().split()) for page in ("docs/cards.md", LOG))
+    served = [f"{group.seconds('stock', 'mixed'):.1f}" for group in (slow, usual, fp8, usual_fp8)]
+    gpu = [f"{computing(group, 'stock'):.1f}" for group in (slow, usual, fp8, usual_fp8)]
+    assert "in INT8 took {} s there".format(*served) in cards
+    assert "where it took {1} s above. Of these the GPU computed for {2} and {3} s.".format(*served[:2], *gpu) in cards
+    assert "mixed load {} and {} s. Of these the GPU computed for {} and {} s.".format(*served[:2], *gpu[:2]) in log
+    assert "the same: {} and {} s, of these {} and {}.".format(*served[2:], *gpu[2:]) in log
+    over = [f"{computing(fp8, 'control') / computing(fp8, pattern):.2f}" for pattern in ("6:8", "4:6", "2:4")]
+    as_served = [f"{fp8.over('control', pattern, 'mixed'):.2f}" for pattern in ("6:8", "4:6", "2:4")]
+    assert "GPU computes: {}, {} and {}; as served {}, {} and {}.".format(*over, *as_served) in log
+    said = "gain {1} and {2} of what the GPU computes there, and {4} and {5} as served"
+    assert said.format(*over, *as_served) in cards
+    power = {engine: served["mixed"].power for engine, served in fp8.records.items()}
+    kilojoules = [power[engine].energy_j / 2e3 for engine in ("6:8", "control", "stock")]
+    assert "takes {:.1f} and {:.1f} kJ, stock {:.1f}.".format(*kilojoules) in log
+    assert f"takes {100 * (kilojoules[0] / kilojoules[1] - 1):.0f} % more energy" in cards
+    assert f"the control computes the mixed load in {computing(fp8, 'control'):.1f} s" in cards
+    assert f"in INT8 the plugin takes {computing(usual, '6:8'):.1f} s" in cards
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-7b-int8-http", "qwen2.5-7b-int8-http-five"])
 def test_on_one_machine_the_gpu_computes_a_little_faster_at_6_of_8(name: str) -> None:
     (group,) = MEASURED["groups"](MEASURED["read"](MEASURED["ServeRecord"], [SERVED / f"{name}.jsonl"]))

@@ -580,6 +580,7 @@ def test_the_command_line_reaches_the_engines(
         ["--gpus", "0"],
         ["--gpus", "2"],
         ["--graphs", "99999"],
+        ["--graphs", "2048", "--engines", "stock", "stock again"],
         ["--timeline", "0"],
         ["--budget-s", "0"],
         ["--tokens", "5"],

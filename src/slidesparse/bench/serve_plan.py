@@ -198,8 +198,12 @@ def adapt(
     if profile.plan is not None:
         for model in profile.models:
             _require_names(profile.plan, model, layers)
-    known = {key.engine for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)}
+    keys = [key for model in profile.models for dtype in profile.dtypes for key in profile.keys(model, dtype)]
+    known = {key.engine: key.graphs for key in keys}
     chosen = None if engines is None else select(engines, tuple(sorted(known)), (), "engine")
+    if graphs is not None and chosen is not None and all(known[engine] is None for engine in chosen):
+        needed = f"one of ours among --engines, or '{STOCK}, graphs to {graphs}': others have vLLM's own"
+        raise InputError("--graphs", got=f"--engines {' '.join(map(repr, chosen))}", needed=needed)
     return dataclasses.replace(profile, engines=chosen)
 
 
