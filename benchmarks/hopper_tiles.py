@@ -26,7 +26,7 @@ from scipy.optimize import nnls
 from slidesparse.bench import environment, operands
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import TILES, Tile, choose_tile, work
+from slidesparse.gemm.hopper.tiles import TILES, Tile, cheapest, work
 from slidesparse.quant import parse_dtype, quantize_rows
 from slidesparse.tuning.timing import CudaStopwatch, interleave
 
@@ -89,7 +89,7 @@ def fit(rows: Sequence[dict[str, Any]]) -> None:
             cycles = max(1.0, time_us * 1e3 * GHZ - LAUNCH)
             steps, tiles = work(tile, row["tokens"], row["out"], sparse + 2 * dense)
             equations[tile].append((steps / cycles, tiles / cycles))
-        chosen = choose_tile(row["tokens"], row["out"], sparse, dense)
+        chosen = cheapest(row["tokens"], row["out"], sparse + 2 * dense)
         losses.append((us.get(chosen, float("inf")) / min(us.values()) - 1, row["layer"], row["tokens"], str(chosen)))
     for tile, lines in equations.items():
         (step, once), _ = nnls(np.array(lines), np.ones(len(lines)))

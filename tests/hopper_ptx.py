@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest.mock import patch
 
 import torch
 from ptx_emulator.machine import Machine
 from ptx_emulator.program import Program, read_program
 from ptx_emulator.state import GlobalMemory
 
+from slidesparse.gemm.hopper import launch
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.compile import SOURCE, options
-from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments
-from slidesparse.gemm.hopper.tiles import GROUP, Tile
-from slidesparse.gemm.hopper.weights import SLABS, SparseForm
+from slidesparse.gemm.hopper.launch import BIAS_TYPES, Arguments, WeightAddresses
+from slidesparse.gemm.hopper.tiles import Band, Tile
+from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.layout import Lifted, slab_view
 from slidesparse.packed import PackedWeight
 
@@ -95,7 +97,7 @@ class EmulatedKernel:
 def run_product(
     x: Lifted,
     packed: PackedWeight,
-    tile: Tile,
+    tile: Tile | tuple[Band, ...],
     out_dtype: torch.dtype = torch.float32,
     bias: torch.Tensor | None = None,
     source: bytes | None = None,
@@ -104,27 +106,25 @@ def run_product(
 ) -> torch.Tensor:
     """Return what the kernel computes of activations in slabs; ``backend`` decides on the form of the weight."""
     memory, operand = GlobalMemory(), backend().prepare(packed)
-    form = SparseForm.of(operand.sparse.shape)
     tokens, channels = x.values.shape[0], packed.shape[0]
     slabs = slab_view(x.values, SLABS).clone()
     y = torch.full((tokens * channels + GUARD,), 7.0, dtype=out_dtype)
-    arguments = {
-        "x": memory.add(slabs),
-        "dense": memory.add(operand.dense),
-        "sparse": memory.add(operand.sparse),
-        "scale_x": 0 if x.scale is None else memory.add(x.scale),
-        "scale_w": 0 if packed.scale is None else memory.add(packed.scale),
-        "bias": 0 if bias is None else memory.add(bias),
-        "bias_type": 0 if bias is None else BIAS_TYPES[bias.dtype],
-        "y": memory.add(y),
-        "tokens": tokens,
-        "channels": channels,
-        "dense_slabs": operand.dense.shape[1] // 2,
-        "sparse_slabs": form.slabs,
-        "group": GROUP,
-        "windows": form.windows,
-    }
-    kernel = EmulatedKernel(memory, tile, (x.values.dtype, out_dtype), form.field, source=source, seed=seed)
-    kernel.launch(Arguments(**arguments), kernel.grid(tile.count(tokens, channels)))
+    weight = WeightAddresses(
+        memory.add(operand.dense),
+        memory.add(operand.sparse),
+        None if packed.scale is None else memory.add(packed.scale),
+        None if bias is None else memory.add(bias),
+        0 if bias is None else BIAS_TYPES[bias.dtype],
+    )
+
+    def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> EmulatedKernel:
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, source=source, seed=seed)
+
+    with patch.object(launch, "load_kernel", load), patch.object(launch, "current_stream", lambda device: 0):
+        sizes = x.values.shape, x.values.dtype, operand.dense.shape, operand.sparse.shape, channels, out_dtype
+        launch._launch.cache_clear()  # it holds kernels with the memory of another product
+        product = launch.find_launch(*sizes, 0, tile)
+        product.launch(memory.add(slabs), None if x.scale is None else memory.add(x.scale), weight, memory.add(y))
+        launch._launch.cache_clear()
     assert bool((y[tokens * channels :] == 7).all()), "the kernel wrote past its results"
     return y[: tokens * channels].view(tokens, channels)

@@ -212,7 +212,8 @@ def test_the_table_that_ships_serves_other_releases_of_vllm(
     monkeypatch.setattr(Dense, "library", lambda _: here)
     choice = choose(Problem(Pattern(2, 4), torch.int8, 4608, 3584, torch.device("cuda")))
     assert "hopper" in choice.backends
-    prior = f"; prior: measured at 4608x3584 with vLLM 0.22, torch 2.11; this is {here}"
+    kernel = "slidesparse hopper-4", Hopper().library()
+    prior = f"; prior: measured at 4608x3584 with vLLM 0.22, torch 2.11 and {kernel[0]}; this is {here} and {kernel[1]}"
     assert choice.reason.endswith(prior)
 
 

@@ -15,7 +15,7 @@ from slidesparse.gemm.hopper import grouped
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.compile import SOURCE
 from slidesparse.gemm.hopper.grouped import HopperExperts
-from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Tile
+from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Lifted, slab_view
@@ -68,6 +68,27 @@ def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[H
 def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
     lifted, packed, x = problem(pattern, INT8, 40, backend)
     assert torch.equal(run_product(lifted, packed, tile, backend=backend), expected(x, packed, FP32, None))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "out_dtype", "backend"),
+    [
+        ("6:8", INT8, BF16, Hopper),
+        ("4:6@50%", INT8, FP32, Hopper),
+        ("4:6", INT8, FP16, Bundles),
+        ("6:8", BF16, BF16, Hopper),
+    ],
+)
+@pytest.mark.parametrize("second", [SMALL, SPLIT], ids=str)
+def test_two_bands_are_one_product(
+    second: Tile, pattern: str, dtype: torch.dtype, out_dtype: torch.dtype, backend: type[Hopper]
+) -> None:
+    lifted, packed, _ = problem(pattern, dtype, 40, backend)
+    bias, bands = torch.randn(OUT, dtype=out_dtype), (Band(LARGE, 256), Band(second, OUT - 256))
+    found, first, rest = (
+        run_product(lifted, packed, tile, out_dtype, bias, backend=backend) for tile in (bands, LARGE, second)
+    )
+    assert torch.equal(found, torch.cat([first[:, :256], rest[:, 256:]], 1))
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)

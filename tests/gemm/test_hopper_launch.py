@@ -14,8 +14,16 @@ import torch
 from slidesparse import InputError, UnsupportedError
 from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper.compile import SOURCE
-from slidesparse.gemm.hopper.launch import Arguments, GemmLaunch, Kernel, WeightAddresses, find_launch, load_kernel
-from slidesparse.gemm.hopper.tiles import GROUP, TILES, Tile, choose_tile
+from slidesparse.gemm.hopper.launch import (
+    BIAS_TYPES,
+    Arguments,
+    GemmLaunch,
+    Kernel,
+    WeightAddresses,
+    find_launch,
+    load_kernel,
+)
+from slidesparse.gemm.hopper.tiles import GROUP, TILES, Band, Tile, cheapest
 from slidesparse.gemm.hopper.weights import step_shapes
 from slidesparse.layout import ColumnOrder
 
@@ -154,13 +162,23 @@ class Told:
 
 
 NO_EXPERTS = {"experts": None, "used": None}
-SIZES = {"tokens": 11, "channels": 12, "dense_slabs": 13, "sparse_slabs": 14, "group": 15, "windows": 16}
+SIZES = {
+    "tokens": 11,
+    "channels": 12,
+    "dense_slabs": 13,
+    "sparse_slabs": 14,
+    "group": 15,
+    "windows": 16,
+    "row": 12,
+    "band": 0,
+}
 
 
 def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM + device)
     told: Any = Told()
-    launch = GemmLaunch(told, (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096)
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: told)
+    launch = GemmLaunch([Band(PLAIN, 12)], (torch.int8, torch.bfloat16, 3, 0), Arguments(**SIZES), 4096, (0, 0))
     launch.launch(1, 2, WeightAddresses(dense=3, sparse=4, scale=5, bias=6, bias_type=7), 8)
     launch.launch(21, None, WeightAddresses(dense=23, sparse=24, scale=None, bias=None, bias_type=0), 28)
     first, second = told.launches
@@ -169,6 +187,36 @@ def test_every_address_lands_in_its_field(monkeypatch: pytest.MonkeyPatch) -> No
     addresses = {"x": 21, "dense": 23, "sparse": 24, "scale_x": None, "scale_w": None, "bias": None, "y": 28}
     addresses |= {"bias_type": 0} | NO_EXPERTS
     assert second == (SIZES | addresses, 1132, STREAM + 3)  # nothing of the launch before
+
+
+@pytest.mark.parametrize("bias_type", [torch.float32, torch.bfloat16])
+def test_a_second_band_begins_where_the_first_ends(monkeypatch: pytest.MonkeyPatch, bias_type: torch.dtype) -> None:
+    told: Any = Told()
+    monkeypatch.setattr(hopper_launch, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: told)
+    bands, row_bytes = [Band(PLAIN, 512), Band(PLAIN, 100)], (1000, 30_000)
+    launch = GemmLaunch(
+        bands, (torch.int8, torch.float16, 0, 0), Arguments(**SIZES | {"channels": 612}), 4096, row_bytes
+    )
+    launch.launch(1, 2, WeightAddresses(3000, 4000, 5000, 6000, BIAS_TYPES[bias_type]), 8000)
+    launch.launch(1, 2, WeightAddresses(3000, 4000, None, None, 0), 8000)
+    fields = {
+        "dense": (3000, 5000),
+        "sparse": (4000, 64_000),
+        "scale_w": (5000, 5000 + 4 * 512),
+        "channels": (512, 100),
+    }
+    fields |= {
+        "bias": (6000, 6000 + 512 * bias_type.itemsize),
+        "y": (8000, 8000 + 2 * 512),
+        "band": (1, 2),
+        "row": (612, 612),
+    }
+    first, second, plain_first, plain_second = (arguments for arguments, _, _ in told.launches)
+    for name, expected in fields.items():
+        assert (first[name], second[name]) == expected
+    assert first["x"] == second["x"] == 1
+    assert plain_first["scale_w"] is plain_second["scale_w"] is plain_first["bias"] is plain_second["bias"] is None
 
 
 ORDER = ColumnOrder(192, 8, 0, 8, 16, 128, 256)
@@ -195,7 +243,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     sizes = torch.Size((70, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
-    chosen = choose_tile(70, OUT, 2, 1) if tile is None else tile
+    chosen = cheapest(70, OUT, 4) if tile is None else tile
     assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0)]
     assert launch.slab_bytes == 3 * 72 * 128
     launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
@@ -220,7 +268,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
         arguments = told.launches.pop()[0]
         numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
         assert {name: arguments[name] for name in numbers} == numbers
-    assert loaded == [(choose_tile(m, OUT, 6, 0), torch.int8, torch.bfloat16, 5, 3) for m in (70, 900)]
+    assert loaded == [(cheapest(m, OUT, 6), torch.int8, torch.bfloat16, 5, 3) for m in (70, 900)]
     hopper_launch._launch.cache_clear()
 
 
@@ -247,13 +295,13 @@ def test_where_there_is_nothing_to_compute_no_kernel_is_loaded(monkeypatch: pyte
     no_tokens = find_launch(torch.Size((0, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, *types)
     no_outputs = find_launch(x, torch.int8, *step_shapes(ORDER, 1, 0), 0, *types)
     for nothing in (no_tokens, no_outputs, no_outputs.for_tokens(900)):
-        assert nothing.kernel is None
+        assert not nothing.bands
         nothing.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
 
 
 def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(hopper_launch, "choose_tile", lambda *sizes: asked.append(sizes) or PLAIN)
+    monkeypatch.setattr(hopper_launch, "choose_bands", lambda *sizes: asked.append(sizes) or (Band(PLAIN, OUT),))
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: kernel(PLAIN))
     hopper_launch._launch.cache_clear()
     wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes

@@ -38,7 +38,7 @@ class Launches:
     """Stands for the lift, for the product's launch and for the default, and keeps what they were told."""
 
     slab_bytes = VALUES
-    kernel = None
+    bands = ()
 
     def __init__(self, *, quantised: bool = True, takes: bool = True, reason: str | None = None) -> None:
         self.lifted: list[tuple[Any, ...]] = []

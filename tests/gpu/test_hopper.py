@@ -21,7 +21,7 @@ from slidesparse.gemm.hopper import launch as hopper_launch
 from slidesparse.gemm.hopper import linear as hopper_linear
 from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import SLABS
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.integrations.vllm.warmup import WarmUp
@@ -146,6 +146,58 @@ def test_any_number_of_channels(out: int, tile: Tile) -> None:
     for bias in (None, torch.randn(out, device="cuda").to(BF16), torch.randn(out, device="cuda").to(FP16)):
         y = backend.matmul(_lifted(x, packed), None, backend.prepare(packed), packed.scale, bias, out, BF16, tile)
         assert torch.equal(y, apply_scales(product(x, packed.unpack()), None, packed.scale, bias, BF16))
+
+
+LARGE = tuple(tile for tile in TILES if tile.channels == 256)
+REST = tuple(tile for tile in TILES if str(tile) in ("64x64b2", "64x128", "128x128", "128x128/2", "96x256"))
+
+
+@pytest.mark.parametrize("rest", REST, ids=str)
+@pytest.mark.parametrize("large", LARGE, ids=str)
+def test_two_bands_are_one_product(large: Tile, rest: Tile) -> None:
+    for dtype, pattern, out, out_dtype in (
+        (INT8, "6:8", 300, BF16),
+        (INT8, "4:6@50%", 2560, FP32),
+        (FP8, "2:4", 2563, FP16),
+    ):
+        packed, backend = _packed(dtype, pattern, out), Hopper()
+        operand, bias = backend.prepare(packed), torch.randn(out, device="cuda").to(out_dtype)
+        bands = Band(large, 256), Band(rest, out - 256)
+        for m in (1, 200, 1000):
+            x, scale_x = _tokens(dtype, m), torch.rand(m, 1, device="cuda")
+            found, first, second = (
+                backend.matmul(_lifted(x, packed), scale_x, operand, packed.scale, bias, out, out_dtype, tile)
+                for tile in (bands, large, rest)
+            )
+            assert torch.equal(found, torch.cat([first[:, :256], second[:, 256:]], 1))
+
+
+def test_a_second_band_waits_for_what_both_read_and_holds_up_what_follows() -> None:
+    # Three linears on the products of one another: whichever band or lift started too early would read old numbers.
+    sizes, tokens, backend = [(37888, 512), (512, 37888), (2560, 512)], 384, Hopper()
+    large, rest = (next(tile for tile in TILES if str(tile) == name) for name in ("192x256", "96x128"))
+    packed = [_packed(INT8, "6:8", out, columns) for out, columns in sizes]
+    operands = [backend.prepare(weight) for weight in packed]
+    maps = [Hopper.layout.column_map(weight) for weight in packed]
+
+    def linears(x: torch.Tensor, two: bool) -> torch.Tensor:
+        for (out, _), weight, operand, columns in zip(sizes, packed, operands, maps, strict=True):
+            first = 256 * max(1, out // 256 - 3)
+            tile = (Band(large, first), Band(rest, out - first)) if two and first < out else large
+            values, scale = ops.quantize_lift(x, columns, INT8, "hopper")
+            x = backend.matmul(values, scale, operand, weight.scale, None, out, BF16, tile)
+        return x
+
+    given = torch.randn(tokens, sizes[0][1], device="cuda").to(BF16)
+    linears(given, True), linears(given, False)  # compile and load
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linears(given, True)
+    for _ in range(100):
+        given.copy_(torch.randn_like(given))
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, linears(given, False))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -29,7 +29,7 @@ from slidesparse.gemm.hopper.chain import HopperChain
 from slidesparse.gemm.hopper.compile import TYPES, nvrtc_version
 from slidesparse.gemm.hopper.launch import BIAS_TYPES, WeightAddresses, driver_version, find_launch, load_kernels
 from slidesparse.gemm.hopper.linear import HopperLinear
-from slidesparse.gemm.hopper.tiles import TILES, Tile
+from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
 from slidesparse.gemm.hopper.weights import COUNTS, METADATA, SparseForm, dense_steps, sparse_steps
 from slidesparse.gemm.spec import Slots
 from slidesparse.layout import ColumnOrder, check_slabs
@@ -41,7 +41,7 @@ from slidesparse.support import check_vector
 if TYPE_CHECKING:
     from slidesparse.kernels.lift import KernelLift  # needs Triton
 
-REVISION = "hopper-4"
+REVISION = "hopper-5"
 """Counted up when a change of the kernel or of its tiles changes its speed: measured times belong to one revision."""
 
 CAPABILITY = (9, 0)
@@ -119,9 +119,9 @@ class Hopper(Backend):
         bias: torch.Tensor | None,
         out_features: int,
         out_dtype: torch.dtype,
-        tile: Tile | None = None,
+        tile: Tile | tuple[Band, ...] | None = None,
     ) -> torch.Tensor:
-        """See :class:`slidesparse.gemm.backend.Backend`; ``tile`` replaces the tile that would be chosen."""
+        """See :class:`slidesparse.gemm.backend.Backend`; ``tile``, or two bands, replaces what would be chosen."""
         device, (dense, sparse) = gpu_of(x, self.name), operand
         if not is_current(device):
             with torch.cuda.device(device):

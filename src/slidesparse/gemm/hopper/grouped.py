@@ -93,6 +93,7 @@ class HopperExperts:
             experts=at.experts.data_ptr(),
             used=at.used.data_ptr(),
             windows=form.windows,
+            row=out,
         )
         kernel = load_grouped(tile, dtype, out_dtype, device, field)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))

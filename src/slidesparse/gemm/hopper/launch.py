@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.compile import OUTPUTS, cubin
-from slidesparse.gemm.hopper.tiles import GROUP, Tile, choose_tile
+from slidesparse.gemm.hopper.tiles import GROUP, Band, Tile, choose_bands
 from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, SparseForm
 from slidesparse.layout import SLAB_BYTES
 
@@ -44,6 +44,8 @@ class Arguments(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("used", ctypes.c_void_p),
         ("windows", ctypes.c_int),
+        ("row", ctypes.c_int),
+        ("band", ctypes.c_int),
     )
 
 
@@ -121,27 +123,78 @@ class Kernel:
         return config
 
 
-class GemmLaunch:
-    """Everything about a product's launch that follows from its sizes: variant, grid and the numbers in the arguments.
+WHOLE, LEADING, FOLLOWING = range(3)
+"""``enum Band`` of the source."""
 
-    Args:
-        kernel: See below.
-        types: What :func:`load_kernel` takes besides the tile.
-        sizes: The numbers.
-        slab_bytes: See below.
+
+class BandLaunch(NamedTuple):
+    """A launch of a product, or of a band of it.
 
     Attributes:
-        kernel: The variant; None where there is nothing to compute.
-        slab_bytes: Bytes of the activations.
+        kernel: The variant.
+        grid: Its blocks.
+        sizes: The numbers in the arguments.
+        start: The first channel, a multiple of :data:`TILE_ROWS`.
+        row_bytes: Bytes of :data:`TILE_ROWS` channels in the dense and in the 2:4 segment.
     """
 
-    __slots__ = ("_grid", "_sizes", "_types", "kernel", "slab_bytes")
+    kernel: Kernel
+    grid: int
+    sizes: Arguments
+    start: int
+    row_bytes: tuple[int, int]
+
+    def weight(self, whole: WeightAddresses) -> WeightAddresses:
+        """Return the addresses of this band of a weight."""
+        tiles, (dense, sparse) = self.start // TILE_ROWS, self.row_bytes
+        bias_bytes = 4 if whole.bias_type == BIAS_TYPES[torch.float32] else 2
+        return WeightAddresses(
+            whole.dense + tiles * dense,
+            whole.sparse + tiles * sparse,
+            None if whole.scale is None else whole.scale + 4 * self.start,
+            None if whole.bias is None else whole.bias + bias_bytes * self.start,
+            whole.bias_type,
+        )
+
+
+class GemmLaunch:
+    """Everything about a product's launches that follows from its sizes: variants, grids and numbers in the arguments.
+
+    Args:
+        bands: The tiles, and the channels of each; none where there is nothing to compute.
+        types: What :func:`load_kernel` takes besides the tile.
+        sizes: The numbers of the whole product.
+        slab_bytes: See below.
+        row_bytes: See :class:`BandLaunch`.
+
+    Attributes:
+        bands: The launches.
+        slab_bytes: Bytes of the activations.
+
+    Raises:
+        UnsupportedError: See :func:`load_kernel`.
+    """
+
+    __slots__ = ("_row_bytes", "_sizes", "_types", "bands", "slab_bytes")
 
     def __init__(
-        self, kernel: Kernel | None, types: tuple[torch.dtype, torch.dtype, int, int], sizes: Arguments, slab_bytes: int
+        self,
+        bands: Sequence[Band],
+        types: tuple[torch.dtype, torch.dtype, int, int],
+        sizes: Arguments,
+        slab_bytes: int,
+        row_bytes: tuple[int, int],
     ) -> None:
-        self.kernel, self.slab_bytes, self._types, self._sizes = kernel, slab_bytes, types, sizes
-        self._grid = 0 if kernel is None else kernel.grid(kernel.tile.count(sizes.tokens, sizes.channels))
+        self.slab_bytes, self._types, self._sizes, self._row_bytes = slab_bytes, types, sizes, row_bytes
+        self.bands: list[BandLaunch] = []
+        start = 0
+        for tile, channels in bands:
+            own, kernel = Arguments.from_buffer_copy(sizes), load_kernel(tile, *types)
+            own.channels, own.row = channels, sizes.channels
+            own.band = WHOLE if len(bands) == 1 else FOLLOWING if start else LEADING
+            grid = kernel.grid(kernel.tile.count(sizes.tokens, channels))
+            self.bands.append(BandLaunch(kernel, grid, own, start, row_bytes))
+            start += channels
 
     def for_tokens(self, tokens: int) -> GemmLaunch:
         """Return the launch of the same weight for another number of tokens, 1 or more, with the fastest tile for it.
@@ -152,8 +205,8 @@ class GemmLaunch:
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
-        kernel = load_kernel(choose_tile(tokens, sizes.channels, *slabs), *self._types) if sizes.channels else None
-        return GemmLaunch(kernel, self._types, sizes, slab_bytes)
+        bands = choose_bands(tokens, sizes.channels, *slabs) if sizes.channels else ()
+        return GemmLaunch(bands, self._types, sizes, slab_bytes, self._row_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
         """Multiply on the current stream of the device, which must be the current one; nothing is checked here.
@@ -164,12 +217,12 @@ class GemmLaunch:
             weight: Addresses of the weight.
             y: Address of memory for the product [M, out], of the variant's output type.
         """
-        if self.kernel is None:
-            return
-        arguments = Arguments.from_buffer_copy(self._sizes)
-        arguments.x, arguments.scale_x, arguments.y = x, scale_x, y
-        arguments.dense, arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = weight
-        self.kernel.launch(arguments, self._grid, current_stream(self._types[2]))
+        for band in self.bands:
+            own = band.weight(weight) if band.start else weight
+            arguments = Arguments.from_buffer_copy(band.sizes)
+            arguments.x, arguments.scale_x, arguments.y = x, scale_x, y + band.start * self._types[1].itemsize
+            arguments.dense, arguments.sparse, arguments.scale_w, arguments.bias, arguments.bias_type = own
+            band.kernel.launch(arguments, band.grid, current_stream(self._types[2]))
 
 
 def find_launch(
@@ -180,7 +233,7 @@ def find_launch(
     out_features: int,
     out_dtype: torch.dtype,
     device: int,
-    tile: Tile | None = None,
+    tile: Tile | tuple[Band, ...] | None = None,
 ) -> GemmLaunch:
     """Return the launch of a product, kept from one call to the next.
 
@@ -192,15 +245,18 @@ def find_launch(
         out_features: Rows of the weight.
         out_dtype: bfloat16, float16 or float32.
         device: Index of the CUDA device.
-        tile: The tile; None for the fastest by :func:`slidesparse.gemm.hopper.tiles.choose_tile`.
+        tile: The tile, or those of two bands; None for the fastest by
+            :func:`slidesparse.gemm.hopper.tiles.choose_bands`.
 
     Raises:
         InputError: The sizes do not fit each other, or there is no such output.
         UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
-        tile = choose_tile(activations[0], out_features, SparseForm.of(sparse).slabs, dense[1] // 2)
-    return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, tile)
+        bands = choose_bands(activations[0], out_features, SparseForm.of(sparse).slabs, dense[1] // 2)
+    else:
+        bands = (Band(tile, out_features),) if isinstance(tile, Tile) else tile
+    return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, bands)
 
 
 @lru_cache(maxsize=1 << 13)
@@ -212,7 +268,7 @@ def _launch(
     out_features: int,
     out_dtype: torch.dtype,
     device: int,
-    tile: Tile,
+    bands: tuple[Band, ...],
 ) -> GemmLaunch:
     tokens, form, dense_slabs = activations[0], SparseForm.of(sparse), dense[1] // 2
     if out_dtype not in OUTPUTS:
@@ -229,8 +285,8 @@ def _launch(
     numbers = {"dense_slabs": dense_slabs, "sparse_slabs": form.slabs, "windows": form.windows}
     sizes = Arguments(tokens=tokens, channels=out_features, group=GROUP, **numbers)
     types = dtype, out_dtype, device, form.field
-    kernel = load_kernel(tile, *types) if tokens and out_features else None
-    return GemmLaunch(kernel, types, sizes, slab_bytes)
+    row_bytes = math.prod(dense[1:]), math.prod(sparse[1:])
+    return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, row_bytes)
 
 
 @cache

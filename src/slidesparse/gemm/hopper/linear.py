@@ -33,7 +33,7 @@ class HopperLinear:
     Args:
         lift: Quantises and lifts the tokens.
         by_parts: The runner of the cases that this one cannot run.
-        tile: The tile of the product; None for the fastest.
+        tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
         UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
@@ -122,5 +122,5 @@ class HopperLinear:
         self._gemm.launch(workspace, scale, weight, y)
 
     def __repr__(self) -> str:
-        kernel = self._gemm.kernel
-        return f"hopper {'nothing' if kernel is None else kernel.tile}"
+        tiles = [str(band.kernel.tile) for band in self._gemm.bands]
+        return f"hopper {' + '.join(tiles) or 'nothing'}"

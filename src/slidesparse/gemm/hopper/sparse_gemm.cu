@@ -44,6 +44,9 @@
 // With few tokens there are fewer tiles than multiprocessors. Then the SPLIT blocks of a cluster share the steps of a tile
 // and add their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
 //
+// A product may be launched in two bands, each of neighbouring channels and with its own tiles (gemm/hopper/tiles.py): the first
+// fills every multiprocessor some times over, and the second, of smaller tiles, takes each one that the first leaves.
+//
 // GROUPED is for mixtures of experts: each token tile belongs to one expert, whose weights, scales and bias follow those of
 // the expert before it. Which expert, and how many tiles have work, only the device knows; the other blocks leave at once.
 //
@@ -155,7 +158,7 @@ struct Arguments {
     const float* scale_x; // [tokens] or null
     const float* scale_w; // [channels] or null
     const void* bias;     // [channels] of bias_type
-    out_t* y;             // [tokens, channels]
+    out_t* y;             // [tokens, row]
     int tokens;
     int channels;
     int dense_slabs;
@@ -165,7 +168,11 @@ struct Arguments {
     const int* experts;   // GROUPED: [token tiles] the expert of each
     const int* used;      // GROUPED: [1] token tiles with work, the first ones
     int windows;          // FIELD > 0: slabs of a bundle
+    int row;              // channels of a row of y: with two bands, those of both
+    int band;             // WHOLE, LEADING or FOLLOWING
 };
+
+enum Band { WHOLE, LEADING, FOLLOWING };
 
 // ---- barriers and copies ---------------------------------------------------------------------------------------------
 
@@ -299,9 +306,18 @@ __device__ __forceinline__ const u8* words_before(const u8* values, int block, i
     return values - (W_TILE - block % W_TILE) * COUNT_BYTES - (window * W_TILE + block % W_TILE) * VALUE_BYTES;
 }
 
-// Wait until the kernel before this one, which computes the activations, has ended: this one may start earlier
-// (programmatic dependent launch, PTX ISA "griddepcontrol"). After an ordinary launch it returns at once.
-__device__ __forceinline__ void await_activations() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Wait until the kernel before this one has ended: this one may start earlier (programmatic dependent launch, PTX ISA
+// "griddepcontrol"). After an ordinary launch it returns at once.
+__device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Allow the kernel after this one to start, when all blocks have.
+__device__ __forceinline__ void allow_kernel_after() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Wait until the activations are there, which the kernel before this one computes, or the one before a first band. The first
+// band allows the second one to start when it has them.
+__device__ __forceinline__ void await_activations(const Arguments& p) {
+    if (p.band != FOLLOWING) await_kernel_before();
+}
 
 enum Operands { WEIGHTS = 1, ACTIVATIONS = 2 };
 
@@ -750,12 +766,12 @@ struct Epilogue {
                 const Channel c = channel(j, h);
                 const int row = first_channel + j * ROWS + warp * 16 + h * 8 + lane / 4, column = lane % 4 * 2;
                 const int left = row < p.channels ? p.tokens - first_token - column : 0;
-                out_t* to = p.y + (i64)(first_token + column) * p.channels + row;
+                out_t* to = p.y + (i64)(first_token + column) * p.row + row;
 #pragma unroll
-                for (int q = 0; q < SHARE / 8; q++, to += (i64)8 * p.channels) {
+                for (int q = 0; q < SHARE / 8; q++, to += (i64)8 * p.row) {
                     const float2 scale = *(const float2*)(factors + q * 8 + column);
                     if (q * 8 < left) to[0] = finish(d[j][q * 4 + h * 2], scale.x, c);
-                    if (q * 8 + 1 < left) to[p.channels] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
+                    if (q * 8 + 1 < left) to[p.row] = finish(d[j][q * 4 + h * 2 + 1], scale.y, c);
                     asm volatile("" : "+l"(to));  // hides it: else all addresses are computed ahead, into registers
                 }
             }
@@ -818,9 +834,9 @@ struct Epilogue {
         const int chunk = thread % CHUNKS, channel = first_channel + chunk * 8, first = thread / CHUNKS;
         const int rows = min(LENGTH, p.tokens - first_token - START), channels = min(8, p.channels - channel);
         const u8* from = piece + chunk_offset(first, chunk);
-        out_t* to = p.y + (i64)(first_token + START + first) * p.channels + channel;
-        const i64 stride = (i64)STEP * p.channels;
-        if (rows == LENGTH && channels == 8 && p.channels % 8 == 0) {
+        out_t* to = p.y + (i64)(first_token + START + first) * p.row + channel;
+        const i64 stride = (i64)STEP * p.row;
+        if (rows == LENGTH && channels == 8 && p.row % 8 == 0) {
 #pragma unroll
             for (int i = 0; i < LENGTH / STEP; i++)
                 *(uint4*)(to + i * stride) = *(const uint4*)(from + i * STEP * ROW_BYTES);
@@ -870,7 +886,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == WARPGROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        if (GROUPED) await_activations();  // and what says which tiles there are
+        if (GROUPED) await_activations(p);  // and what says which tiles there are
         const Producer producer(p, ring, rank);
         const bool leader = threadIdx.x % 128 == 0;
         if (leader) producer.load_early();
@@ -879,17 +895,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
         cluster_wait();  // no thread may exit before every block has made its barriers
 #endif
         if (leader) {
-            await_activations();
+            await_activations(p);
+            if (p.band == LEADING) allow_kernel_after();
             producer.load_rest();
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        if (GROUPED) await_activations();
+        if (GROUPED) await_activations(p);
         const Tiles tiles(p);
         Consumer consumer{ring, warpgroup, threadIdx.x % 32 == 0, p.windows, Bundle(range_of(p, rank).sparse, p.windows)};
         Epilogue epilogue(p, results + warpgroup * RESULT_BYTES, warpgroup);
         acc_t d[ROW_BLOCKS][TOKENS / 2];
-        await_activations();  // and of their scales
+        await_activations(p);  // and of their scales
         for (int tile = blockIdx.x / SPLIT; tile < tiles.count(); tile += gridDim.x / SPLIT) {
             int row_tile, token_tile;
             tiles.locate(tile, row_tile, token_tile);
@@ -913,5 +930,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
             epilogue.store(sum);
 #endif
         }
+        if (p.band == FOLLOWING) await_kernel_before();  // what follows waits for this band alone, and needs the first one, too
     }
 }

@@ -11,14 +11,18 @@ as many bytes and cycles in the other types.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
 from slidesparse.expert_order import rows_needed
-from slidesparse.gemm.hopper.weights import PLANE_BYTES, VALUE_BYTES, step_bytes
+from slidesparse.gemm.hopper.weights import PLANE_BYTES, TILE_ROWS, VALUE_BYTES, step_bytes
 from slidesparse.layout import SLAB_BYTES
 
 GROUP = 16
@@ -38,6 +42,14 @@ PIECE_TOKENS = 32
 
 TOKEN_STEP = 16
 """Tokens of every tile are a multiple of it, so that no choice changes in between."""
+
+TWO_BAND_TOKENS = range(192, 4097)
+"""Numbers of tokens with which a product may have two bands. With fewer, memory decides; with more, a last wave is a
+small part of the time."""
+
+SECOND_LAUNCH = 8000
+"""Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
+number the choice between one and two bands is 0.7 % slower than the better one, and never worse than 1.05 of one."""
 
 MOST_PLANNED = 1 << 15
 """The largest number of tokens that the plan of a weight's tiles covers."""
@@ -175,8 +187,18 @@ def together(tile: Tile) -> int:
     return gpcs * (CLUSTER_MULTIPROCESSORS // cluster * cluster) + rest // cluster * cluster
 
 
-def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> Tile:
-    """Return the tile with the fewest estimated cycles.
+class Band(NamedTuple):
+    """What a launch computes of a product: some neighbouring channels, in one kind of tiles."""
+
+    tile: Tile
+    channels: int
+
+
+def choose_bands(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> tuple[Band, ...]:
+    """Return the launches of a product, one or two, with the fewest estimated cycles.
+
+    The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
+    it, and smaller ones compute the channels that are left in less time than that wave takes.
 
     Args:
         tokens: M.
@@ -184,18 +206,20 @@ def choose_tile(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int)
         sparse_slabs: Slabs of its 2:4 segment.
         dense_slabs: Slabs of its dense segment, two steps each.
 
-    >>> [str(choose_tile(m, 3584, 42, 0)) for m in (1, 64, 128, 256, 16384)]
+    >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
     ['16x64/3b3', '64x64/2b2', '64x64b2', '64x128', '176x256']
+    >>> [f"{band.channels} in {band.tile}" for band in choose_bands(384, 37888, 42, 0)]
+    ['33792 in 192x256', '4096 in 96x128']
     """
     steps = sparse_slabs + 2 * dense_slabs
     if tokens > MOST_PLANNED:
-        return cheapest(tokens, channels, steps)
-    ends, tiles = plan(channels, steps)
-    return tiles[bisect_left(ends, tokens)]
+        return (Band(cheapest(tokens, channels, steps), channels),)
+    ends, bands = plan(channels, steps)
+    return bands[bisect_left(ends, tokens)]
 
 
 def cheapest(tokens: int, channels: int, steps: int) -> Tile:
-    """Return the tile with the fewest estimated cycles, by asking all of them."""
+    """Return the tile with the fewest estimated cycles for a product in one launch, by asking all of them."""
 
     def cycles(tile: Tile) -> float:
         own, tiles = work(tile, tokens, channels, steps)
@@ -205,28 +229,63 @@ def cheapest(tokens: int, channels: int, steps: int) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def plan(channels: int, steps: int) -> tuple[list[int], list[Tile]]:
+def plan(channels: int, steps: int) -> tuple[list[int], list[tuple[Band, ...]]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
 
     Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
 
     Returns:
-        The largest number of tokens of each range, in order, and the range's tile: that of :func:`cheapest`.
+        The largest number of tokens of each range, in order, and the range's launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
+    cycles, best = _fewest_cycles(tokens, channels, steps)
+    bands: list[tuple[Band, ...]] = [(Band(tile, channels),) for tile in best]
+    some = (tokens >= TWO_BAND_TOKENS.start) & (tokens < TWO_BAND_TOKENS.stop)
+    first = int(some.nonzero()[0])
+    in_two = two_bands(tokens[some], channels, steps)
+    for at, ((both, two), one) in enumerate(zip(in_two, cycles[some].tolist(), strict=True), first):
+        if both < one:
+            bands[at] = two
+    last = [at for at, (here, after) in enumerate(pairwise(bands)) if here != after] + [len(bands) - 1]
+    return [int(tokens[at]) for at in last], [bands[at] for at in last]
+
+
+def two_bands(tokens: torch.Tensor, channels: int, steps: int) -> list[tuple[float, tuple[Band, ...]]]:
+    """Return the best two launches for each number of tokens, and their cycles; infinitely many where there are none.
+
+    In the first launch a large tile fills all of its waves, but for less than one row of tiles.
+    """
+    found: list[tuple[float, tuple[Band, ...]]] = [(math.inf, ())] * len(tokens)
+    for tile in TILES:
+        if tile.channels < TILE_ROWS:
+            continue
+        waves = _blocks(tile, tokens, channels) // MULTIPROCESSORS
+        first = (waves * MULTIPROCESSORS // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
+        after, rest = _fewest_cycles(tokens, channels - first, steps)
+        both = _cycles(tile, tokens, first, steps) + after + SECOND_LAUNCH
+        both[(first == 0) | (first == channels)] = math.inf
+        for at, (cycles, own) in enumerate(zip(both.tolist(), first.tolist(), strict=True)):
+            found[at] = min(found[at], (cycles, (Band(tile, own), Band(rest[at], channels - own))), key=itemgetter(0))
+    return found
+
+
+def _fewest_cycles(tokens: torch.Tensor, channels: int | torch.Tensor, steps: int) -> tuple[torch.Tensor, list[Tile]]:
+    """Return the cycles of the cheapest tile for each number of tokens, and the tile; the first of equal ones."""
     cycles = torch.stack([_cycles(tile, tokens, channels, steps) for tile in TILES])
-    best, tiles = cycles.argmin(0), list(TILES)  # the first of those that are equal, as min takes
-    changes = (best[1:] != best[:-1]).nonzero()[:, 0].tolist()
-    last = [*changes, len(tokens) - 1]
-    return [int(tokens[index]) for index in last], [tiles[int(best[index])] for index in last]
+    tiles, best = list(TILES), cycles.argmin(0)
+    return cycles.gather(0, best[None])[0], [tiles[at] for at in best.tolist()]
 
 
-def _cycles(tile: Tile, tokens: torch.Tensor, channels: int, steps: int) -> torch.Tensor:
+def _cycles(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor, steps: int) -> torch.Tensor:
     """:func:`work` and its cost, for many numbers of tokens."""
-    blocks = -(-tokens // tile.tokens) * -(-channels // tile.channels) * tile.split
+    blocks = _blocks(tile, tokens, channels)
     most = -(-blocks // together(tile))
     load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
     return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
+
+
+def _blocks(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor) -> torch.Tensor:
+    return -(-tokens // tile.tokens) * -(-channels // tile.channels) * tile.split
 
 
 # -- mixtures of experts ---------------------------------------------------------------------------------------------
