@@ -182,6 +182,21 @@ def test_after_the_budget_a_prior_decides_and_the_next_start_goes_on(lines: Call
     assert choose(other).reason.endswith("measured here")
 
 
+def test_a_budget_that_ends_with_the_last_kind_leaves_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    first = tuner()
+    assert loaded(first)
+    monkeypatch.setattr(select, "driver_version", lambda: "590.1")  # another installation, so all is measured again
+    by = tuner(budget_s=0.999 * first.spent_s)
+    assert loaded(by)
+    assert by.spent_s >= by.budget_s
+    assert choose(PROBLEM).reason.endswith("measured here")
+    assert not any("measuring ends" in line for line in lines())
+    assert not loaded(by, replace(PROBLEM, out_features=32))
+    assert any("measuring ends" in line for line in lines())
+
+
 def test_a_busy_gpu_gives_no_times(lines: Callable[[], list[str]]) -> None:
     loaded(tuner(disturbance=1.1))
     assert "so the GPU is busy" in lines()[1]

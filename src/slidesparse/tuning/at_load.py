@@ -176,8 +176,7 @@ class LoadTuner:
         measurement = LayerMeasurement(packed, backends, self.source, self._stopwatch())
         found = measurement.measure(tokens, self._known(problem, backends), lambda: self._clock() >= end)
         self._keep(name, found, self._clock() - start, partial(_keep_layer, problem))
-        if self._clock() >= end:
-            self._tell_spent()
+        self._tell_left(tokens, found.layer, end)
 
     def _measure_experts(self, kind: ExpertKind, forms: Mapping[str, RunExperts], end: float) -> None:
         known, tokens = measured_here(kind), self._lacking_experts(kind)
@@ -189,8 +188,7 @@ class LoadTuner:
         measurement = ExpertMeasurement(kind, forms, self.source, self._stopwatch())
         found = measurement.measure(tokens, known, lambda: self._clock() >= end)
         self._keep(str(kind), found, self._clock() - start, partial(keep_expert_times, kind))
-        if self._clock() >= end:
-            self._tell_spent()
+        self._tell_left(tokens, found.layer, end)
 
     def _keep(self, name: str, found: TakenTimes, seconds: float, keep: Keep) -> None:
         for backend, fault in found.faults.items():
@@ -217,6 +215,11 @@ class LoadTuner:
 
     def _lacking_experts(self, kind: ExpertKind) -> list[int]:
         return [] if was_wrong(kind) else lacking(self.expert_sizes, measured_here(kind))
+
+    def _tell_left(self, tokens: list[int], layer: LayerSpeed | None, end: float) -> None:
+        """Say that measuring ends, where it ended before a kind's last number of tokens."""
+        if self._clock() >= end and (layer is None or lacking(tokens, layer.tokens)):
+            self._tell_spent()
 
     def _tell_spent(self) -> None:
         if not self._told:
