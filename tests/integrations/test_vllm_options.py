@@ -53,6 +53,7 @@ def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: An
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(pipeline_parallel_size=gpus),
         lora_config=None,
+        speculative_config=None,
     )
 
 

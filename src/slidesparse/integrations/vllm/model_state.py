@@ -29,6 +29,9 @@ NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 produc
 STOCK_COMPILE = 1
 """vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` and hands no option of Inductor's over."""
 
+COMPARED = ("dflash", "dspark", "eagle", "eagle3")
+"""vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
+
 DENSE_ELSEWHERE = "slidesparse: %s breaks %s, and counts as a layer that was left dense by another name: %s"
 
 log = logging.getLogger(LOGGER)
@@ -48,6 +51,7 @@ class ModelState:
         speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        heads_compared: See :func:`compares_heads`.
         unplaced: Name -> pattern of the layers that the marker names and vLLM has not built: in another stage of a
             pipeline, or under another name.
     """
@@ -60,6 +64,7 @@ class ModelState:
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
     batch_invariant: bool = False
+    heads_compared: bool = False
     unplaced: dict[str, Pattern] = field(default_factory=dict)
 
     @classmethod
@@ -83,7 +88,9 @@ class ModelState:
         adapters = vllm_config.lora_config is not None
         invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        return cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
+        made = cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
+        made.heads_compared = compares_heads(vllm_config)
+        return made
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.
@@ -150,6 +157,15 @@ def number_of_layer(name: str) -> int | None:
 def is_batch_invariant() -> bool:
     """Return whether the user asked vLLM for that; read as vLLM reads it."""
     return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
+
+
+def compares_heads(vllm_config: Any) -> bool:
+    """Return whether vLLM may compare the output embeddings of model and draft by their weights, to share one.
+
+    Its second runner does so after loading (``v1/worker/gpu/spec_decode``); the first asks whether there are weights.
+    """
+    draft = vllm_config.speculative_config
+    return draft is not None and draft.method in COMPARED and bool(vllm_config.use_v2_model_runner)
 
 
 def why_not_joined(vllm_config: Any) -> str | None:
