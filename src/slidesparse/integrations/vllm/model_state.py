@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.names import NamedLayer
-from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.options import OPTIONS, Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
@@ -31,6 +32,8 @@ STOCK_COMPILE = 1
 
 COMPARED = ("dflash", "dspark", "eagle", "eagle3")
 """vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
+
+MISPLACED = "slidesparse: nothing reads %s outside of our key in --additional-config: say '%s'"
 
 DENSE_ELSEWHERE = "slidesparse: %s breaks %s, and counts as a layer that was left dense by another name: %s"
 
@@ -76,6 +79,9 @@ class ModelState:
         """
         options = Options.parse(vllm_config.additional_config)
         log.info("slidesparse options: %s", options.to_json())
+        misplaced = find_misplaced(vllm_config.additional_config)
+        if misplaced:
+            log.warning(MISPLACED, ", ".join(misplaced), json.dumps({OPTIONS: misplaced}, default=str))
         why_not = why_not_joined(vllm_config)
         if options.fuse and why_not is not None:
             log.info("slidesparse: no norm or activation is joined with a linear: %s", why_not)
