@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_models import configured
 
 from slidesparse.integrations.vllm.graph_sizes import MOST, graphed_tokens, layer_weights, sizes_beyond, wanted_sizes
@@ -84,8 +85,15 @@ def sizes(checkpoints: Any) -> Sizes:
     """The sizes that vLLM ends with, for a checkpoint, what a user asked of vLLM, and what of us."""
     from vllm.config import CUDAGraphMode, VllmConfig
 
-    def end(path: Path, sizes: list[int] | None = None, largest: int | None = None, **ours: Any) -> list[int]:
-        config = VllmConfig(model_config=configured(path), additional_config={"slidesparse": ours})
+    def end(
+        path: Path,
+        sizes: list[int] | None = None,
+        largest: int | None = None,
+        quantization: str | None = None,
+        **ours: Any,
+    ) -> list[int]:
+        model = configured(path, quantization=quantization)
+        config = VllmConfig(model_config=model, additional_config={"slidesparse": ours})
         config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens = 256, 2048
         compilation = config.compilation_config  # on a CPU vLLM captures nothing, and asks for no sizes
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
@@ -96,6 +104,25 @@ def sizes(checkpoints: Any) -> Sizes:
         return list(compilation.cudagraph_capture_sizes)
 
     return end
+
+
+def test_a_pruned_model_that_vllm_serves_dense_unasked_is_a_warning(
+    sizes: Sizes, checkpoints: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slidesparse.integrations.vllm import unasked
+
+    unasked._warn_once.cache_clear()
+    floats = checkpoints("6:8", torch.bfloat16)
+    for _ in range(2):  # a multimodal model is configured once for each of its parts
+        sizes(floats)
+    (line,) = [line for line in caplog.messages if "served dense" in line]
+    assert line.startswith(f"slidesparse: {floats} is pruned, and served dense")
+    assert "--quantization slidesparse" in line
+    caplog.clear()
+    unasked._warn_once.cache_clear()
+    sizes(floats, quantization="slidesparse")
+    sizes(checkpoints("6:8"), quantization="compressed-tensors")  # dense, as asked for
+    assert not [line for line in caplog.messages if "served dense" in line]
 
 
 def test_our_models_get_more_graphs_and_a_users_word_holds(sizes: Sizes, checkpoints: Any, tmp_path: Path) -> None:

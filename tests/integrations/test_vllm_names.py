@@ -61,7 +61,7 @@ def test_a_fused_layer_has_the_pattern_of_its_parts() -> None:
     ],
 )
 def test_parts_of_a_fused_layer_must_agree(marker: Marker) -> None:
-    with pytest.raises(CheckpointError, match=r"parts of a\.gate_up_proj.*gate_proj.*up_proj.*one pattern.*dense"):
+    with pytest.raises(CheckpointError, match=r"parts of a\.gate_up_proj.*gate_proj.*up_proj.*one pattern.*dense$"):
         find_layer(marker, "a.gate_up_proj", FUSED)
 
 

@@ -38,6 +38,17 @@ def test_options_are_read_strictly() -> None:
             Options.parse({"slidesparse": wrong})
 
 
+def test_options_outside_of_their_key_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = vllm_config(tune="off")
+    ModelState.create(config)
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    config.additional_config |= {"backend": "hopper", "another_plugins": 1}
+    assert ModelState.create(config).options.backend == "auto"
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "nothing reads backend outside of our key in --additional-config" in line
+    assert line.endswith("""say '{"slidesparse": {"backend": "hopper"}}'""")
+
+
 @pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, True, "75", None])
 def test_the_hosts_time_is_a_number(wrong: object) -> None:
     with pytest.raises(InputError, match=r"host_us in --additional-config; got .*; need.* microseconds, 0 or more"):
@@ -53,6 +64,7 @@ def vllm_config(eager: bool = False, mode: int = 3, gpus: int = 1, **options: An
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(pipeline_parallel_size=gpus),
         lora_config=None,
+        speculative_config=None,
     )
 
 

@@ -114,6 +114,21 @@ def test_what_cannot_work_is_refused_early(
         configured(checkpoints("6:8"))
 
 
+def test_a_gpu_that_cannot_work_is_told_how_floats_are_served(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig
+    from vllm.platforms.interface import DeviceCapability
+
+    from slidesparse.integrations.vllm import config
+
+    model = configured(checkpoints("6:8", torch.bfloat16), quantization="slidesparse")
+    platform = type(config.current_platform)
+    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(7, 5))
+    with pytest.raises(UnsupportedError, match=r"7.5.*serve it dense without --quantization slidesparse$"):
+        VllmConfig(model_config=model)
+
+
 @pytest.mark.parametrize(
     ("version", "warned"), [("0.22.1", False), ("0.33rc1", False), ("99.1rc1", True), ("0.1.dev123+g0a1b2c3", True)]
 )

@@ -108,7 +108,7 @@ def test_without_torchs_matcher_nothing_is_joined_and_the_log_says_so(
         parts = {"model_config": model, "scheduler_config": scheduler, "compilation_config": compilation}
         parts["parallel_config"] = SimpleNamespace(pipeline_parallel_size=1)
         return model_state.ModelState.create(
-            SimpleNamespace(additional_config={}, lora_config=None, **parts)
+            SimpleNamespace(additional_config={}, lora_config=None, speculative_config=None, **parts)
         ).options.fuse
 
     caplog.set_level(logging.INFO)

@@ -67,6 +67,19 @@ def test_a_model_is_refused_before_it_is_loaded(
     assert "serve it dense with --quantization compressed-tensors" in str(error.value)
 
 
+def test_the_way_to_serve_floats_dense_is_without_the_method(checkpoints: Any) -> None:
+    """vLLM makes nothing of compressed-tensors without a ``quantization_config``, which it was told to do."""
+    from vllm.config import VllmConfig
+
+    path = checkpoints("6:8", torch.bfloat16)
+    config = VllmConfig(model_config=configured(path, quantization="slidesparse"), **load_format("dummy"))
+    with pytest.raises(UnsupportedError, match=r"or serve it dense without --quantization slidesparse$"):
+        loaded_by(config)
+    assert configured(path).quantization is None  # as the line says
+    with pytest.raises(TypeError):
+        VllmConfig(model_config=configured(path, quantization="compressed-tensors"))
+
+
 def test_the_defaults_are_not_refused() -> None:
     from vllm.config import VllmConfig
 

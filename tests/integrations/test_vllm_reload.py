@@ -173,3 +173,25 @@ def test_compiled_code_reads_new_weights(checkpoints: Any) -> None:
         before = compiled(x)
         reload(model, config, weights(path, rolled))
         assert torch.equal(compiled(x), before.roll(1, 1))
+
+
+def test_what_does_not_see_packed_weights_is_on_the_page(checkpoints: Any) -> None:
+    """vLLM 0.33 compares the checksums of parameters; a packed weight is none."""
+    checker = pytest.importorskip("vllm.model_executor.model_loader.weight_checksum")
+    path = checkpoints("6:8")
+    model = loaded(configured(path), REFERENCE)
+    before = checker.compute_tensor_digests(model)
+    assert not [name for name in before if name.rpartition(".")[0] in linears(model) and not name.endswith(".bias")]
+    found = outputs(model)
+    checker.zero_weights(model)
+    assert all(found[name].any() for name in found)
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    assert "| `/weight_checker` of vLLM 0.33 | does not see packed weights" in page
+
+
+def test_a_packed_weight_is_not_written_to_by_itself(checkpoints: Any) -> None:
+    path = checkpoints("6:8", torch.bfloat16)
+    model = loaded(configured(path, quantization="slidesparse"), REFERENCE)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with pytest.raises((AttributeError, KeyError, ValueError)):
+        model.load_weights([(name, Checkpoint(path).tensor(name))])

@@ -67,6 +67,13 @@ def test_formats_that_bring_no_checkpoint_are_refused(sglang_on_cpu: None) -> No
         refuse_what_cannot_work(SimpleNamespace(load_format=name))
 
 
+def test_an_address_of_another_engines_tensors_is_refused() -> None:
+    """SGLang processes weights there before it has them."""
+    with pytest.raises(UnsupportedError, match="--load-format remote with sparse layers; got tensors as another"):
+        refuse_what_cannot_work(SimpleNamespace(load_format="remote", model_path="redis://host:6379/model"))
+    refuse_what_cannot_work(SimpleNamespace(load_format="remote", model_path="s3://bucket/model"))
+
+
 def test_the_largest_batch_is_a_chunk_or_a_prefill() -> None:
     assert largest_batch(SimpleNamespace(chunked_prefill_size=8192, max_prefill_tokens=16384)) == 8192
     assert largest_batch(SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=16384)) == 16384

@@ -19,6 +19,10 @@ LOAD_FORMATS = {"dummy": RANDOM, "presharded": SAVED, "remote_instance": SAVED, 
 """``--load-format`` that sparse layers cannot be made from -> what it brings instead of a checkpoint's weights."""
 
 
+TENSORS_KEPT = "redis:"
+"""How addresses begin at which ``--load-format remote`` finds another engine's tensors; at others it finds files."""
+
+
 @dataclass(frozen=True)
 class SGLangOptions:
     """The options of one engine.
@@ -57,7 +61,8 @@ def refuse_what_cannot_work(arguments: Any) -> None:
         UnsupportedError: A load format that brings other tensors than a checkpoint's, LoRA adapters, which add to a
             dense weight, or offloading, which knows parameters alone and no packed weights.
     """
-    refuse_load_format(arguments, LOAD_FORMATS, SERVE_DENSE)
+    kept = str(getattr(arguments, "model_path", "")).startswith(TENSORS_KEPT)
+    refuse_load_format(arguments, LOAD_FORMATS | ({"remote": SAVED} if kept else {}), SERVE_DENSE)
     if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
         got = "--enable-lora or --lora-paths"
         raise UnsupportedError("LoRA adapters on sparse layers", got=got, remedy=SERVE_DENSE)

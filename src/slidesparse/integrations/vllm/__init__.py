@@ -16,6 +16,7 @@ and must not touch CUDA, since workers may fork afterwards. The rest of the plug
 ``warmup.py``      a layer of each kind runs batches of many sizes before vLLM serves
 ``graph_pass.py``  the pass over every graph that vLLM compiles, for all models of a process
 ``graph_sizes.py`` CUDA graphs beyond vLLM's own, where the host would be the slower one
+``unasked.py``     a line about a pruned checkpoint in floats for which vLLM was not told to ask us
 ``attention.py``   attention between such graphs is not cut for their sake
 ``fuse_norms.py``  in such a graph, norms and SiLU are joined with the linear after them
 ``fuse_chains.py`` in such a graph, linears that follow one another are joined into one operator

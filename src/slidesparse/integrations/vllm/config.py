@@ -38,7 +38,7 @@ from slidesparse.integrations.vllm.names import (
     require_marker,
     why_left_to_vllm,
 )
-from slidesparse.integrations.vllm.refused import SERVE_DENSE
+from slidesparse.integrations.vllm.refused import SERVE_DENSE, SERVE_FLOATS_DENSE
 from slidesparse.integrations.vllm.releases import describe_tested, is_newer, is_older
 from slidesparse.integrations.vllm.scheme import (
     LEAST_CAPABILITY,
@@ -67,8 +67,9 @@ class SlideSparseConfig(CompressedTensorsConfig):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_platform()
         self.quantised = bool(args or kwargs)
+        self.serve_dense = SERVE_DENSE if self.quantised else SERVE_FLOATS_DENSE
+        require_platform(self.serve_dense)
         super().__init__(*args, **(kwargs if self.quantised else UNQUANTISED))
         self.marker: Marker | None = None
         self._model: ModelState | None = None
@@ -170,7 +171,7 @@ class SlideSparseConfig(CompressedTensorsConfig):
         vLLM makes this object before its own configuration is complete, and tells it nothing before the first layer.
         """
         if self._model is None:
-            self._model = prepare_engine(get_current_vllm_config())
+            self._model = prepare_engine(get_current_vllm_config(), self.serve_dense)
             self._model.unplaced = dict(self.marker.layers) if self.marker is not None else {}
         return self._model
 
@@ -197,8 +198,11 @@ def why_not(scheme: CompressedTensorsScheme) -> str | None:
     return None
 
 
-def require_platform() -> None:
+def require_platform(serve_dense: str = SERVE_DENSE) -> None:
     """Refuse a vLLM or GPU that cannot work, and warn of a vLLM that was not tried.
+
+    Args:
+        serve_dense: How the user goes on without sparse layers.
 
     Raises:
         UnsupportedError: Too old a vLLM, or a GPU without Sparse Tensor Cores.
@@ -218,7 +222,7 @@ def require_platform() -> None:
             "slidesparse on this GPU",
             got=f"{current_platform.get_device_name()}, compute capability {capability.as_version_str()}",
             needed="an NVIDIA GPU with Sparse Tensor Cores, compute capability 8.0 or newer",
-            remedy=SERVE_DENSE,
+            remedy=serve_dense,
         )
 
 

@@ -12,17 +12,21 @@ from slidesparse.integrations.vllm.refused import require_supported
 from slidesparse.integrations.vllm.stack_room import add_stack_room
 
 
-def prepare_engine(vllm_config: Any) -> ModelState:
+def prepare_engine(vllm_config: Any, serve_dense: str) -> ModelState:
     """Create a model's state, and change what its process does with the model.
 
     The changes: vLLM's compilation gets our graph pass, attention between larger graphs is not cut for their sake, and
     busy loops get room on Python's stack, once a process however many models it holds.
 
+    Args:
+        vllm_config: vLLM's configuration.
+        serve_dense: How the user goes on without sparse layers.
+
     Raises:
         InputError: An unknown option.
         UnsupportedError: An option of vLLM's that sparse layers cannot follow.
     """
-    require_supported(vllm_config)
+    require_supported(vllm_config, serve_dense)
     state = ModelState.create(vllm_config)
     install_pass(vllm_config.compilation_config, state, graphed_tokens(vllm_config))
     cut_less_between_graphs()

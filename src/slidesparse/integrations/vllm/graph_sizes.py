@@ -20,6 +20,7 @@ from typing import Any
 from slidesparse.integrations.vllm import LOGGER, NAME
 from slidesparse.integrations.vllm.options import Options
 from slidesparse.integrations.vllm.private import vllm_config_class
+from slidesparse.integrations.vllm.unasked import tell_if_unasked
 
 HOST_BOUND = 480_000_000_000
 """Tokens times weights of a decoder layer up to which the host may be the slower one: 2048 of Qwen2.5-7B on an H200."""
@@ -112,7 +113,10 @@ def decoding_tokens(vllm_config: Any) -> int:
 
 
 def capture_more() -> None:
-    """Let vLLM's configuration of one of our models hold larger graphs; called once a process."""
+    """Let vLLM's configuration of one of our models hold larger graphs; called once a process.
+
+    On a GPU every configuration sets its sizes, so what to say of a pruned model that is not ours is said there.
+    """
     owner = vllm_config_class()
     if owner is not None:
         owner._set_cudagraph_sizes = _with_more(owner._set_cudagraph_sizes)
@@ -121,6 +125,7 @@ def capture_more() -> None:
 def _with_more(set_sizes: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(set_sizes)
     def set_more(self: Any) -> None:
+        tell_if_unasked(self.model_config)
         compilation = self.compilation_config
         asked = compilation.max_cudagraph_capture_size, compilation.cudagraph_capture_sizes
         set_sizes(self)

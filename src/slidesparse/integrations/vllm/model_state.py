@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +14,7 @@ from slidesparse.base.torch_private import can_match_graphs
 from slidesparse.gemm.speed import LayerSpeed
 from slidesparse.integrations.vllm import LOGGER
 from slidesparse.integrations.vllm.names import NamedLayer
-from slidesparse.integrations.vllm.options import Options
+from slidesparse.integrations.vllm.options import OPTIONS, Options, find_misplaced
 from slidesparse.integrations.vllm.status import ModelStatus
 from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
@@ -28,6 +29,11 @@ NOT_INVARIANT = "left to vLLM: VLLM_BATCH_INVARIANT is set, and only INT8 produc
 
 STOCK_COMPILE = 1
 """vLLM's ``CompilationMode`` in which its runner calls ``torch.compile`` and hands no option of Inductor's over."""
+
+COMPARED = ("dflash", "dspark", "eagle", "eagle3")
+"""vLLM's kinds of drafts that read the model's hidden states and may have an output embedding of their own."""
+
+MISPLACED = "slidesparse: nothing reads %s outside of our key in --additional-config: say '%s'"
 
 DENSE_ELSEWHERE = "slidesparse: %s breaks %s, and counts as a layer that was left dense by another name: %s"
 
@@ -48,6 +54,7 @@ class ModelState:
         speeds: Spec -> the times that decided its routes.
         adapters: The engine may put LoRA adapters around layers.
         batch_invariant: A request must be computed alike in whatever batch it runs.
+        heads_compared: See :func:`compares_heads`.
         unplaced: Name -> pattern of the layers that the marker names and vLLM has not built: in another stage of a
             pipeline, or under another name.
     """
@@ -60,6 +67,7 @@ class ModelState:
     speeds: dict[str, LayerSpeed] = field(default_factory=dict)
     adapters: bool = False
     batch_invariant: bool = False
+    heads_compared: bool = False
     unplaced: dict[str, Pattern] = field(default_factory=dict)
 
     @classmethod
@@ -71,6 +79,9 @@ class ModelState:
         """
         options = Options.parse(vllm_config.additional_config)
         log.info("slidesparse options: %s", options.to_json())
+        misplaced = find_misplaced(vllm_config.additional_config)
+        if misplaced:
+            log.warning(MISPLACED, ", ".join(misplaced), json.dumps({OPTIONS: misplaced}, default=str))
         why_not = why_not_joined(vllm_config)
         if options.fuse and why_not is not None:
             log.info("slidesparse: no norm or activation is joined with a linear: %s", why_not)
@@ -83,7 +94,9 @@ class ModelState:
         adapters = vllm_config.lora_config is not None
         invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        return cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
+        made = cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
+        made.heads_compared = compares_heads(vllm_config)
+        return made
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.
@@ -150,6 +163,15 @@ def number_of_layer(name: str) -> int | None:
 def is_batch_invariant() -> bool:
     """Return whether the user asked vLLM for that; read as vLLM reads it."""
     return bool(int(os.environ.get(BATCH_INVARIANT, "0")))
+
+
+def compares_heads(vllm_config: Any) -> bool:
+    """Return whether vLLM may compare the output embeddings of model and draft by their weights, to share one.
+
+    Its second runner does so after loading (``v1/worker/gpu/spec_decode``); the first asks whether there are weights.
+    """
+    draft = vllm_config.speculative_config
+    return draft is not None and draft.method in COMPARED and bool(vllm_config.use_v2_model_runner)
 
 
 def why_not_joined(vllm_config: Any) -> str | None:

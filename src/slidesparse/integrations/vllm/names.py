@@ -111,7 +111,7 @@ def find_layer(marker: Marker | None, name: str, fused: Mapping[str, Sequence[st
             f"the parts of {name}, which vLLM runs as one layer",
             got=", ".join(f"{part.rpartition('.')[2]} {pattern or 'left alone'}" for part, pattern in patterns.items()),
             needed="one pattern",
-            remedy="prune them alike, or serve dense with --quantization compressed-tensors",
+            remedy="prune them alike, or serve it dense",
         )
     pattern = patterns[parts[0]]
     return None if pattern is None else NamedLayer(name, pattern, any(part in marker.layers for part in parts))

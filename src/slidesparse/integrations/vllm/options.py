@@ -82,5 +82,15 @@ class Options:
         return json.dumps(asdict(self))
 
 
+def find_misplaced(additional_config: object) -> dict[str, object]:
+    """Return those of our options that stand outside of our key, where nothing of ours reads them.
+
+    >>> find_misplaced({"backend": "hopper", "slidesparse": {"tune": "off"}})
+    {'backend': 'hopper'}
+    """
+    given = additional_config if isinstance(additional_config, Mapping) else {}
+    return {name: value for name, value in given.items() if name in Options.__dataclass_fields__}
+
+
 def _refuse(name: str, got: object, needed: str) -> None:
     raise InputError(f"{name} in --additional-config", got=repr(got), needed=needed)

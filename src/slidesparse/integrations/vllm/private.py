@@ -37,7 +37,8 @@ PRIVATE = {
     "vllm.model_executor.layers.activation.SiluAndMul.forward_native": "no SiLU is joined with a linear",
     "torch.ops.vllm_ir.rms_norm": "this norm is joined with no linear",
     "torch.ops.vllm_ir.fused_add_rms_norm": "this norm is joined with no linear",
-    "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones",
+    "vllm.config.vllm.VllmConfig._set_cudagraph_sizes": "vLLM's own CUDA graphs are captured, no larger ones, and"
+    " nothing is said of pruned floats that are served dense",
     "vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder": "attention takes more memory",
     "vllm.v1.worker.workspace._manager": "memory that vLLM's experts took while they were measured stays taken",
     **{".".join(loop): "this loop runs without room on the stack" for loop in LOOPS},

@@ -8,6 +8,8 @@ from typing import Any
 from slidesparse.errors import UnsupportedError
 
 SERVE_DENSE = "serve it dense with --quantization compressed-tensors"
+SERVE_FLOATS_DENSE = "serve it dense without --quantization slidesparse"
+"""The same for a checkpoint without a ``quantization_config``, of which compressed-tensors can make nothing."""
 
 RANDOM = "random weights, which follow no pattern"
 SAVED = "tensors as another engine held them, which sparse layers do not have"
@@ -24,20 +26,24 @@ OFFLOADING = {"uva": ("cpu_offload_gb", "--cpu-offload-gb"), "prefetch": ("offlo
 """Part of vLLM's ``offload_config`` -> its size, which is 0 where it is off, and the option that sets it."""
 
 
-def require_supported(vllm_config: Any) -> None:
+def require_supported(vllm_config: Any, serve_dense: str = SERVE_DENSE) -> None:
     """Refuse options of an engine that sparse layers cannot follow.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        serve_dense: How the user goes on without sparse layers.
 
     Raises:
         UnsupportedError: A load format that brings other tensors than a checkpoint's, weights kept in host memory, or
             linears that vLLM is to quantise anew.
     """
-    refuse_load_format(vllm_config.load_config, LOAD_FORMATS, SERVE_DENSE)
+    refuse_load_format(vllm_config.load_config, LOAD_FORMATS, serve_dense)
     for option, size in offloaded(getattr(vllm_config, "offload_config", None)).items():
         raise UnsupportedError(
             f"{option} with sparse layers",
             got=size,
             needed="0, since packed weights are made on the GPU and stay there",
-            remedy=f"leave the option out, or {SERVE_DENSE}",
+            remedy=f"leave the option out, or {serve_dense}",
         )
     for part in quantised_anew(vllm_config.quant_config):
         raise UnsupportedError(

@@ -43,6 +43,8 @@ READ_ELSEWHERE = "left to vLLM, which reads its weight in a kernel of its own"
 
 READ_BY_ADAPTERS = "left to vLLM, since LoRA adapters read its weight"
 
+READ_BY_DRAFTS = "left to vLLM, which compares its weight with a draft's"
+
 log = logging.getLogger(LOGGER)
 
 
@@ -211,8 +213,8 @@ def _why_kept(layer: Any, model: ModelState) -> str | None:
     """Return why a loaded layer keeps its weight, in words; None where it need not."""
     if reads_weight_itself(layer):
         return READ_ELSEWHERE
-    if model.adapters and not isinstance(layer, LinearBase):  # an output embedding
-        return READ_BY_ADAPTERS
+    if not isinstance(layer, LinearBase) and (model.adapters or model.heads_compared):  # an output embedding
+        return READ_BY_ADAPTERS if model.adapters else READ_BY_DRAFTS
     return model.why_left(layer.weight.dtype)
 
 

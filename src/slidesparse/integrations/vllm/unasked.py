@@ -1,0 +1,33 @@
+"""Tell users of a pruned checkpoint in floats that vLLM serves it dense, since nothing else would.
+
+vLLM asks a quantisation method about checkpoints with a ``quantization_config``, and one in BF16 or FP16 has none.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+from slidesparse.integrations.vllm import LOGGER, NAME
+from slidesparse.models.config_keys import MARKER_KEY
+
+UNASKED = (
+    f"slidesparse: %s is pruned, and served dense. In BF16 and FP16 vLLM asks no plugin by itself:"
+    f' say --quantization {NAME}; of a draft, "quantization": "{NAME}" in --speculative-config'
+)
+
+log = logging.getLogger(LOGGER)
+
+
+def tell_if_unasked(model_config: Any) -> None:
+    """Warn of a model that carries our marker, and that vLLM loads without any quantisation method."""
+    if model_config is None or model_config.quantization is not None:
+        return
+    if getattr(model_config.hf_config, MARKER_KEY, None) is not None:
+        _warn_once(str(model_config.model))
+
+
+@lru_cache(maxsize=16)
+def _warn_once(model: str) -> None:
+    log.warning(UNASKED, model)

@@ -1,0 +1,78 @@
+"""A model with a draft that reads its hidden states: vLLM loads both, and decides what they share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from vllm_models import REFERENCE, configured, loaded_by
+
+from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+
+pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
+
+HIDDEN, KV, MIDDLE, WORDS, DRAFT_WORDS = 256, 128, 512, 512, 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer whose output embedding is pruned too."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": MIDDLE, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, **sizes
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "dense")
+    prune_checkpoint(folder / "dense", folder / "sparse", PruneOptions("6:8", "int8", lm_head=True))
+    return folder / "sparse"
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 draft with an output embedding of its own, for a part of the words."""
+    folder = tmp_path_factory.mktemp("draft")
+    config = json.loads((model / "config.json").read_text())
+    for key in ("quantization_config", "slidesparse_config"):
+        del config[key]
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_WORDS}
+    (folder / "config.json").write_text(json.dumps(config))
+    matrices = {"self_attn.q_proj": (HIDDEN, 2 * HIDDEN), "self_attn.k_proj": (KV, 2 * HIDDEN)}
+    matrices |= {"self_attn.v_proj": (KV, 2 * HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
+    matrices |= {"mlp.gate_proj": (MIDDLE, HIDDEN), "mlp.up_proj": (MIDDLE, HIDDEN), "mlp.down_proj": (HIDDEN, MIDDLE)}
+    shapes: dict[str, tuple[int, ...]] = {f"midlayer.{name}": shape for name, shape in matrices.items()}
+    shapes |= {f"midlayer.{n}": (HIDDEN,) for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    shapes |= {"fc": (HIDDEN, 3 * HIDDEN), "norm": (HIDDEN,), "lm_head": (DRAFT_WORDS, HIDDEN)}
+    tensors = {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    save_file(tensors | {"d2t": torch.zeros(DRAFT_WORDS, dtype=torch.int64)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.usefixtures("no_dense_kernels")
+@pytest.mark.parametrize("second_runner", [True, False])
+def test_an_output_embedding_that_vllm_compares_with_a_drafts_stays_dense(
+    model: Path, draft: Path, second_runner: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start ended after loading: 'ParallelLMHead' object has no attribute 'weight'."""
+    from vllm.config import ParallelConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())  # many seconds for each kind of model
+    target = configured(model)
+    both: Any = {"target_model_config": target, "target_parallel_config": ParallelConfig()}
+    speculation = SpeculativeConfig(method="eagle3", model=str(draft), num_speculative_tokens=2, **both)
+    config = VllmConfig(model_config=target, additional_config=REFERENCE, speculative_config=speculation)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", second_runner)
+    served = loaded_by(config)
+    told = "slidesparse: lm_head: dense, left to vLLM, which compares its weight with a draft's"
+    assert (told in caplog.messages) == second_runner
+    assert hasattr(served.lm_head, "slide") != second_runner
+    assert hasattr(served.model.layers[0].mlp.down_proj, "slide")
+    if second_runner:
+        with set_current_vllm_config(config):
+            assert load_eagle_model(served, config).lm_head.weight.shape == (DRAFT_WORDS, HIDDEN)
