@@ -470,6 +470,27 @@ def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
     assert type(model[0]) is nn.Linear
 
 
+def _beyond_fp16(linear: nn.Linear) -> None:
+    linear.weight.data[3, 3] = 1e6
+
+
+def _one_bias_for_all(linear: nn.Linear) -> None:
+    linear.bias = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"), [(_beyond_fp16, "1 as fp16 holds NaN or Inf"), (_one_bias_for_all, "bias of SlideLinear")]
+)
+def test_what_no_layer_can_hold_is_found_before_any_is_replaced(
+    spoil: Callable[[nn.Linear], None], message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    spoil(model[1])
+    with pytest.raises(InputError, match=message):
+        sparsify_(model, "6:8", "fp16")
+    assert type(model[0]) is nn.Linear
+
+
 def test_a_module_in_two_places_is_replaced_in_both() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

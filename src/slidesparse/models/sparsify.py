@@ -13,7 +13,7 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear, pack_weight
+from slidesparse.linear import SlideLinear, checked_bias, pack_weight
 from slidesparse.models.description import describe_in_config
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
@@ -24,7 +24,7 @@ from slidesparse.models.targets import ADAPTER, describe_dense, find_targets, in
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import QUANTISED, parse_dtype
+from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
 from slidesparse.support import check_pattern, check_weight
 
 
@@ -212,6 +212,10 @@ def sparsify_(
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
         check_weight(weight, name)
+        if storage in FLOATS and storage != weight.dtype:
+            check_weight(weight.to(storage), f"{name} as {dtype_name(storage)}")
+        if linear.bias is not None:
+            checked_bias(linear.bias, linear.out_features)
         if method is None:
             check_pattern(weight, patterns[name], name=name)
         choose(
