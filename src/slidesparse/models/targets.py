@@ -39,6 +39,9 @@ holds them as plain ``nn.Linear`` and reads no scales for them
 HYPER_CONNECTIONS = ("fn", "hc_fn")
 """Matrices of hyper-connections, which mix the streams of a residual (HYV4): parameters, and no linears."""
 
+OUTPUT = "output embedding"
+"""Why what makes logits stays as it is, unless it is asked for."""
+
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
 
@@ -98,7 +101,7 @@ def find_targets(
     output = output_embedding(model)
     # With an adapter the output embedding is a module around linears.
     inside_output = set() if output is None else {id(module) for module in output.modules()}
-    adapters = _adapters(model)
+    adapters = adapter_parts(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     config = getattr(model, "config", None)
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -134,7 +137,7 @@ def find_targets(
         if id(module.weight) in embeddings or (tied and id(module) in inside_output):
             return "shares its weight with the input embedding"
         if id(module) in inside_output and not lm_head:
-            return "output embedding"
+            return OUTPUT
         if min(module.in_features, module.out_features) < MIN_FEATURES:
             return f"smaller than {MIN_FEATURES} features"
         return None
@@ -205,7 +208,7 @@ def no_linears(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _adapters(model: nn.Module) -> tuple[str, ...]:
+def adapter_parts(model: nn.Module) -> tuple[str, ...]:
     """Return how names of linears begin that are parts of PEFT's adapters, whose layers say what belongs to those."""
     named = ((name, getattr(module, "adapter_layer_names", ())) for name, module in model.named_modules())
     return tuple(f"{name}.{leaf}.".removeprefix(".") for name, leaves in named for leaf in leaves)
