@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint, tokens
 import slidesparse
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.errors import SlideSparseError, UnsupportedError
+from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 
@@ -176,3 +176,11 @@ def test_a_model_whose_adapters_are_taken_off(tmp_path: Path) -> None:
     attention.q_proj = attention.q_proj.base_layer  # as PEFT's unload does
     model.save_pretrained(tmp_path / "s")
     check(tmp_path / "s", logits(model))
+
+
+def test_a_model_that_compressed_tensors_runs_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    slidesparse.sparsify_(model := loaded_dense(tmp_path / "m", "llama"), "6:8")
+    model.save_pretrained(tmp_path / "s")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s")
+    with pytest.raises(InputError, match=r"give the folder to slidesparse\.load"):
+        slidesparse.sparsify_(theirs, "6:8")

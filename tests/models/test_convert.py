@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -21,7 +22,7 @@ from slidesparse import (
     sparsify_,
 )
 from slidesparse.models.sparsify import layer_patterns, run_once
-from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
 from slidesparse.support import following_groups
 
 # 64 and 160 are no multiples of 6, 10 or 14; 96 token ids keep the embedding small.
@@ -272,6 +273,24 @@ def test_a_linear_whose_own_forward_was_replaced_stays_dense() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].forward = lambda x: 2 * x
     assert find_targets(model).dense == {"0": "Linear has a forward of its own"}
+
+
+def test_what_is_offloaded_stays_dense_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    accelerate.cpu_offload(model[0], execution_device=torch.device("cpu"))
+    sparsify_(model, "6:8")
+    assert [type(module) for module in model] == [nn.Linear, SlideLinear]
+    (said,) = (record.getMessage() for record in caplog.records if "left dense" in record.getMessage())
+    assert said == f"left dense: 0 ({OFFLOADED})"
+    with pytest.raises(InputError, match="load the whole model onto one device"):
+        sparsify_(model, "6:8")
+
+
+def test_a_linear_that_computes_more_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: 2 * x
+    sparsify_(model, "6:8")
+    assert "left dense: 0 (Linear has a forward of its own)" in [record.getMessage() for record in caplog.records]
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------

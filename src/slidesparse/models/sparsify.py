@@ -22,7 +22,10 @@ from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
 from slidesparse.models.targets import (
     ADAPTER,
+    COMPRESSED,
+    OFFLOADED,
     OUTPUT,
+    OWN_FORWARD,
     describe_dense,
     find_targets,
     input_sets,
@@ -272,8 +275,8 @@ def sparsify_(
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
-    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE)
-    for line in describe_dense({name: why for name, why in targets.dense.items() if why in told}):
+    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE, OFFLOADED, COMPRESSED, OWN_FORWARD)
+    for line in describe_dense({name: why for name, why in targets.dense.items() if why.endswith(told)}):
         LOG.warning(line)
     for line in describe_experts(experts):
         LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)

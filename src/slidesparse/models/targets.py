@@ -39,6 +39,15 @@ holds them as plain ``nn.Linear`` and reads no scales for them
 HYPER_CONNECTIONS = ("fn", "hc_fn")
 """Matrices of hyper-connections, which mix the streams of a residual (HYV4): parameters, and no linears."""
 
+OWN_FORWARD = "has a forward of its own"
+"""How the reason ends to leave alone a subclass of ``nn.Linear`` that computes more."""
+
+OFFLOADED = "accelerate keeps its weight elsewhere; load the whole model onto one device"
+"""Why linears stay as they are that a ``device_map`` left in the memory of the host or on a disk."""
+
+COMPRESSED = "compressed-tensors computes it; give the folder to slidesparse.load, or to slidesparse prune"
+"""Why linears stay as they are that transformers loaded from a checkpoint in 8 bits."""
+
 OUTPUT = "output embedding"
 """Why what makes logits stays as it is, unless it is asked for."""
 
@@ -131,7 +140,7 @@ def find_targets(
         if name in outside:
             return outside[name]
         if not computes_as_linear(module):
-            return f"{type(module).__name__} has a forward of its own"
+            return _why_no_linear(module)
         if holders[id(module.weight)] > 1:
             return "shares its weight with another linear, which would need its scales too"
         if id(module.weight) in embeddings or (tied and id(module) in inside_output):
@@ -189,6 +198,15 @@ def computes_as_linear(module: nn.Linear) -> bool:
             return bool(torch.allclose(forward(plain, x), plain(x), rtol=1e-9, atol=1e-12))
     except Exception:  # whatever else it does, it is no plain linear
         return False
+
+
+def _why_no_linear(module: nn.Linear) -> str:
+    """Return why a linear that computes something else stays as it is."""
+    if hasattr(module, "_hf_hook"):
+        return OFFLOADED
+    if hasattr(module, "quantization_scheme"):
+        return COMPRESSED
+    return f"{type(module).__name__} {OWN_FORWARD}"
 
 
 def no_linears(model: nn.Module) -> dict[str, str]:
