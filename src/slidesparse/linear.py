@@ -142,7 +142,10 @@ class SlideLinear(nn.Module):
         elif x.dtype != self.weight_dtype:
             if x.dtype not in FLOATS or not torch.is_autocast_enabled(x.device.type):
                 raise InputError(
-                    "activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight"
+                    "activations of SlideLinear",
+                    got=x.dtype,
+                    needed=f"{self.weight_dtype}, as the weight",
+                    remedy=f"model.to({self.weight_dtype}) brings the rest of the model there",
                 )
             x = x.to(self.weight_dtype)
         tensors = [tensor for form in self._forms for tensor in form.tensors]

@@ -510,6 +510,13 @@ def test_what_no_layer_can_hold_is_found_before_any_is_replaced(
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_in_the_mode_of_their_model(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).train(training)
+    linear = SlideLinear.from_linear(model[0], "6:8", method="magnitude")
+    assert {module.training for module in (linear, *sparsify_(model, "6:8").modules())} == {training}
+
+
 def test_a_module_in_two_places_is_replaced_in_both() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

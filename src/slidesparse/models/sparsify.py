@@ -270,7 +270,7 @@ def sparsify_(
             packed = pack_weight(weight, patterns[name], storage, name=name)
             linear = targets.linears[name]
             options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
-            layer = SlideLinear(packed, linear.bias, **options)
+            layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
             move_hooks(linear, layer)
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
