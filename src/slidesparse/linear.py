@@ -123,7 +123,8 @@ class SlideLinear(nn.Module):
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
         packed = pack_weight(weight, pattern, storage, name=name)
-        return cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
+        layer = cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
+        return layer.train(linear.training)
 
     @property
     def operand_bytes(self) -> dict[str, int]:
