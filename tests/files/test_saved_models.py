@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_checkpoint, tokens
+from checkpoints import add_tokenizer, make_checkpoint, tokens
 
 import slidesparse
 from slidesparse.commands.inspect import inspect_checkpoint
@@ -184,3 +184,22 @@ def test_a_model_that_compressed_tensors_runs_is_refused_with_what_to_do(tmp_pat
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s")
     with pytest.raises(InputError, match=r"give the folder to slidesparse\.load"):
         slidesparse.sparsify_(theirs, "6:8")
+
+
+def test_sentence_transformers_run_our_model_in_8_bits(tmp_path: Path) -> None:
+    """The page on models says so, and that they cannot run transformers' own."""
+    library = pytest.importorskip("sentence_transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    settings = tmp_path / "m/tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": "<unk>"}))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    dense, pruned = (library.SentenceTransformer(str(tmp_path / name), device="cpu") for name in "ms")
+    texts = ["six of eight", "all"]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        pruned.encode(texts)
+    pruned[0].model = slidesparse.load(tmp_path / "s")
+    similarity = torch.nn.functional.cosine_similarity(*(torch.tensor(one.encode(texts)) for one in (dense, pruned)))
+    assert similarity.min() > 0.9
