@@ -7,7 +7,8 @@
 With ``--dense`` it is trained toward the predictions of the dense model, which know more than the text's next token.
 Take a low rate, a twentieth of that with which the model was trained.
 
-With transformers' Trainer it is one argument: ``callbacks=[HeldZeros(model).callback()]``.
+With transformers' Trainer it is one argument: ``callbacks=[HeldZeros(model).callback()]``. Before it saves, delete
+``model.config.slidesparse_config``, as is done below.
 """
 
 import argparse

@@ -496,6 +496,14 @@ def test_activations_that_do_not_fit(dtype: str, x: torch.Tensor) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_activations_of_another_float_type_are_told_the_remedy() -> None:
+    layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8", "bf16")
+    with pytest.raises(
+        InputError, match=r"as the weight; model\.to\(torch\.bfloat16\) brings the rest of the model there$"
+    ):
+        layer(torch.zeros(3, K))
+
+
 @pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(OUT, 1), torch.ones(OUT, dtype=torch.int32)])
 def test_a_bias_of_the_call_is_checked(bias: torch.Tensor) -> None:
     layer = SlideLinear.from_linear(_pruned_linear("6:8"), "6:8")

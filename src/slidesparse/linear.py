@@ -78,7 +78,7 @@ class SlideLinear(nn.Module):
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
         self.register_buffer("weight_scale", packed.scale, persistent=False)
-        self.register_buffer("bias", None if bias is None else _checked_bias(bias, self.out_features))
+        self.register_buffer("bias", None if bias is None else checked_bias(bias, self.out_features))
         log_once(self._summary())
 
     def _set_forms(self, packed: PackedWeight) -> None:
@@ -123,7 +123,8 @@ class SlideLinear(nn.Module):
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
         packed = pack_weight(weight, pattern, storage, name=name)
-        return cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
+        layer = cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
+        return layer.train(linear.training)
 
     @property
     def operand_bytes(self) -> dict[str, int]:
@@ -142,13 +143,16 @@ class SlideLinear(nn.Module):
         elif x.dtype != self.weight_dtype:
             if x.dtype not in FLOATS or not torch.is_autocast_enabled(x.device.type):
                 raise InputError(
-                    "activations of SlideLinear", got=x.dtype, needed=f"{self.weight_dtype}, as the weight"
+                    "activations of SlideLinear",
+                    got=x.dtype,
+                    needed=f"{self.weight_dtype}, as the weight",
+                    remedy=f"model.to({self.weight_dtype}) brings the rest of the model there",
                 )
             x = x.to(self.weight_dtype)
         tensors = [tensor for form in self._forms for tensor in form.tensors]
         # Not by attribute, which a Module looks for in several places: half a microsecond each.
         own = self._buffers["bias"]
-        scales = (self._buffers["weight_scale"], own if bias is None else _checked_bias(bias, self.out_features))
+        scales = (self._buffers["weight_scale"], own if bias is None else checked_bias(bias, self.out_features))
         tokens = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         y = ops.linear(tokens, tensors, *scales, self.spec)
         if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
@@ -301,7 +305,12 @@ def packed_problem(packed: PackedWeight) -> Problem:
     return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid)
 
 
-def _checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Return a bias as kernels read it.
+
+    Raises:
+        InputError: It has another shape, or no floats.
+    """
     require_dense(bias, "bias of SlideLinear")
     if bias.shape != (out_features,) or not bias.is_floating_point():
         raise InputError(

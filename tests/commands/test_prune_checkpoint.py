@@ -382,8 +382,22 @@ def test_config_without_architecture(tmp_path: Path) -> None:
 def test_a_pruned_source_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m")
     prune_checkpoint(tmp_path / "m", tmp_path / "s", INT8)
-    with pytest.raises(CheckpointError, match="pruned already"):
+    with pytest.raises(CheckpointError, match=r"pruned already.*; start from the dense model$"):
         prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
+
+
+def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> None:
+    """Trainer saves the mark with the model; the line sent its owner back to the dense model."""
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "bf16"))
+    with pytest.raises(CheckpointError, match=r"trained on .* delete slidesparse_config from its config\.json$"):
+        prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
+    config = json.loads((tmp_path / "s/config.json").read_text())
+    del config["slidesparse_config"]
+    (tmp_path / "s/config.json").write_text(json.dumps(config))
+    prune_checkpoint(tmp_path / "s", tmp_path / "t", INT8)
+    zeros = [Checkpoint(tmp_path / name).tensor("model.layers.0.mlp.up_proj.weight") == 0 for name in "st"]
+    assert bool((zeros[1] | ~zeros[0]).all())
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from torch import nn
 
 import slidesparse
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
 from slidesparse.errors import InputError
+from slidesparse.files import load
 from slidesparse.gemm import Problem
 from slidesparse.tuning.at_load import LoadTuner
 
@@ -42,3 +46,30 @@ def test_each_layer_is_offered_for_measuring(tmp_path: Path, monkeypatch: pytest
 def test_an_unknown_value_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^tune; got 'no'; needed auto or off$"):
         slidesparse.load(tmp_path, tune="no")  # type: ignore[arg-type]
+
+
+def test_threads_load_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where they met, modules of the whole process had parameters without values from then on.
+    build, fill, inside, met = load.build_meta_model, load._load_rest, list[object](), list[int]()
+
+    def enter(checkpoint: Any, **options: Any) -> Any:
+        inside.append(checkpoint)
+        time.sleep(0.1)
+        return build(checkpoint, **options)
+
+    def leave(*given: Any) -> None:
+        fill(*given)
+        met.append(len(inside))
+        inside.pop()
+
+    monkeypatch.setattr(nn.Module, "register_parameter", nn.Module.register_parameter)
+    monkeypatch.setattr(load, "build_meta_model", enter)
+    monkeypatch.setattr(load, "_load_rest", leave)
+    make_checkpoint(tmp_path / "m")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    with ThreadPoolExecutor(3) as threads:
+        models = list(threads.map(load.load, [tmp_path / "s"] * 3))
+    tokens = torch.arange(4, 9).unsqueeze(0)
+    answers = [model(input_ids=tokens).logits for model in models]
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+    assert met == [1, 1, 1]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_checkpoint, tokens
+from checkpoints import add_tokenizer, make_checkpoint, tokens
 
 import slidesparse
 from slidesparse.commands.inspect import inspect_checkpoint
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
-from slidesparse.errors import SlideSparseError, UnsupportedError
+from slidesparse.errors import InputError, SlideSparseError, UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import Marker
 
@@ -121,3 +121,85 @@ def test_pruning_without_transformers_names_what_to_install(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match=r"transformers is not installed; pip install \"slidesparse\[hf\]\""):
         prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+
+
+class Around(torch.nn.Module):
+    """A user's own model around one of transformers, with a linear of its own."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.encoder = inner
+        self.head = torch.nn.Linear(64, 64)
+
+
+class Saved(Around):
+    """A library's, which saves both: as a sentence encoder does."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.encoder.save_pretrained(folder)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head"),
+    [(Around, "int8", "SlideLinear"), (Saved, "int8", "Linear"), (Saved, "fp32", "SlideLinear")],
+)
+def test_a_model_inside_of_another(tmp_path: Path, kind: type[Around], dtype: str, head: str) -> None:
+    """Its config named no layers, or as the model around it does, and transformers read 8-bit weights as numbers."""
+    inner = loaded_dense(tmp_path / "m", "llama").float()
+    around = kind(inner)
+    slidesparse.sparsify_(around, "6:8", dtype)
+    assert type(around.head).__name__ == head
+    inner.save_pretrained(tmp_path / "s")  # type: ignore[operator]
+    check(tmp_path / "s", logits(inner))
+    assert Checkpoint(tmp_path / "s").config["slidesparse_config"]["ignore"] == ["lm_head"]
+
+
+class Adapted(torch.nn.Module):
+    """A linear with an adapter, as PEFT has it."""
+
+    adapter_layer_names = ("lora_A",)
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(64, 64, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+def test_a_model_whose_adapters_are_taken_off(tmp_path: Path) -> None:
+    model = loaded_dense(tmp_path / "m", "llama")
+    attention = model.model.layers[0].self_attn  # type: ignore[index, union-attr]
+    attention.q_proj = Adapted(attention.q_proj)
+    slidesparse.sparsify_(model, "6:8", layers={"re:.*q_proj": "4:6", "re:.*k_proj": "4:6", "re:.*v_proj": "4:6"})
+    attention.q_proj = attention.q_proj.base_layer  # as PEFT's unload does
+    model.save_pretrained(tmp_path / "s")
+    check(tmp_path / "s", logits(model))
+
+
+def test_a_model_that_compressed_tensors_runs_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    slidesparse.sparsify_(model := loaded_dense(tmp_path / "m", "llama"), "6:8")
+    model.save_pretrained(tmp_path / "s")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "s")
+    with pytest.raises(InputError, match=r"give the folder to slidesparse\.load"):
+        slidesparse.sparsify_(theirs, "6:8")
+
+
+def test_sentence_transformers_run_our_model_in_8_bits(tmp_path: Path) -> None:
+    """The page on models says so, and that they cannot run transformers' own."""
+    library = pytest.importorskip("sentence_transformers")
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "m")
+    add_tokenizer(tmp_path / "m")
+    settings = tmp_path / "m/tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": "<unk>"}))
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions("6:8", "int8"))
+    dense, pruned = (library.SentenceTransformer(str(tmp_path / name), device="cpu") for name in "ms")
+    texts = ["six of eight", "all"]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        pruned.encode(texts)
+    pruned[0].model = slidesparse.load(tmp_path / "s")
+    similarity = torch.nn.functional.cosine_similarity(*(torch.tensor(one.encode(texts)) for one in (dense, pruned)))
+    assert similarity.min() > 0.9

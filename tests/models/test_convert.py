@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -21,7 +22,7 @@ from slidesparse import (
     sparsify_,
 )
 from slidesparse.models.sparsify import layer_patterns, run_once
-from slidesparse.models.targets import find_targets, input_sets
+from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
 from slidesparse.support import following_groups
 
 # 64 and 160 are no multiples of 6, 10 or 14; 96 token ids keep the embedding small.
@@ -274,6 +275,24 @@ def test_a_linear_whose_own_forward_was_replaced_stays_dense() -> None:
     assert find_targets(model).dense == {"0": "Linear has a forward of its own"}
 
 
+def test_what_is_offloaded_stays_dense_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    accelerate.cpu_offload(model[0], execution_device=torch.device("cpu"))
+    sparsify_(model, "6:8")
+    assert [type(module) for module in model] == [nn.Linear, SlideLinear]
+    (said,) = (record.getMessage() for record in caplog.records if "left dense" in record.getMessage())
+    assert said == f"left dense: 0 ({OFFLOADED})"
+    with pytest.raises(InputError, match="load the whole model onto one device"):
+        sparsify_(model, "6:8")
+
+
+def test_a_linear_that_computes_more_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].forward = lambda x: 2 * x
+    sparsify_(model, "6:8")
+    assert "left dense: 0 (Linear has a forward of its own)" in [record.getMessage() for record in caplog.records]
+
+
 # -- hooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -468,6 +487,34 @@ def test_a_nan_in_the_last_layer_leaves_the_first_as_it_was() -> None:
     with pytest.raises(InputError, match="1 holds NaN"):
         sparsify_(model, "6:8")
     assert type(model[0]) is nn.Linear
+
+
+def _beyond_fp16(linear: nn.Linear) -> None:
+    linear.weight.data[3, 3] = 1e6
+
+
+def _one_bias_for_all(linear: nn.Linear) -> None:
+    linear.bias = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"), [(_beyond_fp16, "1 as fp16 holds NaN or Inf"), (_one_bias_for_all, "bias of SlideLinear")]
+)
+def test_what_no_layer_can_hold_is_found_before_any_is_replaced(
+    spoil: Callable[[nn.Linear], None], message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    spoil(model[1])
+    with pytest.raises(InputError, match=message):
+        sparsify_(model, "6:8", "fp16")
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_are_in_the_mode_of_their_model(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).train(training)
+    linear = SlideLinear.from_linear(model[0], "6:8", method="magnitude")
+    assert {module.training for module in (linear, *sparsify_(model, "6:8").modules())} == {training}
 
 
 def test_a_module_in_two_places_is_replaced_in_both() -> None:

@@ -14,7 +14,7 @@ from slidesparse.errors import CheckpointError, InputError
 from slidesparse.files.calibration import Calibration
 from slidesparse.files.checkpoint import Checkpoint
 from slidesparse.files.marker import is_bitnet, quantisation_dtype, source_quantisation
-from slidesparse.models.config_keys import MARKER_KEY
+from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.quant import dtype_name, parse_dtype
 
@@ -67,8 +67,11 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
     """
     config = checkpoint.config
     if config.get(MARKER_KEY) is not None:
+        trained = f"; if this one was trained on with its zeros held, delete {MARKER_KEY} from its config.json"
         raise CheckpointError(
-            f"{checkpoint.path} is pruned already", got=f"a {MARKER_KEY}", remedy="start from the dense model"
+            f"{checkpoint.path} is pruned already",
+            got=f"a {MARKER_KEY}",
+            remedy=f"start from the dense model{'' if QUANTIZATION_KEY in config else trained}",
         )
     wanted = None if options.dtype is None else parse_dtype(options.dtype)
     bitnet = is_bitnet(config)

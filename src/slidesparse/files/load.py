@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,9 @@ from slidesparse.pattern import Pattern
 from slidesparse.quant import FLOATS
 from slidesparse.tuning.at_load import LoadTuner, Tune, check_tune
 from slidesparse.tuning.measure import SIZES
+
+_LOADING = threading.Lock()
+"""Held while a model is loaded: accelerate and transformers change for all threads how modules are made meanwhile."""
 
 
 def load(
@@ -69,6 +73,14 @@ def load(
     device = usable_device(device)
     checkpoint = Checkpoint(source_folder(path, revision))
     marker = Marker.require(checkpoint.config, path)
+    with _LOADING:
+        return _filled(checkpoint, marker, device, backend, fallback, tune)
+
+
+def _filled(
+    checkpoint: Checkpoint, marker: Marker, device: torch.device, backend: str, fallback: Fallback, tune: Tune
+) -> nn.Module:
+    """Return the model of a checkpoint, filled and on its device."""
     packed_file = PackedFile(checkpoint) if (checkpoint.path / FILE_NAME).exists() else None
     quantised = quantisation_dtype(checkpoint.config) is not None
     meta = build_meta_model(checkpoint, real_buffers=True)
@@ -141,7 +153,7 @@ def _load_rest(meta: MetaModel, checkpoint: Checkpoint, filled: set[str], device
             f"{type(model).__name__} has no use for {counted(len(unused), 'tensor')} of {checkpoint.path}:"
             f" {', '.join(unused[:3])}",
             SlideSparseWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     settings = generation_settings(checkpoint)
     if settings is not None and hasattr(model, "generation_config"):

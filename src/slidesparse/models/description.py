@@ -7,6 +7,7 @@ gives its weight as checkpoints have it. What is missing are the two keys that s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,27 +16,48 @@ from slidesparse.errors import UnsupportedError
 from slidesparse.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY, marker_config, quantization_config
 from slidesparse.models.experts import find_experts, find_routers, ignore_entries, linears_inside
-from slidesparse.models.targets import treated_head
+from slidesparse.models.targets import adapter_parts, treated_head
 from slidesparse.quant import QUANTISED, dtype_name
 
 
+def models_inside(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost models of transformers, each after what the names of its modules begin with in ``model``.
+
+    The model is one itself, or is around one: that of ``torch.compile`` or PEFT, a sentence encoder, a user's own.
+    """
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        # Asked of the class, since wrappers hand on questions to what they wrap.
+        saved = all(hasattr(type(module), leaf) for leaf in ("save_pretrained", "dummy_inputs"))
+        if saved and not name.startswith(inside):
+            prefix = f"{name}." if name else ""
+            inside = (*inside, prefix)
+            yield prefix, module
+
+
 def describe_in_config(model: nn.Module) -> None:
-    """Write into a transformers model's config which of its linears are sparse and quantised; others have no config.
+    """Write into the config of each transformers model in it which of its linears are sparse and quantised.
 
     A model whose layers have several types cannot be described: its ``save_pretrained`` refuses.
 
     Args:
         model: A model, some of whose linears are SlideLinear.
     """
-    config: Any = getattr(model, "config", None)
-    save: Any = getattr(model, "save_pretrained", None)
-    if config is None or save is None:
+    for _, one in models_inside(model):
+        _describe(one)
+
+
+def _describe(model: Any) -> None:
+    config = model.config
+    # Adapters are saved apart, so a checkpoint has the names of before.
+    adapters = adapter_parts(model)
+    modules = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if not name.startswith(adapters)}
+    layers = {name: module for name, module in modules.items() if isinstance(module, SlideLinear)}
+    if not layers:
         return
-    model = getattr(save, "__self__", model)  # what torch.compile wraps is saved without the wrapper, which names it
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, SlideLinear)}
     experts = find_experts(model)
     inside = linears_inside(model, experts)
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
     ignore = [*dict.fromkeys([*(name for name in linears if name not in inside), *find_routers(model, experts)])]
     dtypes = {layer.weight_dtype for layer in layers.values()}
     if len(dtypes) > 1:

@@ -13,19 +13,33 @@ from slidesparse.base.log import LOG
 from slidesparse.errors import InputError, first_line
 from slidesparse.gemm import Problem, choose
 from slidesparse.gemm.select import Fallback
-from slidesparse.linear import SlideLinear, pack_weight
-from slidesparse.models.description import describe_in_config
+from slidesparse.linear import SlideLinear, checked_bias, pack_weight
+from slidesparse.models.description import describe_in_config, models_inside
 from slidesparse.models.experts import describe_experts, find_experts, find_routers, linears_inside
 from slidesparse.models.float_heads import HEAD_IN_FLOATS, float_heads
 from slidesparse.models.float_mixers import IN_FLOATS, linears_of_float_mixers
 from slidesparse.models.hooks import move_hooks
 from slidesparse.models.parts import Part, language_model
-from slidesparse.models.targets import ADAPTER, describe_dense, find_targets, input_sets, matches_entry
+from slidesparse.models.targets import (
+    ADAPTER,
+    COMPRESSED,
+    OFFLOADED,
+    OUTPUT,
+    OWN_FORWARD,
+    describe_dense,
+    find_targets,
+    input_sets,
+    matches_entry,
+    output_embedding,
+)
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import QUANTISED, parse_dtype
+from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
 from slidesparse.support import check_pattern, check_weight
+
+OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
+"""Why linears that a sentence encoder has after its transformers model stay dense in 8 bits: it could not load them."""
 
 
 def layer_patterns(
@@ -155,6 +169,24 @@ def _read_by(model: nn.Module) -> dict[str, str]:
     return read_without_calling(empty, linears, run_once(empty))
 
 
+def _stay_dense(model: nn.Module, storage: torch.dtype, lm_head: bool) -> dict[str, str]:
+    """Return the linears that models of transformers need dense, or what reads them when they are saved, and why."""
+    keep: dict[str, str] = {}
+    models = dict(models_inside(model))
+    for prefix, one in models.items():
+        reasons = _read_by(one)
+        if storage in QUANTISED:  # what it writes is for vLLM, too
+            reasons |= linears_of_float_mixers(one) | (float_heads(one) if lm_head else {})
+        output = None if one is model or lm_head else output_embedding(one)
+        if output is not None:
+            reasons |= {name: OUTPUT for name, module in one.named_modules() if module is output}
+        keep |= {f"{prefix}{name}": why for name, why in reasons.items()}
+    if models and storage in QUANTISED and hasattr(model, "save_pretrained"):
+        names = (name for name, _ in model.named_modules() if not name.startswith(tuple(models)))
+        keep |= dict.fromkeys(names, OUTSIDE)
+    return keep
+
+
 def sparsify_(
     model: nn.Module,
     pattern: Pattern | str,
@@ -175,7 +207,9 @@ def sparsify_(
     linears of a transformers model that vLLM holds in floats.
 
     A transformers model is described in its config, so that its ``save_pretrained`` writes a checkpoint which
-    :func:`slidesparse.load`, vLLM and transformers load.
+    :func:`slidesparse.load`, vLLM and transformers load. So is one inside of another module, such as a sentence
+    encoder. Give it the whole of a transformers model that is saved, and leave parts alone by ``ignore`` and ``part``:
+    a part does not know of the config of what is around it.
 
     Args:
         model: Any module; transformers models know their output embedding, which stays dense.
@@ -204,14 +238,16 @@ def sparsify_(
     storage = parse_dtype(dtype)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
-    keep = {**_read_by(model), **find_routers(model, experts)}
-    if storage in QUANTISED and hasattr(model, "save_pretrained"):  # what it writes is for vLLM, too
-        keep |= linears_of_float_mixers(model) | (float_heads(model) if lm_head else {})
+    keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
     targets = find_targets(model, ignore, lm_head, part=part, keep=keep, without=inside)
     patterns = layer_patterns(targets.linears, pattern, layers)
     for name, linear in targets.linears.items():  # find what is wrong before anything is replaced
         weight = linear.weight.detach()
         check_weight(weight, name)
+        if storage in FLOATS and storage != weight.dtype:
+            check_weight(weight.to(storage), f"{name} as {dtype_name(storage)}")
+        if linear.bias is not None:
+            checked_bias(linear.bias, linear.out_features)
         if method is None:
             check_pattern(weight, patterns[name], name=name)
         choose(
@@ -234,13 +270,13 @@ def sparsify_(
             packed = pack_weight(weight, patterns[name], storage, name=name)
             linear = targets.linears[name]
             options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
-            layer = SlideLinear(packed, linear.bias, **options)
+            layer = SlideLinear(packed, linear.bias, **options).train(linear.training)
             move_hooks(linear, layer)
             for alias in aliases[id(linear)]:  # one module may have several names
                 model.set_submodule(alias, layer)
     describe_in_config(model)
-    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS)
-    for line in describe_dense({name: why for name, why in targets.dense.items() if why in told}):
+    told = (ADAPTER, IN_FLOATS, HEAD_IN_FLOATS, OUTSIDE, OFFLOADED, COMPRESSED, OWN_FORWARD)
+    for line in describe_dense({name: why for name, why in targets.dense.items() if why.endswith(told)}):
         LOG.warning(line)
     for line in describe_experts(experts):
         LOG.warning("experts stay dense in memory; slidesparse prune treats them in a checkpoint; %s", line)

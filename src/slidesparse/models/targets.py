@@ -39,6 +39,18 @@ holds them as plain ``nn.Linear`` and reads no scales for them
 HYPER_CONNECTIONS = ("fn", "hc_fn")
 """Matrices of hyper-connections, which mix the streams of a residual (HYV4): parameters, and no linears."""
 
+OWN_FORWARD = "has a forward of its own"
+"""How the reason ends to leave alone a subclass of ``nn.Linear`` that computes more."""
+
+OFFLOADED = "accelerate keeps its weight elsewhere; load the whole model onto one device"
+"""Why linears stay as they are that a ``device_map`` left in the memory of the host or on a disk."""
+
+COMPRESSED = "compressed-tensors computes it; give the folder to slidesparse.load, or to slidesparse prune"
+"""Why linears stay as they are that transformers loaded from a checkpoint in 8 bits."""
+
+OUTPUT = "output embedding"
+"""Why what makes logits stays as it is, unless it is asked for."""
+
 ADAPTER = "a part of an adapter"
 """Why linears that PEFT adds to others stay as they are: they are small, and trained on."""
 
@@ -98,7 +110,7 @@ def find_targets(
     output = output_embedding(model)
     # With an adapter the output embedding is a module around linears.
     inside_output = set() if output is None else {id(module) for module in output.modules()}
-    adapters = _adapters(model)
+    adapters = adapter_parts(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     config = getattr(model, "config", None)
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -128,13 +140,13 @@ def find_targets(
         if name in outside:
             return outside[name]
         if not computes_as_linear(module):
-            return f"{type(module).__name__} has a forward of its own"
+            return _why_no_linear(module)
         if holders[id(module.weight)] > 1:
             return "shares its weight with another linear, which would need its scales too"
         if id(module.weight) in embeddings or (tied and id(module) in inside_output):
             return "shares its weight with the input embedding"
         if id(module) in inside_output and not lm_head:
-            return "output embedding"
+            return OUTPUT
         if min(module.in_features, module.out_features) < MIN_FEATURES:
             return f"smaller than {MIN_FEATURES} features"
         return None
@@ -188,6 +200,15 @@ def computes_as_linear(module: nn.Linear) -> bool:
         return False
 
 
+def _why_no_linear(module: nn.Linear) -> str:
+    """Return why a linear that computes something else stays as it is."""
+    if hasattr(module, "_hf_hook"):
+        return OFFLOADED
+    if hasattr(module, "quantization_scheme"):
+        return COMPRESSED
+    return f"{type(module).__name__} {OWN_FORWARD}"
+
+
 def no_linears(model: nn.Module) -> dict[str, str]:
     """Return what multiplies like a linear and is none -> why it stays as it is.
 
@@ -205,7 +226,7 @@ def no_linears(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _adapters(model: nn.Module) -> tuple[str, ...]:
+def adapter_parts(model: nn.Module) -> tuple[str, ...]:
     """Return how names of linears begin that are parts of PEFT's adapters, whose layers say what belongs to those."""
     named = ((name, getattr(module, "adapter_layer_names", ())) for name, module in model.named_modules())
     return tuple(f"{name}.{leaf}.".removeprefix(".") for name, leaves in named for leaf in leaves)
