@@ -23,7 +23,7 @@ import torch
 from slidesparse.bench import environment, operands
 from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import SECOND_LAUNCH, TILES, Band, Tile, cheapest, two_bands, work
+from slidesparse.gemm.hopper.tiles import SECOND_LAUNCH, Band, Tile, cheapest, cycles_of, two_bands
 from slidesparse.tuning.timing import CudaStopwatch, interleave
 
 TOKENS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
@@ -55,8 +55,7 @@ def measure(
 def candidates(tokens: int, channels: int, steps: int) -> tuple[Tile, tuple[Band, ...], float]:
     """Return the cheapest tile, the cheapest two bands, and their cycles over those of the tile, without the launch."""
     one, ((cycles, two),) = cheapest(tokens, channels, steps), two_bands(torch.tensor([tokens]), channels, steps)
-    own, tiles = work(one, tokens, channels, steps)
-    return one, two, (cycles - SECOND_LAUNCH) / (TILES[one].step * own + TILES[one].tile * tiles)
+    return one, two, (cycles - SECOND_LAUNCH) / cycles_of(one, tokens, channels, steps)
 
 
 def times(calls: Sequence[Callable[[], object]], stopwatch: CudaStopwatch) -> list[float]:

@@ -220,12 +220,13 @@ def choose_bands(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int
 
 def cheapest(tokens: int, channels: int, steps: int) -> Tile:
     """Return the tile with the fewest estimated cycles for a product in one launch, by asking all of them."""
+    return min(TILES, key=lambda tile: cycles_of(tile, tokens, channels, steps))
 
-    def cycles(tile: Tile) -> float:
-        own, tiles = work(tile, tokens, channels, steps)
-        return TILES[tile].step * own + TILES[tile].tile * tiles
 
-    return min(TILES, key=cycles)
+def cycles_of(tile: Tile, tokens: int, channels: int, steps: int) -> float:
+    """Return the clock cycles that a product in one launch is estimated to take in these tiles."""
+    own, tiles = work(tile, tokens, channels, steps)
+    return TILES[tile].step * own + TILES[tile].tile * tiles
 
 
 @lru_cache(maxsize=1024)

@@ -94,9 +94,15 @@ class ModelState:
         adapters = vllm_config.lora_config is not None
         invariant, warmup = is_batch_invariant(), WarmUp(most, model.dtype)
         status = ModelStatus(part=vllm_config.parallel_config.pipeline_parallel_size > 1)
-        made = cls(options, status, tuner, warmup, adapters=adapters, batch_invariant=invariant)
-        made.heads_compared = compares_heads(vllm_config)
-        return made
+        return cls(
+            options,
+            status,
+            tuner,
+            warmup,
+            adapters=adapters,
+            batch_invariant=invariant,
+            heads_compared=compares_heads(vllm_config),
+        )
 
     def why_left(self, dtype: torch.dtype) -> str | None:
         """Return why weights of a type are left to vLLM, in words; None where they need not be.
