@@ -1,11 +1,12 @@
 """Time the tiles of the Hopper kernel for few tokens, on weights that no cache holds.
 
-    python benchmarks/hopper_few_tokens.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtypes int8 fp8]
+    python benchmarks/hopper_few_tokens.py OUT.jsonl [--models M ...] [--tokens M ...] [--patterns P ...]
+        [--dtypes int8 fp8]
 
-Needs an H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a tile goes
-round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``). The same
-calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape take
-turns, so that they share one clock. Operands are random bytes, since the kernel waits for memory whatever they say.
+Needs an H100 or H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a
+tile goes round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``).
+The same calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape
+take turns, so that they share one clock. Operands are random bytes, as the kernel waits for memory whatever they say.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile
+from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, together
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.layout import SLAB_BYTES
 from slidesparse.pattern import Pattern
@@ -33,12 +35,13 @@ from slidesparse.quant import parse_dtype
 from slidesparse.records import LAYERS
 from slidesparse.tuning.timing import CudaStopwatch, Pass, copies_needed, copies_of, time_passes
 
-MODEL = "Qwen2.5-7B"
-TOKENS = (16, 32, 64, 128, 256, 512)
+TOKENS = (16, 32, 64, 128, 256, 384, 512, 768)
 MOST_BLOCKS = 8
 """Tiles of few tokens, or split, that need more blocks for each multiprocessor than this are no candidates."""
 
-SECONDS = 0.1
+SECONDS = 0.03
+"""For each tile, and as much for it on a warm cache."""
+
 WARM_CALLS = 12
 Call = Callable[[], torch.Tensor]
 
@@ -60,6 +63,8 @@ def candidates(tokens: int, out: int) -> list[Tile]:
     """Tiles that make sense for so many tokens."""
 
     def sensible(tile: Tile) -> bool:
+        if tile.sums_in_ring:
+            return tile.count(tokens, out) * tile.split <= together(tile)
         wide = tile.tokens >= 96 and tile.split == 1
         return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
 
@@ -108,8 +113,10 @@ def times(calls: dict[str, list[Call]], stopwatch: CudaStopwatch) -> dict[str, d
     }
 
 
-def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, Any]:
-    (out, columns), kind = MODELS[MODEL][LAYERS.index(layer)], parse_dtype(dtype)
+def measure(
+    dtype: str, model: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch
+) -> dict[str, Any]:
+    (out, columns), kind = MODELS[model][LAYERS.index(layer)], parse_dtype(dtype)
     slabs = -(-round(Pattern.parse(pattern).expansion * columns) // SLAB_BYTES)
     stopwatch.begin()
     copies = [
@@ -117,8 +124,8 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
         for n_bytes in (out * columns, out * slabs * step_bytes(1) // ROWS)
     ]
     calls = dense_calls(tokens, out, columns, kind, copies[0]) | sparse_calls(tokens, out, slabs, kind, copies[1])
-    row = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern, "dtype": dtype}
-    return {**row, "slabs": (slabs, 0), **times(calls, stopwatch)}
+    row = {"model": model, "layer": layer, "out": out, "columns": columns, "tokens": tokens}
+    return {**row, "pattern": pattern, "dtype": dtype, "slabs": (slabs, 0), **times(calls, stopwatch)}
 
 
 def describe(row: dict[str, Any], best: int = 3) -> str:
@@ -127,13 +134,14 @@ def describe(row: dict[str, Any], best: int = 3) -> str:
     dense = us.pop("vllm", float("nan"))
     fastest = sorted(us, key=us.__getitem__)[:best]
     cells = " ".join(f"{name} {us[name]:.1f} ({row['warm_us'][name]:.1f})" for name in fastest)
-    case = f"{row['dtype']} {row['layer']:8} M={row['tokens']:3} {row['pattern']}"
+    case = f"{row['dtype']} {row['model']} {row['layer']:8} M={row['tokens']:3} {row['pattern']}"
     return f"{case} dense {dense:.1f}, x{dense / us[fastest[0]]:.2f}: {cells}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--models", nargs="+", default=["Qwen2.5-7B"], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8"])
     parser.add_argument("--dtypes", nargs="+", default=["int8", "fp8"], choices=["int8", "fp8"])
@@ -143,14 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     head = {"what": __doc__.splitlines()[0], "gpu": machine.gpu, "commit": machine.commit, "date": str(date.today())}
     with options.file.open("w") as file:
         file.write(json.dumps(head) + "\n")
-        for dtype in options.dtypes:
-            for layer in options.layers:
-                for pattern in options.patterns:
-                    for tokens in options.tokens:
-                        row = measure(dtype, layer, pattern, tokens, stopwatch)
-                        file.write(json.dumps(row) + "\n")
-                        file.flush()
-                        print(describe(row), flush=True)
+        for case in product(options.dtypes, options.models, options.layers, options.patterns, options.tokens):
+            row = measure(*case, stopwatch)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(describe(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@
 // last one issued is complete.
 //
 // With few tokens there are fewer tiles than multiprocessors. Then the SPLIT blocks of a cluster share the steps of a tile
-// and add their sums through distributed shared memory; each block completes and stores a share of the tile's tokens.
+// and add their sums through distributed shared memory; each block completes and stores a share of the tile's tokens. The sums
+// of a tile of 256 channels need the memory of the ring, so its blocks wait until all of them have read theirs.
 //
 // A product may be launched in two bands, each of neighbouring channels and with its own tiles (gemm/hopper/tiles.py): the first
 // fills every multiprocessor some times over, and the second, of smaller tiles, takes each one that the first leaves.
@@ -137,7 +138,10 @@ constexpr int PIECE_BYTES = PIECE * ROW_BYTES;
 constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, channel scales and bias of a block's share
 constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
-constexpr int EXCHANGE_BYTES = SPLIT == 1 ? 0 : SPLIT * SUM_BYTES;
+constexpr int EXCHANGE_BYTES = (SPLIT - 1) * SUM_BYTES;
+constexpr bool SUMS_IN_RING = SPLIT > 1 && TILE_BLOCKS == W_TILE;  // there is no room beside it
+constexpr int RING_BYTES = SUMS_IN_RING && EXCHANGE_BYTES > STAGES * STAGE_BYTES ? EXCHANGE_BYTES : STAGES * STAGE_BYTES;
+constexpr int APART_BYTES = SUMS_IN_RING ? 0 : EXCHANGE_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = FIELD > 0 && SPLIT > 1 ? 40 : 24;  // with 24 that one spills
 constexpr int LAUNCH_REGISTERS = 65536 / (BLOCKS * THREADS) / 8 * 8;
@@ -621,7 +625,7 @@ __device__ __forceinline__ u32 cluster_rank() {
 }
 
 // When every thread of every block of the cluster has arrived, all blocks have started and made their barriers. The fence
-// after making them has released them; a release here would be a fence of the whole GPU.
+// after making them has released them; a release here would be a fence of the whole GPU. Threads that have exited count.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -643,41 +647,57 @@ __device__ __forceinline__ void send_four(u32 to, const acc_t* d, u32 bar) {
                  SUM(d[0]), SUM(d[1]), SUM(d[2]), SUM(d[3]), "r"(bar) : "memory");
 }
 
-// Adds the sums of a cluster's blocks, each over its own steps. Every block sends every share of the tile's tokens to the
-// block that completes it, itself included; that block adds them in the order of the ranks, with the same bits every time.
-// A block does so only once in its life, since no barrier says when the received sums have been read.
+// Adds the sums of a cluster's blocks, each over its own steps. Every block keeps the share of the tile's tokens that it
+// completes, and sends every other share to the block that completes that. A block adds to its own sums those of the others in
+// the order of their ranks, with the same bits every time. It does so once in its life, so it never waits to send again.
 struct Exchange {
     static constexpr int SHARES = TOKENS / SHARE;               // with few tokens, fewer than there are blocks
     static constexpr int VECTORS = ROW_BLOCKS * SHARE / 2 / 4;  // of four sums, a thread
-    const u8* const sums;  // [SPLIT][VECTORS][consumer threads][4], in shared memory
-    const u32 received;    // barrier, completed by SPLIT shares
+    const u8* const sums;  // [SPLIT - 1][VECTORS][consumer threads][4], in shared memory
+    const u32 received;    // barrier, completed by SPLIT - 1 shares
+    const int rank;
 
-    __device__ __forceinline__ static int place(int rank, int vector) {
-        return ((rank * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
+    __device__ __forceinline__ static int place(int sender, int vector) {
+        return ((sender * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
     }
 
-    __device__ __forceinline__ void send(const acc_t (*d)[TOKENS / 2], int rank) const {
+    // The four sums of a vector of a share.
+    template <class Sums>
+    __device__ __forceinline__ static Sums* four(Sums (*d)[TOKENS / 2], int share, int vector) {
+        return d[vector / (SHARE / 8)] + share * (SHARE / 2) + vector % (SHARE / 8) * 4;
+    }
+
+    __device__ __forceinline__ void send(const acc_t (*d)[TOKENS / 2]) const {
         cluster_wait();
+        if (SUMS_IN_RING) {  // all consumers have read the last stage
+            cluster_arrive();
+            cluster_wait();
+        }
 #pragma unroll
         for (int share = 0; share < SHARES; share++) {
-            const u32 to = in_block(share, shared_address(sums) + place(rank, 0)), bar = in_block(share, received);
+            if (share == rank) continue;
+            const u32 to = in_block(share, shared_address(sums) + place(rank - (rank > share), 0)), bar = in_block(share, received);
 #pragma unroll
-            for (int v = 0; v < VECTORS; v++)
-                send_four(to + v * (128 * WARPGROUPS * 16), d[v / (SHARE / 8)] + share * (SHARE / 2) + v % (SHARE / 8) * 4, bar);
+            for (int v = 0; v < VECTORS; v++) send_four(to + v * (128 * WARPGROUPS * 16), four(d, share, v), bar);
         }
     }
 
-    __device__ __forceinline__ void receive(acc_t (*d)[SHARE / 2]) const {
+    __device__ __forceinline__ void receive(const acc_t (*d)[TOKENS / 2], acc_t (*sum)[SHARE / 2]) const {
         struct alignas(16) Vector { acc_t of[4]; };
         barrier_wait_cluster(received, 0);
 #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
-            acc_t* own = d[v / (SHARE / 8)] + v % (SHARE / 8) * 4;
+            acc_t* own = sum[v / (SHARE / 8)] + v % (SHARE / 8) * 4;
 #pragma unroll
-            for (int rank = 0; rank < SPLIT; rank++) {
-                const Vector sum = *(const Vector*)(sums + place(rank, v));
+            for (int share = 0; share < SHARES; share++)  // whose number only the device knows, and no register has an address
 #pragma unroll
-                for (int i = 0; i < 4; i++) own[i] = rank == 0 ? sum.of[i] : own[i] + sum.of[i];
+                for (int i = 0; i < 4; i++)
+                    if (share == 0 || share == rank) own[i] = four(d, share, v)[i];
+#pragma unroll
+            for (int other = 0; other < SPLIT - 1; other++) {
+                const Vector theirs = *(const Vector*)(sums + place(other, v));
+#pragma unroll
+                for (int i = 0; i < 4; i++) own[i] += theirs.of[i];
             }
         }
     }
@@ -861,10 +881,11 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-    u8* const slots = base + STAGES * STAGE_BYTES;
+    u8* const slots = base + RING_BYTES;
     u8* const results = slots + SLOTS * SLOT_BYTES;
-    u8* const sums = results + WARPGROUPS * RESULT_BYTES;
-    const u32 barriers = shared_address(sums + EXCHANGE_BYTES);
+    u8* const apart = results + WARPGROUPS * RESULT_BYTES;
+    u8* const sums = SUMS_IN_RING ? base : apart;
+    const u32 barriers = shared_address(apart + APART_BYTES);
     const Ring ring{shared_address(base), barriers, barriers + STAGES * 8, shared_address(slots)};
     const u32 received = barriers + 2 * STAGES * 8;
     if (threadIdx.x == 0) {
@@ -916,18 +937,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
             consumer.multiply(range, d);
             epilogue.store(d);
 #else
-            const Exchange exchange{sums, received};
+            const Exchange exchange{sums, received, rank};
+            acc_t sum[ROW_BLOCKS][SHARE / 2];
             if (range.empty()) {
                 const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: only wgmma may write its registers
-                exchange.send(zeros, rank);
+                exchange.send(zeros);
+                if (rank < Exchange::SHARES) exchange.receive(zeros, sum);
             } else {
                 consumer.multiply(range, d);
-                exchange.send(d, rank);
+                exchange.send(d);
+                if (rank < Exchange::SHARES) exchange.receive(d, sum);
             }
-            if (rank >= Exchange::SHARES) continue;
-            acc_t sum[ROW_BLOCKS][SHARE / 2];
-            exchange.receive(sum);
-            epilogue.store(sum);
+            if (rank < Exchange::SHARES) epilogue.store(sum);
+            break;  // there is a block for every tile and rank
 #endif
         }
         if (p.band == FOLLOWING) await_kernel_before();  // what follows waits for this band alone, and needs the first one, too

@@ -86,6 +86,11 @@ class Tile:
         return self.warpgroups * self.row_blocks * 64
 
     @property
+    def sums_in_ring(self) -> bool:
+        """Whether blocks that share a tile exchange their sums in the memory of the ring, for want of room beside it."""
+        return self.split > 1 and self.channels == TILE_ROWS
+
+    @property
     def threads(self) -> int:
         """Threads of a block: the consumers and a warpgroup in which one thread produces."""
         return 128 * (self.warpgroups + 1)
@@ -119,8 +124,11 @@ class Tile:
         channels = self.row_blocks * 64
         transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
-        exchange = 0 if self.split == 1 else self.split * self.channels * self.share * 4
-        return 1024 + self.stages * (stage + 16) + counts + self.warpgroups * (transposed + factors) + exchange + 8
+        sums = (self.split - 1) * self.channels * self.share * 4
+        ring, beside = self.stages * stage, sums
+        if self.sums_in_ring:
+            ring, beside = max(ring, sums), 0
+        return 1024 + ring + self.stages * 16 + counts + self.warpgroups * (transposed + factors) + beside + 8
 
 
 @dataclass(frozen=True)
@@ -148,13 +156,16 @@ TILES = {
     Tile(tokens=64, warpgroups=1, row_blocks=1, stages=8, blocks=2): Cost(200, 750),
     Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, blocks=2): Cost(187, 1516),
     Tile(tokens=16, warpgroups=1, row_blocks=1, stages=9, blocks=3): Cost(145, 2089),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=2): Cost(396, 6369),
-    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=5, split=4): Cost(488, 5696),
-    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=2): Cost(282, 3928),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=6, split=2): Cost(396, 4500),
+    Tile(tokens=128, warpgroups=2, row_blocks=1, stages=6, split=4): Cost(488, 5696),
+    Tile(tokens=192, warpgroups=2, row_blocks=2, stages=4, split=2): Cost(975, 6400),
+    Tile(tokens=160, warpgroups=2, row_blocks=2, stages=5, split=2): Cost(848, 5500),
+    Tile(tokens=128, warpgroups=2, row_blocks=2, stages=5, split=2): Cost(678, 7500),
+    Tile(tokens=64, warpgroups=2, row_blocks=1, stages=11, split=2): Cost(282, 3000),
     Tile(tokens=64, warpgroups=2, row_blocks=1, stages=10, split=4): Cost(416, 3541),
     Tile(tokens=64, warpgroups=1, row_blocks=1, stages=7, split=2, blocks=2): Cost(248, 2695),
     Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, split=2, blocks=2): Cost(194, 2364),
-    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=10, split=3, blocks=2): Cost(217, 2591),
+    Tile(tokens=32, warpgroups=1, row_blocks=1, stages=11, split=3, blocks=2): Cost(217, 2591),
     Tile(tokens=16, warpgroups=1, row_blocks=1, stages=8, split=3, blocks=3): Cost(149, 2938),
 }
 
@@ -163,7 +174,8 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
     """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
 
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
-    blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts.
+    blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
+    their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
     """
     return _work(tile, tile.count(tokens, channels) * tile.split, steps)
 
@@ -171,6 +183,8 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
 def _work(tile: Tile, blocks: int, steps: int) -> tuple[float, int]:
     most = -(-blocks // together(tile))
     load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
+    if tile.sums_in_ring and most > 1:
+        load = math.inf
     return load * steps / tile.split, -(-most // tile.blocks)
 
 
@@ -258,7 +272,7 @@ def two_bands(tokens: torch.Tensor, channels: int, steps: int) -> list[tuple[flo
     """
     found: list[tuple[float, tuple[Band, ...]]] = [(math.inf, ())] * len(tokens)
     for tile in TILES:
-        if tile.channels < TILE_ROWS:
+        if tile.channels < TILE_ROWS or tile.split > 1:
             continue
         waves = _blocks(tile, tokens, channels) // MULTIPROCESSORS
         first = (waves * MULTIPROCESSORS // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
@@ -281,7 +295,9 @@ def _cycles(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor, step
     """:func:`work` and its cost, for many numbers of tokens."""
     blocks = _blocks(tile, tokens, channels)
     most = -(-blocks // together(tile))
-    load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
+    load = most.double() if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
+    if tile.sums_in_ring:
+        load[most > 1] = math.inf
     return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
 
 
