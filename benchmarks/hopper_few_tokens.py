@@ -113,9 +113,7 @@ def times(calls: dict[str, list[Call]], stopwatch: CudaStopwatch) -> dict[str, d
     }
 
 
-def measure(
-    dtype: str, model: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch
-) -> dict[str, Any]:
+def measure(dtype: str, model: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, Any]:
     (out, columns), kind = MODELS[model][LAYERS.index(layer)], parse_dtype(dtype)
     slabs = -(-round(Pattern.parse(pattern).expansion * columns) // SLAB_BYTES)
     stopwatch.begin()

@@ -26,40 +26,56 @@ from slidesparse.gemm.hopper.tiles import (
 )
 from slidesparse.gemm.speed_files import PACKAGED, load_speeds
 
-RESULTS = Path(__file__).parents[2] / "results" / "h200"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
-def _losses(name: str, fewest: int, most: int) -> list[float]:
-    """How much slower than the best tile the chosen one is, in every case of a record in which it was timed."""
-    cases: list[dict[str, Any]] = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()[1:]]
+def _cases(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()[1:]]
+
+
+def _losses(name: str, fewest: int, split: bool) -> list[float]:
+    """How much slower than the best tile the chosen one is, in every case of a record in which it was timed.
+
+    Records of kernels before hopper-6 say nothing of tiles that are split.
+    """
     losses = []
-    for case in cases:  # of kernels whose large tiles no blocks shared
+    for case in _cases(name):
         us = {str(tile): case["us"].get(str(tile), math.inf) for tile in TILES}
         sparse, dense = case["slabs"]
-        chosen = us[str(cheapest(case["tokens"], case["out"], sparse + 2 * dense))]
-        if fewest <= case["tokens"] <= most and chosen < math.inf:
-            losses.append(chosen / min(us.values()) - 1)
+        chosen = cheapest(case["tokens"], case["out"], sparse + 2 * dense)
+        if fewest <= case["tokens"] and us[str(chosen)] < math.inf and (split or chosen.split == 1):
+            losses.append(us[str(chosen)] / min(us.values()) - 1)
     return losses
 
 
-def test_the_choice_for_few_tokens_is_close_to_the_best_measured() -> None:
-    losses = _losses("hopper-few-tokens.jsonl", 16, 512)
-    assert len(losses) > 60
-    assert max(losses) < 0.08
-    assert statistics.mean(losses) < 0.006
+@pytest.mark.parametrize(
+    ("name", "split", "cases", "most", "mean"),
+    [
+        ("h100/hopper-few-tokens.jsonl", True, 96, 0.05, 0.004),
+        ("h100/hopper-few-tokens-models.jsonl", True, 48, 0.22, 0.012),  # without one of them at most 0.1
+        ("h200/hopper-few-tokens.jsonl", False, 33, 0.04, 0.005),
+    ],
+)
+def test_the_choice_for_few_tokens_is_close_to_the_best_measured(
+    name: str, split: bool, cases: int, most: float, mean: float
+) -> None:
+    losses = _losses(name, 16, split)
+    assert len(losses) == cases
+    assert max(losses) < most
+    assert statistics.mean(losses) < mean
 
 
-def test_the_choice_for_many_tokens_is_close_to_the_best_measured() -> None:
-    losses = _losses("hopper-tiles.jsonl", 512, 16384)
-    assert len(losses) > 60
+@pytest.mark.parametrize(("name", "cases"), [("h200/hopper-tiles.jsonl", 62), ("h100/hopper-tiles.jsonl", 54)])
+def test_the_choice_for_many_tokens_is_close_to_the_best_measured(name: str, cases: int) -> None:
+    losses = _losses(name, 512, False)
+    assert len(losses) == cases
     assert max(losses) < 0.02
     assert statistics.mean(losses) < 0.001
 
 
 def test_two_bands_are_chosen_where_they_were_faster() -> None:
-    cases = [json.loads(line) for line in (RESULTS.parent / "h100" / "hopper-bands.jsonl").read_text().splitlines()[1:]]
     losses, gains = [], []
-    for case in cases:
+    for case in (cases := _cases("h100/hopper-bands.jsonl")):
         chosen = choose_bands(case["tokens"], case["out"], *case["slabs"])
         ratio = case["us"][1] / min(case["us"][0], case["us"][2])
         if len(chosen) == 2:
@@ -67,8 +83,9 @@ def test_two_bands_are_chosen_where_they_were_faster() -> None:
                 continue
             gains.append(ratio)
         losses.append((ratio if len(chosen) == 2 else 1) / min(ratio, 1) - 1)
-    assert len(cases) == 125
-    assert statistics.mean(losses) < 0.009
+    assert len(cases) == 127
+    assert len(losses) > 115
+    assert statistics.mean(losses) < 0.008
     assert statistics.mean(gains) < 0.94
     assert max(gains) < 1.05
 
@@ -84,8 +101,8 @@ def test_every_tile_is_chosen_somewhere() -> None:
     sizes = [
         (m, out, slabs)
         for m in (16, 24, 32, 64, 100, 128, 200, 256, 300, 500, 600, 700, 800, 1000, 16384)
-        for out in (1024, 3584, 8192, 37888)
-        for slabs in (28, 42, 222)
+        for out in (1024, 3584, 4096, 8192, 37888)
+        for slabs in (18, 28, 42, 222)
     ]
     assert {cheapest(m, out, slabs) for m, out, slabs in sizes} == set(TILES)
 
@@ -133,8 +150,8 @@ def test_a_share_is_a_multiple_of_16_for_at_most_as_many_blocks() -> None:
 
 
 def test_a_dense_slab_counts_twice() -> None:
-    once, twice = choose_bands(256, 4096, 30, 0), choose_bands(256, 4096, 60, 0)
-    assert choose_bands(256, 4096, 0, 30) == twice != once
+    once, twice = choose_bands(256, 4096, 20, 0), choose_bands(256, 4096, 40, 0)
+    assert choose_bands(256, 4096, 0, 20) == twice != once
 
 
 def cycles(tile: Tile, tokens: int, channels: int, steps: int) -> float:

@@ -884,7 +884,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
     u8* const slots = base + RING_BYTES;
     u8* const results = slots + SLOTS * SLOT_BYTES;
     u8* const apart = results + WARPGROUPS * RESULT_BYTES;
-    u8* const sums = SUMS_IN_RING ? base : apart;
     const u32 barriers = shared_address(apart + APART_BYTES);
     const Ring ring{shared_address(base), barriers, barriers + STAGES * 8, shared_address(slots)};
     const u32 received = barriers + 2 * STAGES * 8;
@@ -937,7 +936,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gem
             consumer.multiply(range, d);
             epilogue.store(d);
 #else
-            const Exchange exchange{sums, received, rank};
+            const Exchange exchange{SUMS_IN_RING ? base : apart, received, rank};
             acc_t sum[ROW_BLOCKS][SHARE / 2];
             if (range.empty()) {
                 const acc_t zeros[ROW_BLOCKS][TOKENS / 2] = {};  // not in d: only wgmma may write its registers
