@@ -30,7 +30,7 @@ BUNDLES = [
 def sizes_of(tile: Tile, itemsize: int, field: int) -> bytes:
     """Assertions for the end of the source: what the host takes its sizes to be."""
     barriers = "(2 * STAGES + 1) * 8"
-    memory = "1024 + RING_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + APART_BYTES"
+    memory = "1024 + STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + APART_BYTES"
     facts = {
         "THREADS": tile.threads,
         "TILE_BLOCKS * ROWS": tile.channels,

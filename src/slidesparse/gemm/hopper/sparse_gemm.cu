@@ -139,8 +139,7 @@ constexpr int FACTOR_BYTES = (SHARE + 2 * CHANNELS) * 4;  // token scales, chann
 constexpr int RESULT_BYTES = PIECE_BYTES + FACTOR_BYTES;
 constexpr int SUM_BYTES = TILE_BLOCKS * ROWS * SHARE * 4;  // the sums that one block gives another
 constexpr int EXCHANGE_BYTES = (SPLIT - 1) * SUM_BYTES;
-constexpr bool SUMS_IN_RING = SPLIT > 1 && TILE_BLOCKS == W_TILE;  // there is no room beside it
-constexpr int RING_BYTES = SUMS_IN_RING && EXCHANGE_BYTES > STAGES * STAGE_BYTES ? EXCHANGE_BYTES : STAGES * STAGE_BYTES;
+constexpr bool SUMS_IN_RING = SPLIT > 1 && TILE_BLOCKS == W_TILE;  // shared memory does not hold both
 constexpr int APART_BYTES = SUMS_IN_RING ? 0 : EXCHANGE_BYTES;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = FIELD > 0 && SPLIT > 1 ? 40 : 24;  // with 24 that one spills
@@ -152,6 +151,7 @@ static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixte
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 static_assert(FIELD == 0 || (META_WORDS == 2 && (FIELD == 3 || FIELD == 4)), "counts of groups of 6 to 16 columns, 8-bit types");
+static_assert(!SUMS_IN_RING || EXCHANGE_BYTES <= STAGES * STAGE_BYTES, "the ring holds the sums");
 static_assert(!GROUPED || SPLIT == 1, "the blocks of a cluster must all have work, or none");
 
 struct Arguments {
@@ -881,7 +881,7 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) CLUSTER sparse_gemm(const __grid_constant__ Arguments p) {
     extern __shared__ u8 raw[];
     u8* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-    u8* const slots = base + RING_BYTES;
+    u8* const slots = base + STAGES * STAGE_BYTES;
     u8* const results = slots + SLOTS * SLOT_BYTES;
     u8* const apart = results + WARPGROUPS * RESULT_BYTES;
     const u32 barriers = shared_address(apart + APART_BYTES);

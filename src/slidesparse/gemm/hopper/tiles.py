@@ -50,7 +50,7 @@ small part of the time."""
 
 SECOND_LAUNCH = 8000
 """Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
-number the choice between one and two bands is 0.7 % slower than the better one, and never worse than 1.05 of one."""
+number the choice between one and two bands is 0.8 % slower than the better one, and never worse than 1.05 of one."""
 
 MOST_PLANNED = 1 << 15
 """The largest number of tokens that the plan of a weight's tiles covers."""
@@ -88,7 +88,7 @@ class Tile:
 
     @property
     def sums_in_ring(self) -> bool:
-        """Whether blocks that share a tile exchange their sums in the memory of the ring; beside it is no room."""
+        """Whether blocks that share a tile exchange their sums in the memory of the ring: theirs does not hold both."""
         return self.split > 1 and self.channels == TILE_ROWS
 
     @property
@@ -125,11 +125,8 @@ class Tile:
         channels = self.row_blocks * 64
         transposed = PIECE_TOKENS * channels * 2
         factors = (self.share + 2 * channels) * 4
-        sums = (self.split - 1) * self.channels * self.share * 4
-        ring, beside = self.stages * stage, sums
-        if self.sums_in_ring:
-            ring, beside = max(ring, sums), 0
-        return 1024 + ring + self.stages * 16 + counts + self.warpgroups * (transposed + factors) + beside + 8
+        sums = 0 if self.sums_in_ring else (self.split - 1) * self.channels * self.share * 4
+        return 1024 + self.stages * (stage + 16) + counts + self.warpgroups * (transposed + factors) + sums + 8
 
 
 @dataclass(frozen=True)
