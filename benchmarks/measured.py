@@ -157,6 +157,13 @@ ON_SLOW_HOST = {
 }
 """And of a machine whose host kept GPUs waiting."""
 
+WITH_HALVES = {
+    H100 / "serve/qwen2.5-7b-int8-halves.jsonl": "7B in INT8",
+    H100 / "serve/qwen2.5-14b-int8-2gpu.jsonl": "14B in INT8 on two GPUs",
+    H100 / "serve/qwen2.5-7b-bf16.jsonl": "7B in BF16",
+}
+"""And of one with the kernel of which two blocks may share a large tile."""
+
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
 OURS = (CONTROL, *UNIFORM)
@@ -653,6 +660,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-others": partial(served_models, OTHERS, "INT8", UNIFORM),
     "served-h100": partial(served_models, ON_H100, "INT8", OURS),
     "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host", OURS, "burst"),
+    "served-h100-halves": partial(served_models, WITH_HALVES, "newest kernel", ("6:8",), "burst"),
     "served-h100-control": over_control,
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
