@@ -1,7 +1,7 @@
 """Time the tiles of the Hopper kernel for few tokens, on weights that no cache holds.
 
     python benchmarks/hopper_few_tokens.py OUT.jsonl [--models M ...] [--tokens M ...] [--patterns P ...]
-        [--dtypes int8 fp8]
+        [--dtypes int8 fp8] [--layers L ...]
 
 Needs an H100 or H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a
 tile goes round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``).

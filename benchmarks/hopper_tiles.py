@@ -2,15 +2,16 @@
 
     python benchmarks/hopper_tiles.py OUT.jsonl [--tokens M ...] [--patterns P ...] [--dtype int8]
 
-Needs an H200. The tiles of a shape are timed in turn, CUDA graphs on a warm cache, so that they share one clock; with
-vLLM installed its CUTLASS kernel takes part, for the reader. Tiles of 96 tokens and more: ``hopper_few_tokens.py`` is
-for the others. ``--fit FEW.jsonl`` reads a record that is there, and one of few tokens.
+Needs an H100 or H200. The tiles of a shape are timed in turn, CUDA graphs on a warm cache, so that they share one
+clock; with vLLM installed its CUTLASS kernel takes part, for the reader. Tiles of 96 tokens and more:
+``hopper_few_tokens.py`` is for the others. ``--fit FEW.jsonl`` reads a record that is there, and one of few tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -60,10 +61,13 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
     def run(tile: Tile) -> torch.Tensor:
         return backend.matmul(lifted, scale_x, operand, packed.scale, None, out, torch.bfloat16, tile)
 
-    expected = run(next(iter(WIDE)))
-    for tile in WIDE:
+    dense, sparse = operand
+    slabs = (sparse.shape[1], dense.shape[1] // 2)
+    wide = [tile for tile in WIDE if work(tile, tokens, out, slabs[0] + 2 * slabs[1])[0] < math.inf]
+    expected = run(wide[0])
+    for tile in wide:
         assert torch.equal(run(tile), expected) or dtype != "int8", str(tile)
-    calls: list[Callable[[], object]] = [partial(run, tile) for tile in WIDE]
+    calls: list[Callable[[], object]] = [partial(run, tile) for tile in wide]
     vllm = vllm_ops()
     if vllm is not None and packed.scale is not None:
         quantised = quantize_rows(x, parse_dtype(dtype))
@@ -72,11 +76,9 @@ def measure(dtype: str, layer: str, pattern: str, tokens: int, stopwatch: CudaSt
             partial(vllm.cutlass_scaled_mm, quantised.values, weight, quantised.scale, scale_w, torch.bfloat16)
         )
     us = [round(t, 2) for t in times(calls, stopwatch)]
-    dense, sparse = operand
-    slabs = (sparse.shape[1], dense.shape[1] // 2)
     row: dict[str, object] = {"layer": layer, "out": out, "columns": columns, "tokens": tokens, "pattern": pattern}
-    row |= {"dtype": dtype, "slabs": slabs, "us": dict(zip(map(str, WIDE), us[: len(WIDE)], strict=True))}
-    return row | ({"dense_us": us[-1]} if len(us) > len(WIDE) else {})
+    row |= {"dtype": dtype, "slabs": slabs, "us": dict(zip(map(str, wide), us[: len(wide)], strict=True))}
+    return row | ({"dense_us": us[-1]} if len(us) > len(wide) else {})
 
 
 def fit(rows: Sequence[dict[str, Any]]) -> None:

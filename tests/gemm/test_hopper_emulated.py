@@ -28,7 +28,9 @@ INT8, FP8, BF16, FP16, FP32 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, t
 FP64 = torch.float64
 OUT, COLUMNS = 300, 600
 """Neither is a multiple of a tile, nor is the lifted length of any pattern one of a slab."""
-SMALL, LARGE, SPLIT = (next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4"))
+SMALL, LARGE, SPLIT, HALF = (
+    next(tile for tile in TILES if str(tile) == name) for name in ("16x64b3", "192x256", "64x128/4", "128x256/2")
+)
 
 
 def problem(
@@ -79,7 +81,7 @@ def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str, backend: 
         ("6:8", BF16, BF16, Hopper),
     ],
 )
-@pytest.mark.parametrize("second", [SMALL, SPLIT], ids=str)
+@pytest.mark.parametrize("second", [SMALL, SPLIT, HALF], ids=str)
 def test_two_bands_are_one_product(
     second: Tile, pattern: str, dtype: torch.dtype, out_dtype: torch.dtype, backend: type[Hopper]
 ) -> None:
@@ -111,7 +113,7 @@ def test_ragged_tokens_and_a_bias(tokens: int) -> None:
     assert torch.equal(run_product(lifted, packed, SMALL, BF16, bias), expected(x, packed, BF16, bias))
 
 
-@pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, SPLIT, HALF], ids=str)
 def test_no_order_of_warps_and_copies_changes_a_bit(tile: Tile) -> None:
     lifted, packed, _ = problem("4:6@50%", FP8, 40)
     first = run_product(lifted, packed, tile)
@@ -176,12 +178,17 @@ WRONG_OF_BUNDLES = {
 }
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES])
+WRONG_OF_HALVES = {"sums are sent while others read": ("if (SUMS_IN_RING) {", "if (false) {", "metadata")}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES, *WRONG_OF_HALVES])
 def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
     backend = Bundles if wrong in WRONG_OF_BUNDLES else Hopper
-    right, broken, message = (WRONG | WRONG_OF_BUNDLES)[wrong]
+    tile, seed = (HALF, 1) if wrong in WRONG_OF_HALVES else (SMALL, 0)
+    right, broken, message = (WRONG | WRONG_OF_BUNDLES | WRONG_OF_HALVES)[wrong]
     source = SOURCE.read_text()
     assert right in source
     lifted, packed, _ = problem("6:8", INT8, 20, backend)
+    given = source.replace(right, broken).encode()
     with pytest.raises(Fault, match=message):
-        run_product(lifted, packed, SMALL, BF16, source=source.replace(right, broken).encode(), backend=backend)
+        run_product(lifted, packed, tile, BF16, source=given, backend=backend, seed=seed)

@@ -36,7 +36,8 @@ def _cases(name: str) -> list[dict[str, Any]]:
 def _losses(name: str, fewest: int, split: bool) -> list[float]:
     """How much slower than the best tile the chosen one is, in every case of a record in which it was timed.
 
-    Records of kernels before hopper-6 say nothing of tiles that are split.
+    Records of kernels before hopper-6 say nothing of tiles that are split, so that cases for which one is chosen are
+    left out: with few tokens most of down and o.
     """
     losses = []
     for case in _cases(name):
@@ -80,11 +81,11 @@ def test_two_bands_are_chosen_where_they_were_faster() -> None:
         ratio = case["us"][1] / min(case["us"][0], case["us"][2])
         if len(chosen) == 2:
             if [f"{band.channels} in {band.tile}" for band in chosen] != case["two"]:
-                continue
+                continue  # other costs chose them: they are not timed
             gains.append(ratio)
         losses.append((ratio if len(chosen) == 2 else 1) / min(ratio, 1) - 1)
     assert len(cases) == 127
-    assert len(losses) > 115
+    assert (len(losses), len(gains)) == (124, 66)
     assert statistics.mean(losses) < 0.008
     assert statistics.mean(gains) < 0.94
     assert max(gains) < 1.05
@@ -93,7 +94,7 @@ def test_two_bands_are_chosen_where_they_were_faster() -> None:
 @pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("out", [2560, 3584, 4608, 5120, 7168, 28672, 37888])
 def test_many_tokens_get_wide_tiles(tokens: int, out: int) -> None:
-    # 128 x 128 takes 8 to 59 % longer there (hopper-tiles.jsonl), and once tied at 237 slabs.
+    # 128 x 128 takes 8 to 59 % longer there (h200/hopper-tiles.jsonl), and once tied at 237 slabs.
     assert {cheapest(tokens, out, slabs).channels for slabs in range(20, 460)} == {256}
 
 

@@ -657,8 +657,9 @@ struct Exchange {
     const u32 received;    // barrier, completed by SPLIT - 1 shares
     const int rank;
 
-    __device__ __forceinline__ static int place(int sender, int vector) {
-        return ((sender * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
+    // Where a vector from another block stands; the others are numbered in the order of their ranks.
+    __device__ __forceinline__ static int place(int other, int vector) {
+        return ((other * VECTORS + vector) * (128 * WARPGROUPS) + threadIdx.x) * 16;
     }
 
     // The four sums of a vector of a share.
@@ -669,8 +670,8 @@ struct Exchange {
 
     __device__ __forceinline__ void send(const acc_t (*d)[TOKENS / 2]) const {
         cluster_wait();
-        if (SUMS_IN_RING) {  // all consumers have read the last stage
-            cluster_arrive();
+        if (SUMS_IN_RING) {  // Then all consumers have read their last stage. They release nothing: what they read is in
+            cluster_arrive();  // registers, since wgmma has ended, and every copy was awaited.
             cluster_wait();
         }
 #pragma unroll

@@ -5,9 +5,9 @@ has tiles, and a wave takes its steps plus a fixed cost of a tile; a split tile 
 the steps. The costs were fitted to times on an H200, INT8 at 2:4 and 6:8, the linears of Qwen2.5-7B: M from
 16 to 256 on weights that no cache holds (results/h200/hopper-few-tokens.jsonl), M from 512 to 16384 on a warm one
 (hopper-tiles.jsonl there). Those of tiles whose blocks share steps were then fitted on an H100, with what is near them
-(results/h100/hopper-few-tokens.jsonl). Of the tiles timed there in a case, the choice is 0.4 % slower than the best on
-average at the linears of Qwen2.5-7B and 1.2 % at those of other models; for many tokens it is 0.1 %, on both GPUs. A
-step has as many bytes and cycles in the other types.
+(results/h100/hopper-few-tokens.jsonl). Of the tiles timed there in a case, the choice is 0.3 % slower than the best on
+average at the linears of Qwen2.5-7B and 1.2 % at those of other models; for many tokens, of tiles that are not split,
+it is 0.1 % on both GPUs. A step has as many bytes and cycles in the other types.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ small part of the time."""
 
 SECOND_LAUNCH = 8000
 """Clock cycles that a second band must save. Chosen by times on an H100 (results/h100/hopper-bands.jsonl): with this
-number the choice between one and two bands is 0.8 % slower than the better one, and never worse than 1.05 of one."""
+number the choice between one and two bands is 0.8 % slower than the better one, and never 5 % slower than one."""
 
 MOST_PLANNED = 1 << 15
 """The largest number of tokens that the plan of a weight's tiles covers."""
@@ -181,15 +181,15 @@ def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int
 def _work(tile: Tile, blocks: int, steps: int) -> tuple[float, int]:
     most = -(-blocks // together(tile))
     load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
-    if tile.sums_in_ring and most > 1:
-        load = math.inf
-    return load * steps / tile.split, -(-most // tile.blocks)
+    own = math.inf if tile.sums_in_ring and most > 1 else load * steps / tile.split
+    return own, -(-most // tile.blocks)
 
 
 def together(tile: Tile) -> int:
     """Return the blocks that run at one time, one to a multiprocessor.
 
-    Blocks of which a multiprocessor runs several find room for their clusters everywhere.
+    Blocks of which a multiprocessor runs several find room for their clusters everywhere. Clusters of three would not
+    fit as counted here: some GPCs have 16 multiprocessors (results/history/h100/hopper-halves-2.jsonl).
 
     >>> [together(tile) for tile in TILES if str(tile) in ("64x128", "64x128/2", "64x128/4", "64x64/2b2")]
     [132, 132, 116, 132]
@@ -293,10 +293,9 @@ def _cycles(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor, step
     """:func:`work` and its cost, for many numbers of tokens."""
     blocks = _blocks(tile, tokens, channels)
     most = -(-blocks // together(tile))
-    load = most.double() if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
-    if tile.sums_in_ring:
-        load[most > 1] = math.inf
-    return TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
+    load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
+    cycles = TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
+    return cycles.masked_fill(most > 1, math.inf) if tile.sums_in_ring else cycles
 
 
 def _blocks(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor) -> torch.Tensor:
