@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,15 @@ class Listener:
     def set_context(self, context: Any) -> tuple[int]:
         self.contexts.append(context)
         return (0,)
+
+
+@pytest.fixture(autouse=True)
+def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
+    multiprocessors = hopper_launch.multiprocessors
+    multiprocessors.cache_clear()
+    yield
+    multiprocessors.cache_clear()
 
 
 @pytest.fixture
@@ -303,12 +313,13 @@ def test_the_tile_is_chosen_by_tokens_outputs_and_slabs(monkeypatch: pytest.Monk
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(hopper_launch, "choose_bands", lambda *sizes: asked.append(sizes) or (Band(PLAIN, OUT),))
     monkeypatch.setattr(hopper_launch, "load_kernel", lambda *_: kernel(PLAIN))
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: 109 + device)
     hopper_launch._launch.cache_clear()
     wide = ColumnOrder(96, 8, 0, 8, 8, 64, 128)  # one dense slab, two of 2:4, in a type of two bytes
     given = torch.Size((70, wide.width)), torch.bfloat16, *step_shapes(wide, 2, OUT), OUT, torch.bfloat16, 5
     launch = find_launch(*given)
     launch.for_tokens(900)
-    assert asked == [(70, OUT, 2, 1), (900, OUT, 2, 1)]
+    assert asked == [(70, OUT, 2, 1, 114), (900, OUT, 2, 1, 114)]
     assert launch.slab_bytes == 3 * 72 * 128
     hopper_launch._launch.cache_clear()
 

@@ -13,7 +13,6 @@ import pytest
 
 from slidesparse.gemm.hopper.tiles import (
     MOST_PLANNED,
-    MULTIPROCESSORS,
     SECOND_LAUNCH,
     TILES,
     TWO_BAND_TOKENS,
@@ -155,28 +154,48 @@ def test_a_dense_slab_counts_twice() -> None:
     assert choose_bands(256, 4096, 0, 20) == twice != once
 
 
-def cycles(tile: Tile, tokens: int, channels: int, steps: int) -> float:
-    own, tiles = work(tile, tokens, channels, steps)
+def cycles(tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int) -> float:
+    own, tiles = work(tile, tokens, channels, steps, multiprocessors)
     return TILES[tile].step * own + TILES[tile].tile * tiles
 
 
-def fewest_cycles(tokens: int, channels: int, steps: int) -> tuple[Band, ...]:
-    """The choice by its definition: one number of tokens, tile after tile."""
-    tile = cheapest(tokens, channels, steps)
-    one, counted = cycles(tile, tokens, channels, steps), -(-tokens // 16) * 16
+def fewest_cycles(tokens: int, channels: int, steps: int, n: int) -> tuple[Band, ...]:
+    """The choice on n multiprocessors by its definition: one number of tokens, tile after tile."""
+    tile = cheapest(tokens, channels, steps, n)
+    one, counted = cycles(tile, tokens, channels, steps, n), -(-tokens // 16) * 16
     found = [(one, (Band(tile, channels),))]
     for large in TILES:
         rows = -(-tokens // large.tokens)
-        first = large.count(tokens, channels) // MULTIPROCESSORS * MULTIPROCESSORS // rows * large.channels
+        first = large.count(tokens, channels) // n * n // rows * large.channels
         if counted in TWO_BAND_TOKENS and large.channels == 256 and 0 < first < channels:
-            rest = cheapest(tokens, channels - first, steps)
-            both = cycles(large, tokens, first, steps) + cycles(rest, tokens, channels - first, steps)
+            rest = cheapest(tokens, channels - first, steps, n)
+            both = cycles(large, tokens, first, steps, n) + cycles(rest, tokens, channels - first, steps, n)
             found.append((both + SECOND_LAUNCH, (Band(large, first), Band(rest, channels - first))))
     return min(found, key=lambda each: each[0])[1]
 
 
-@pytest.mark.parametrize(("channels", "slabs"), [(4608, 42), (37888, 42), (3584, 222), (300, 3)])
-def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int) -> None:
+@pytest.mark.parametrize(
+    ("channels", "slabs", "multiprocessors"),
+    [(4608, 42, 132), (37888, 42, 132), (3584, 222, 132), (300, 3, 132), (37888, 42, 114), (3584, 222, 78)],
+)
+def test_the_plan_of_a_weight_is_the_choice_among_all_tiles(channels: int, slabs: int, multiprocessors: int) -> None:
     near = {at + by for at in range(0, MOST_PLANNED, 192) for by in (0, 1, 15, 16, 17)}
     for tokens in (*range(1, 600), *sorted(near)[5::7], MOST_PLANNED, MOST_PLANNED + 1, 10**6):
-        assert choose_bands(tokens, channels, slabs, 2) == fewest_cycles(tokens, channels, slabs + 4)
+        chosen = choose_bands(tokens, channels, slabs, 2, multiprocessors)
+        assert chosen == fewest_cycles(tokens, channels, slabs + 4, multiprocessors)
+
+
+@pytest.mark.parametrize("multiprocessors", [114, 78])  # of an H100 PCIe and an H20
+def test_tiles_fill_the_waves_of_the_gpu_that_runs_them(multiprocessors: int) -> None:
+    other = 0
+    for channels, slabs in ((4608, 42), (37888, 42), (3584, 222)):
+        for tokens in range(64, 2049, 64):
+            here = choose_bands(tokens, channels, slabs, 0, multiprocessors)
+            other += here != choose_bands(tokens, channels, slabs, 0)
+            if len(here) == 2:  # less than a row of tiles is missing to whole waves
+                large, own = here[0]
+                assert -large.count(tokens, own) % multiprocessors < -(-tokens // large.tokens)
+            for tile, own in here:
+                if tile.sums_in_ring:
+                    assert tile.count(tokens, own) * tile.split <= together(tile, multiprocessors) <= multiprocessors
+    assert other > 48

@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -66,6 +67,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lift = pytest.importorskip("slidesparse.kernels.lift", reason="Triton is not installed")
     caches = (*CACHES, lift.find_kernel_lift, lift._launcher)
     monkeypatch.setattr(hopper_launch, "load_kernel", load)
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lru_cache(lambda device: 132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for cache in caches:
         cache.cache_clear()

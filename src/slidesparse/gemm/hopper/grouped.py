@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import current_stream, empty, is_current
 from slidesparse.errors import InputError
 from slidesparse.expert_order import Arrangement
 from slidesparse.gemm.hopper.compile import OUTPUTS
-from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels
+from slidesparse.gemm.hopper.launch import Arguments, load_grouped, load_kernels, multiprocessors
 from slidesparse.gemm.hopper.tiles import GROUP, WHOLE, Tile, choose_grouped
 from slidesparse.gemm.hopper.weights import COUNTS, SLABS, SparseForm, sparse_steps
 from slidesparse.layout import SLAB_BYTES, Lifted, check_slabs
@@ -41,7 +41,7 @@ class HopperExperts:
         """See :class:`slidesparse.gemm.grouped.GroupedProduct`."""
         slabs = (SparseForm.of(operand.shape[1:]).slabs for operand in operands)
         sizes = tuple(zip(out_features, slabs, strict=True))
-        return choose_grouped(pairs, operands[0].shape[0], sizes)
+        return choose_grouped(pairs, operands[0].shape[0], sizes, multiprocessors(operands[0].get_device()))
 
     def warm_up(self, dtype: torch.dtype, out_dtype: torch.dtype, operands: Sequence[torch.Tensor]) -> None:
         """Compile and load every tile for these weights, of :meth:`prepare`.

@@ -205,7 +205,7 @@ class GemmLaunch:
         sizes = Arguments.from_buffer_copy(self._sizes)
         sizes.tokens, slabs = tokens, (sizes.sparse_slabs, sizes.dense_slabs)
         slab_bytes = SLABS.padded(tokens) * SLAB_BYTES * sum(slabs)
-        bands = choose_bands(tokens, sizes.channels, *slabs) if sizes.channels else ()
+        bands = choose_bands(tokens, sizes.channels, *slabs, multiprocessors(self._types[2])) if sizes.channels else ()
         return GemmLaunch(bands, self._types, sizes, slab_bytes, self._row_bytes)
 
     def launch(self, x: int, scale_x: int | None, weight: WeightAddresses, y: int) -> None:
@@ -253,7 +253,8 @@ def find_launch(
         UnsupportedError: See :func:`load_kernel`.
     """
     if tile is None:
-        bands = choose_bands(activations[0], out_features, SparseForm.of(sparse).slabs, dense[1] // 2)
+        slabs = SparseForm.of(sparse).slabs, dense[1] // 2
+        bands = choose_bands(activations[0], out_features, *slabs, multiprocessors(device))
     else:
         bands = (Band(tile, out_features),) if isinstance(tile, Tile) else tile
     return _launch(activations, dtype, dense, sparse, out_features, out_dtype, device, bands)
@@ -287,6 +288,13 @@ def _launch(
     types = dtype, out_dtype, device, form.field
     row_bytes = math.prod(dense[1:]), math.prod(sparse[1:])
     return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, row_bytes)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Return the multiprocessors of a CUDA device, by which tiles are chosen."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 @cache
@@ -331,7 +339,7 @@ def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, f
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
         _check(status, "cuFuncSetAttribute")
-    return Kernel(function, context, tile, shared, torch.cuda.get_device_properties(device).multi_processor_count)
+    return Kernel(function, context, tile, shared, multiprocessors(device))
 
 
 def load_kernels(

@@ -30,7 +30,7 @@ GROUP = 16
 """Row tiles that neighbouring blocks cycle through. 4 to 32 made no difference beyond the noise."""
 
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200 SXM. With fewer there are more waves, but the best tile hardly changes."""
+"""Multiprocessors of an H100 or H200 SXM. An H100 PCIe has 114 and an H20 78: other tiles fill their waves there."""
 
 CLUSTER_MULTIPROCESSORS = 18
 """Multiprocessors of a GPC, on which all blocks of a cluster run. Chips differ in which of the 8 GPCs have fewer, so
@@ -168,24 +168,26 @@ TILES = {
 }
 
 
-def work(tile: Tile, tokens: int, channels: int, steps: int) -> tuple[float, int]:
+def work(
+    tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[float, int]:
     """Return the steps that a multiprocessor runs in sequence, and the tiles whose fixed cost it pays.
 
     Where a multiprocessor runs several blocks, one computes while another waits for memory, so the average number of
     blocks a multiprocessor counts. Where it runs one block at a time, the largest number counts. Blocks that exchange
     their sums in the ring are never more than run at one time: the next ones would load nothing while they exchange.
     """
-    return _work(tile, tile.count(tokens, channels) * tile.split, steps)
+    return _work(tile, tile.count(tokens, channels) * tile.split, steps, multiprocessors)
 
 
-def _work(tile: Tile, blocks: int, steps: int) -> tuple[float, int]:
-    most = -(-blocks // together(tile))
-    load = most if tile.blocks == 1 else max(1.0, blocks / MULTIPROCESSORS)
+def _work(tile: Tile, blocks: int, steps: int, multiprocessors: int) -> tuple[float, int]:
+    most = -(-blocks // together(tile, multiprocessors))
+    load = most if tile.blocks == 1 else max(1.0, blocks / multiprocessors)
     own = math.inf if tile.sums_in_ring and most > 1 else load * steps / tile.split
     return own, -(-most // tile.blocks)
 
 
-def together(tile: Tile) -> int:
+def together(tile: Tile, multiprocessors: int = MULTIPROCESSORS) -> int:
     """Return the blocks that run at one time, one to a multiprocessor.
 
     Blocks of which a multiprocessor runs several find room for their clusters everywhere. Clusters of three would not
@@ -195,7 +197,7 @@ def together(tile: Tile) -> int:
     [132, 132, 116, 132]
     """
     cluster = tile.split if tile.blocks == 1 else 1
-    gpcs, rest = divmod(MULTIPROCESSORS, CLUSTER_MULTIPROCESSORS)
+    gpcs, rest = divmod(multiprocessors, CLUSTER_MULTIPROCESSORS)
     return gpcs * (CLUSTER_MULTIPROCESSORS // cluster * cluster) + rest // cluster * cluster
 
 
@@ -206,7 +208,9 @@ class Band(NamedTuple):
     channels: int
 
 
-def choose_bands(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int) -> tuple[Band, ...]:
+def choose_bands(
+    tokens: int, channels: int, sparse_slabs: int, dense_slabs: int, multiprocessors: int = MULTIPROCESSORS
+) -> tuple[Band, ...]:
     """Return the launches of a product, one or two, with the fewest estimated cycles.
 
     The last wave of large tiles can leave most multiprocessors idle. Then the large tiles may end with the wave before
@@ -217,6 +221,7 @@ def choose_bands(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int
         channels: Rows of the weight.
         sparse_slabs: Slabs of its 2:4 segment.
         dense_slabs: Slabs of its dense segment, two steps each.
+        multiprocessors: Those of the GPU.
 
     >>> [str(band.tile) for m in (1, 64, 128, 256, 16384) for band in choose_bands(m, 3584, 42, 0)]
     ['16x64/3b3', '64x64/2b2', '64x128/2', '128x128/2', '176x256']
@@ -225,24 +230,24 @@ def choose_bands(tokens: int, channels: int, sparse_slabs: int, dense_slabs: int
     """
     steps = sparse_slabs + 2 * dense_slabs
     if tokens > MOST_PLANNED:
-        return (Band(cheapest(tokens, channels, steps), channels),)
-    ends, bands = plan(channels, steps)
+        return (Band(cheapest(tokens, channels, steps, multiprocessors), channels),)
+    ends, bands = plan(channels, steps, multiprocessors)
     return bands[bisect_left(ends, tokens)]
 
 
-def cheapest(tokens: int, channels: int, steps: int) -> Tile:
+def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> Tile:
     """Return the tile with the fewest estimated cycles for a product in one launch, by asking all of them."""
-    return min(TILES, key=lambda tile: cycles_of(tile, tokens, channels, steps))
+    return min(TILES, key=lambda tile: cycles_of(tile, tokens, channels, steps, multiprocessors))
 
 
-def cycles_of(tile: Tile, tokens: int, channels: int, steps: int) -> float:
+def cycles_of(tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> float:
     """Return the clock cycles that a product in one launch is estimated to take in these tiles."""
-    own, tiles = work(tile, tokens, channels, steps)
+    own, tiles = work(tile, tokens, channels, steps, multiprocessors)
     return TILES[tile].step * own + TILES[tile].tile * tiles
 
 
 @lru_cache(maxsize=1024)
-def plan(channels: int, steps: int) -> tuple[list[int], list[tuple[Band, ...]]]:
+def plan(channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> tuple[list[int], list[tuple[Band, ...]]]:
     """Return the choice for all numbers of tokens up to :data:`MOST_PLANNED`: a server meets most of them.
 
     Asking all tiles takes 50 us, as much as all that the host does for a linear otherwise.
@@ -251,11 +256,11 @@ def plan(channels: int, steps: int) -> tuple[list[int], list[tuple[Band, ...]]]:
         The largest number of tokens of each range, in order, and the range's launches.
     """
     tokens = torch.arange(TOKEN_STEP, MOST_PLANNED + 1, TOKEN_STEP, device="cpu")  # others set a default device
-    cycles, best = _fewest_cycles(tokens, channels, steps)
+    cycles, best = _fewest_cycles(tokens, channels, steps, multiprocessors)
     bands: list[tuple[Band, ...]] = [(Band(tile, channels),) for tile in best]
     some = (tokens >= TWO_BAND_TOKENS.start) & (tokens < TWO_BAND_TOKENS.stop)
     first = int(some.nonzero()[0])
-    in_two = two_bands(tokens[some], channels, steps)
+    in_two = two_bands(tokens[some], channels, steps, multiprocessors)
     for at, ((both, two), one) in enumerate(zip(in_two, cycles[some].tolist(), strict=True), first):
         if both < one:
             bands[at] = two
@@ -263,7 +268,9 @@ def plan(channels: int, steps: int) -> tuple[list[int], list[tuple[Band, ...]]]:
     return [int(tokens[at]) for at in last], [bands[at] for at in last]
 
 
-def two_bands(tokens: torch.Tensor, channels: int, steps: int) -> list[tuple[float, tuple[Band, ...]]]:
+def two_bands(
+    tokens: torch.Tensor, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS
+) -> list[tuple[float, tuple[Band, ...]]]:
     """Return the best two launches for each number of tokens, and their cycles; infinitely many where there are none.
 
     In the first launch a large tile fills all of its waves, but for less than one row of tiles.
@@ -272,28 +279,32 @@ def two_bands(tokens: torch.Tensor, channels: int, steps: int) -> list[tuple[flo
     for tile in TILES:
         if tile.channels < TILE_ROWS or tile.split > 1:
             continue
-        waves = _blocks(tile, tokens, channels) // MULTIPROCESSORS
-        first = (waves * MULTIPROCESSORS // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
-        after, rest = _fewest_cycles(tokens, channels - first, steps)
-        both = _cycles(tile, tokens, first, steps) + after + SECOND_LAUNCH
+        waves = _blocks(tile, tokens, channels) // multiprocessors
+        first = (waves * multiprocessors // -(-tokens // tile.tokens) * tile.channels).clamp(max=channels)
+        after, rest = _fewest_cycles(tokens, channels - first, steps, multiprocessors)
+        both = _cycles(tile, tokens, first, steps, multiprocessors) + after + SECOND_LAUNCH
         both[(first == 0) | (first == channels)] = math.inf
         for at, (cycles, own) in enumerate(zip(both.tolist(), first.tolist(), strict=True)):
             found[at] = min(found[at], (cycles, (Band(tile, own), Band(rest[at], channels - own))), key=itemgetter(0))
     return found
 
 
-def _fewest_cycles(tokens: torch.Tensor, channels: int | torch.Tensor, steps: int) -> tuple[torch.Tensor, list[Tile]]:
+def _fewest_cycles(
+    tokens: torch.Tensor, channels: int | torch.Tensor, steps: int, multiprocessors: int
+) -> tuple[torch.Tensor, list[Tile]]:
     """Return the cycles of the cheapest tile for each number of tokens, and the tile; the first of equal ones."""
-    cycles = torch.stack([_cycles(tile, tokens, channels, steps) for tile in TILES])
+    cycles = torch.stack([_cycles(tile, tokens, channels, steps, multiprocessors) for tile in TILES])
     tiles, best = list(TILES), cycles.argmin(0)
     return cycles.gather(0, best[None])[0], [tiles[at] for at in best.tolist()]
 
 
-def _cycles(tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor, steps: int) -> torch.Tensor:
+def _cycles(
+    tile: Tile, tokens: torch.Tensor, channels: int | torch.Tensor, steps: int, multiprocessors: int
+) -> torch.Tensor:
     """:func:`work` and its cost, for many numbers of tokens."""
     blocks = _blocks(tile, tokens, channels)
-    most = -(-blocks // together(tile))
-    load = most if tile.blocks == 1 else (blocks.double() / MULTIPROCESSORS).clamp(min=1.0)
+    most = -(-blocks // together(tile, multiprocessors))
+    load = most if tile.blocks == 1 else (blocks.double() / multiprocessors).clamp(min=1.0)
     cycles = TILES[tile].step * (load * steps / tile.split) + TILES[tile].tile * -(-most // tile.blocks)
     return cycles.masked_fill(most > 1, math.inf) if tile.sums_in_ring else cycles
 
@@ -314,7 +325,9 @@ written before the product: some 600 bytes at 4 TB/s. By arithmetic, and not mea
 
 
 @lru_cache(maxsize=4096)
-def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...]) -> tuple[Tile, ...]:
+def choose_grouped(
+    pairs: int, experts: int, sizes: tuple[tuple[int, int], ...], multiprocessors: int = MULTIPROCESSORS
+) -> tuple[Tile, ...]:
     """Return a tile for each of the linears that the same tokens go through, all of one number of tokens.
 
     The router is taken to spread tokens by chance: some experts then have no token, and of the last tile of each other
@@ -325,6 +338,7 @@ def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...])
         pairs: Tokens times the experts of each.
         experts: Experts here.
         sizes: Of each linear the rows of its weight, and its steps.
+        multiprocessors: Those of the GPU.
 
     >>> [str(tile) for tile in choose_grouped(512, 128, ((1536, 24), (2048, 9)))]
     ['16x64b3', '16x64b3']
@@ -334,7 +348,7 @@ def choose_grouped(pairs: int, experts: int, sizes: tuple[tuple[int, int], ...])
 
     def cost(tile: Tile, channels: int, steps: int) -> float:
         blocks = round(_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels))
-        own, tiles = _work(tile, blocks, steps)
+        own, tiles = _work(tile, blocks, steps, multiprocessors)
         return TILES[tile].step * own + TILES[tile].tile * tiles
 
     best: tuple[float, tuple[Tile, ...]] | None = None
