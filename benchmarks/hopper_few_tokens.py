@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -27,7 +28,7 @@ from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
 from slidesparse.gemm.hopper.backend import Hopper
-from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, together
+from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.layout import SLAB_BYTES
 from slidesparse.pattern import Pattern
@@ -63,8 +64,8 @@ def candidates(tokens: int, out: int) -> list[Tile]:
     """Tiles that make sense for so many tokens."""
 
     def sensible(tile: Tile) -> bool:
-        if tile.sums_in_ring:
-            return tile.count(tokens, out) * tile.split <= together(tile)
+        if work(tile, tokens, out, 1)[0] == math.inf:
+            return False
         wide = tile.tokens >= 96 and tile.split == 1
         return wide or tile.count(tokens, out) * tile.split <= MOST_BLOCKS * MULTIPROCESSORS
 

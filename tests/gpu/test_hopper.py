@@ -149,7 +149,9 @@ def test_any_number_of_channels(out: int, tile: Tile) -> None:
 
 
 LARGE = tuple(tile for tile in TILES if tile.channels == 256 and tile.split == 1)
-REST = tuple(tile for tile in TILES if str(tile) in ("64x64b2", "64x128", "128x128", "128x128/2", "160x256/2"))
+REST = tuple(
+    tile for tile in TILES if str(tile) in ("64x64b2", "64x128", "128x128", "128x128/2", "96x256", "160x256/2")
+)
 
 
 @pytest.mark.parametrize("rest", REST, ids=str)

@@ -242,7 +242,11 @@ def cheapest(tokens: int, channels: int, steps: int, multiprocessors: int = MULT
 
 def cycles_of(tile: Tile, tokens: int, channels: int, steps: int, multiprocessors: int = MULTIPROCESSORS) -> float:
     """Return the clock cycles that a product in one launch is estimated to take in these tiles."""
-    own, tiles = work(tile, tokens, channels, steps, multiprocessors)
+    return _cycles_of_blocks(tile, tile.count(tokens, channels) * tile.split, steps, multiprocessors)
+
+
+def _cycles_of_blocks(tile: Tile, blocks: int, steps: int, multiprocessors: int) -> float:
+    own, tiles = _work(tile, blocks, steps, multiprocessors)
     return TILES[tile].step * own + TILES[tile].tile * tiles
 
 
@@ -348,8 +352,7 @@ def choose_grouped(
 
     def cost(tile: Tile, channels: int, steps: int) -> float:
         blocks = round(_token_tiles(pairs, experts, tile.tokens) * -(-channels // tile.channels))
-        own, tiles = _work(tile, blocks, steps, multiprocessors)
-        return TILES[tile].step * own + TILES[tile].tile * tiles
+        return _cycles_of_blocks(tile, blocks, steps, multiprocessors)
 
     best: tuple[float, tuple[Tile, ...]] | None = None
     for tokens in sorted({tile.tokens for tile in WHOLE}):
