@@ -44,7 +44,7 @@ PIECE_TOKENS = 32
 TOKEN_STEP = 16
 """Tokens of every tile are a multiple of it, so that no choice changes in between."""
 
-TWO_BAND_TOKENS = range(192, 4097)
+TWO_BAND_TOKENS = range(80, 4097)
 """Numbers of tokens with which a product may have two bands. With fewer, memory decides; with more, a last wave is a
 small part of the time."""
 
