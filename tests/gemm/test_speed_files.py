@@ -226,7 +226,7 @@ def test_a_damaged_table_is_one_clear_line(change: dict[str, object], message: s
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.name)
 def test_packaged_times_are_of_the_kernel_in_the_package_or_of_one_that_it_names(path: Path) -> None:
     # No H200 could be measured since hopper-5, as fast as hopper-4 but for large tiles' last waves. hopper-6 and 7 are
-    # faster where blocks share tiles, or have two bands (docs/log/hopper-kernel.md). Explanations name the older kernel.
+    # faster where blocks share tiles, or have two bands (docs/log/hopper-kernel.md). Explanations say which.
     table = load_speeds(path)
     assert table is not None
     assert Hopper().library() == "slidesparse hopper-7"
