@@ -56,7 +56,7 @@ def test_what_ships_could_be_sent_in(path: Path) -> None:
     table = load_speeds(path)
     assert table is not None
     there = table.installation
-    # But for the kernel's revision, which may be the one before (tests/gemm/test_speed_files.py).
+    # But for the kernel's revision, which may be an older one (tests/gemm/test_speed_files.py).
     libraries = {**there.libraries, "hopper": Hopper().library()}
     of_today = replace(table, installation=replace(there, libraries=libraries))
     assert list(share.faults(of_today)) == []

@@ -188,8 +188,12 @@ class MeasuredLayer:
     gpu: str = ""
 
     def rank(self, gpu: str, out: int, columns: int) -> tuple[bool, bool, int, float]:
-        """Return how little it says of a layer of some size on a GPU: of several, the lowest is to be believed."""
-        return not self.here, self.gpu != gpu, len(self.others), self.layer.distance(out, columns)
+        """Return how little it says of a layer of some size on a GPU: of several, the lowest is to be believed.
+
+        On another GPU what else differs does not count: two cards differ by more than two revisions of a kernel.
+        """
+        foreign = self.gpu != gpu
+        return not self.here, foreign, 0 if foreign else len(self.others), self.layer.distance(out, columns)
 
     def describe(self) -> str:
         """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
