@@ -143,12 +143,18 @@ HTTP_FIRST = H200 / "serve/qwen2.5-7b-int8-http-first.jsonl"
 OTHERS = {H200 / "serve/llama-3-8b-int8.jsonl": "8B", H200 / "serve/llama-3.2-1b-int8.jsonl": "1B"}
 """Record -> its model."""
 
+WITH_BANDS = {
+    H100 / "serve/qwen2.5-7b-int8-control.jsonl": "7B",
+    H100 / "serve/qwen2.5-14b-int8-4of6.jsonl": "14B",
+}
+"""Record -> its model, on an H100 with the newest kernel."""
+
 ON_H100 = {
     H100 / "serve/qwen2.5-7b-int8.jsonl": "7B",
     H100 / "serve/llama-3-8b-int8.jsonl": "8B",
     H100 / "serve/qwen2.5-14b-int8.jsonl": "14B",
 }
-"""The same of an H100."""
+"""The same by an older kernel, hopper-4."""
 
 ON_SLOW_HOST = {
     H100 / "serve/qwen2.5-7b-fp8.jsonl": "7B in FP8",
@@ -162,7 +168,14 @@ WITH_HALVES = {
     H100 / "serve/qwen2.5-14b-int8-2gpu.jsonl": "14B in INT8 on two GPUs",
     H100 / "serve/qwen2.5-7b-bf16.jsonl": "7B in BF16",
 }
-"""And of one with the kernel of which two blocks may share a large tile."""
+"""And of one with hopper-6, of which two blocks may share a large tile."""
+
+BESIDE_CONTROL = {
+    H100 / "serve/qwen2.5-7b-int8-control.jsonl": "INT8, newest kernel",
+    H100 / "serve/qwen2.5-7b-int8.jsonl": "INT8, `hopper-4`",
+    H100 / "serve/qwen2.5-7b-fp8.jsonl": "FP8, `hopper-4`",
+}
+"""Records of an H100 with a control."""
 
 TIMELINE = H200 / "serve/qwen2.5-7b-int8-timeline.jsonl.gz"
 UNIFORM = ("6:8", "4:6", "2:4")
@@ -294,12 +307,12 @@ def served_models(models: Mapping[Path, str], title: str, columns: Sequence[str]
 def over_control() -> str:
     """What patterns gain on an H100 beyond the control."""
     rows = []
-    for dtype in SERVED:
-        (group,) = groups(read(ServeRecord, [H100 / SERVED[dtype].relative_to(H200)]))
-        for pattern in UNIFORM:
+    for path, label in BESIDE_CONTROL.items():
+        (group,) = groups(read(ServeRecord, [path]))
+        for pattern in filter(group.engines.__contains__, UNIFORM):
             burst, mixed, decode = (group.over(CONTROL, pattern, load) for load in LOADS)
             computing = _computing(group, CONTROL) / _computing(group, pattern)
-            rows.append([TYPES[dtype], pattern, *map(shown, (burst, mixed, computing, decode))])
+            rows.append([label, pattern, *map(shown, (burst, mixed, computing, decode))])
     head = ("burst", "mixed load", "of it the GPU computes", "decoding 64 sequences")
     return markdown(("over the control", "pattern", *head), rows, 2)
 
@@ -658,9 +671,10 @@ TABLES: dict[str, Callable[[], str]] = {
         served_quick, H200 / "serve/qwen3-30b-a3b-fp8.jsonl", "Qwen3-30B-A3B, FP8, 48 layers"
     ),
     "served-others": partial(served_models, OTHERS, "INT8", UNIFORM),
-    "served-h100": partial(served_models, ON_H100, "INT8", OURS),
-    "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host", OURS, "burst"),
-    "served-h100-halves": partial(served_models, WITH_HALVES, "newest kernel", ("6:8",), "burst"),
+    "served-h100-newest": partial(served_models, WITH_BANDS, "INT8, newest kernel", (CONTROL, "6:8", "4:6")),
+    "served-h100": partial(served_models, ON_H100, "INT8, `hopper-4`", OURS),
+    "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host, `hopper-4`", OURS, "burst"),
+    "served-h100-halves": partial(served_models, WITH_HALVES, "slow host, `hopper-6`", ("6:8",), "burst"),
     "served-h100-control": over_control,
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
