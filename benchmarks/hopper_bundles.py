@@ -224,9 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begun, stopwatch, machine = time.monotonic(), CudaStopwatch(), environment.machine()
     for dtype in options.dtypes:
         for field in (0, 3):
-            load_kernels(TILES, parse_dtype(dtype), BF16, torch.cuda.current_device(), field)
+            load_kernels(TILES, parse_dtype(dtype), BF16, torch.cuda.current_device(), field, 8)
             if not options.no_experts:
-                load_kernels(WHOLE, parse_dtype(dtype), BF16, torch.cuda.current_device(), field, grouped=True)
+                load_kernels(WHOLE, parse_dtype(dtype), BF16, torch.cuda.current_device(), field, 8, grouped=True)
     head = {"what": __doc__.splitlines()[0], "gpu": machine.gpu, "commit": machine.commit, "date": str(date.today())}
     print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []

@@ -1,12 +1,13 @@
 """Time the tiles of the Hopper kernel for few tokens, on weights that no cache holds.
 
     python benchmarks/hopper_few_tokens.py OUT.jsonl [--models M ...] [--tokens M ...] [--patterns P ...]
-        [--dtypes int8 fp8] [--layers L ...]
+        [--dtypes int8 fp8] [--layers L ...] [--six-bits]
 
 Needs an H100 or H200. A decode step reads every weight of a model once, so none is found in L2: the CUDA graph of a
 tile goes round so many copies of the weight that together they exceed three L2 caches (``slidesparse.tuning.timing``).
 The same calls on one copy are recorded beside, and those of vLLM's CUTLASS kernel where it is installed. All of a shape
-take turns, so that they share one clock. Operands are random bytes, as the kernel waits for memory whatever they say.
+take turns, so that they share one clock; with --six-bits INT8 weights whose values have six bits do, too. Operands are
+random bytes, as the kernel waits for memory whatever they say.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from slidesparse.bench import environment
 from slidesparse.bench.dense import vllm_ops
 from slidesparse.bench.problems import MODELS
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.tiles import MULTIPROCESSORS, TILES, Tile, work
 from slidesparse.gemm.hopper.weights import BLOCKS, ROWS, STEP_BYTES, TILE_ROWS, ZERO_NIBBLE, step_bytes
 from slidesparse.layout import SLAB_BYTES
@@ -53,10 +54,11 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return (data & 0x3F).view(dtype) if dtype.is_floating_point else data.view(dtype)
 
 
-def sparse_operand(out: int, slabs: int, dtype: torch.dtype) -> torch.Tensor:
+def sparse_operand(out: int, slabs: int, dtype: torch.dtype, width: int = 8) -> torch.Tensor:
     """A 2:4 segment that keeps the first two values of every window: see ``weights.sparse_steps``."""
-    steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1), dtype=dtype).view(torch.uint8)
-    steps[..., ROWS * STEP_BYTES :] = ZERO_NIBBLE * 0x11
+    steps = numbers(-(-out // TILE_ROWS), slabs, BLOCKS, step_bytes(1, width), dtype=dtype).view(torch.uint8)
+    metadata = steps.unflatten(-1, (-1, 16))[..., 12:] if width == 6 else steps[..., ROWS * STEP_BYTES :]
+    metadata[...] = ZERO_NIBBLE * 0x11
     return steps
 
 
@@ -72,13 +74,14 @@ def candidates(tokens: int, out: int) -> list[Tile]:
     return list(filter(sensible, TILES))
 
 
-def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
+def sparse_calls(
+    tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: int, backend: Hopper
+) -> dict[str, list[Call]]:
     """The product by every tile, on each copy of the weight."""
-    backend = Hopper()
     x = numbers(-(-tokens // 8) * 8, slabs * SLAB_BYTES, dtype=dtype)[:tokens]
     scale_x, scale_w = torch.rand(tokens, 1, device="cuda"), torch.rand(out, device="cuda")
     no_dense = torch.empty(-(-out // TILE_ROWS), 0, BLOCKS, ROWS * STEP_BYTES, dtype=torch.uint8, device="cuda")
-    weights = copies_of((sparse_operand(out, slabs, dtype),), copies)
+    weights = copies_of((sparse_operand(out, slabs, dtype, backend.width),), copies)
 
     def run(tile: Tile, sparse: torch.Tensor) -> torch.Tensor:
         return backend.matmul(x, scale_x, (no_dense, sparse), scale_w, None, out, torch.bfloat16, tile)
@@ -86,7 +89,8 @@ def sparse_calls(tokens: int, out: int, slabs: int, dtype: torch.dtype, copies: 
     expected = run(next(iter(TILES)), *weights[0])
     for tile in TILES:
         assert torch.equal(run(tile, *weights[0]), expected) or dtype != torch.int8, str(tile)
-    return {str(tile): [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
+    after = "" if backend.width == 8 else " 6 bits"
+    return {f"{tile}{after}": [partial(run, tile, *weight) for weight in weights] for tile in candidates(tokens, out)}
 
 
 def dense_calls(tokens: int, out: int, columns: int, dtype: torch.dtype, copies: int) -> dict[str, list[Call]]:
@@ -114,7 +118,9 @@ def times(calls: dict[str, list[Call]], stopwatch: CudaStopwatch) -> dict[str, d
     }
 
 
-def measure(dtype: str, model: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch) -> dict[str, Any]:
+def measure(
+    dtype: str, model: str, layer: str, pattern: str, tokens: int, stopwatch: CudaStopwatch, six_bits: bool = False
+) -> dict[str, Any]:
     (out, columns), kind = MODELS[model][LAYERS.index(layer)], parse_dtype(dtype)
     slabs = -(-round(Pattern.parse(pattern).expansion * columns) // SLAB_BYTES)
     stopwatch.begin()
@@ -122,7 +128,9 @@ def measure(dtype: str, model: str, layer: str, pattern: str, tokens: int, stopw
         copies_needed(n_bytes, stopwatch.l2_bytes, stopwatch.free_bytes() // 2)
         for n_bytes in (out * columns, out * slabs * step_bytes(1) // ROWS)
     ]
-    calls = dense_calls(tokens, out, columns, kind, copies[0]) | sparse_calls(tokens, out, slabs, kind, copies[1])
+    calls = dense_calls(tokens, out, columns, kind, copies[0])
+    for backend in (Hopper(), HopperSixBits()) if six_bits else (Hopper(),):
+        calls |= sparse_calls(tokens, out, slabs, kind, copies[1], backend)
     row = {"model": model, "layer": layer, "out": out, "columns": columns, "tokens": tokens}
     return {**row, "pattern": pattern, "dtype": dtype, "slabs": (slabs, 0), **times(calls, stopwatch)}
 
@@ -145,13 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--patterns", nargs="+", default=["2:4", "4:6", "6:8"])
     parser.add_argument("--dtypes", nargs="+", default=["int8", "fp8"], choices=["int8", "fp8"])
     parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS)
+    parser.add_argument("--six-bits", action="store_true", help="weights of six bits beside, in INT8")
     options = parser.parse_args(arguments)
     stopwatch, machine = CudaStopwatch(), environment.machine()
     head = {"what": __doc__.splitlines()[0], "gpu": machine.gpu, "commit": machine.commit, "date": str(date.today())}
     with options.file.open("w") as file:
         file.write(json.dumps(head) + "\n")
         for case in product(options.dtypes, options.models, options.layers, options.patterns, options.tokens):
-            row = measure(*case, stopwatch)
+            row = measure(*case, stopwatch, options.six_bits)
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(describe(row), flush=True)

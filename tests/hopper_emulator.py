@@ -31,6 +31,8 @@ def read_row(memory: np.ndarray, row: int, row_bytes: int) -> np.ndarray:
 
 def sparse_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
     """A 2:4 step of a row block, as the matrix that multiplies: [64, 128 / itemsize] of bit patterns."""
+    if itemsize == 1 and len(memory) == 4096:
+        memory = widened(memory)
     values = [read_row(memory[:4096], row, 64).view(TYPES[itemsize]) for row in range(ROWS)]
     columns = SLAB // itemsize
     matrix = np.zeros((ROWS, columns), TYPES[itemsize])
@@ -44,6 +46,28 @@ def sparse_block(memory: np.ndarray, itemsize: int) -> np.ndarray:
                 matrix[row, at + (nibble & 3)] = values[row][kept]
                 matrix[row, at + (nibble >> 2)] = values[row][kept + 1]
     return matrix
+
+
+def widened(memory: np.ndarray) -> np.ndarray:
+    """A 2:4 step of values of six bits, as one of eight: of each instruction and thread three words, and metadata.
+
+    The thread gives four registers to the instruction: kept values 4 * (lane % 4) and those 16 later, of row lane / 4
+    and of the row 8 below. Byte for byte, words 0 and 1 have the upper nibbles of two registers, word 2 the next two
+    bits of all four.
+    """
+    step = np.zeros(5120, np.uint8)
+    for instruction, thread in np.ndindex(2, 128):
+        warp, lane = divmod(thread, 32)
+        words = memory[(instruction * 128 + thread) * 16 :][:16].tolist()
+        for register, two_bits in enumerate((2, 0, 4, 6)):
+            row = warp * 16 + lane // 4 + register % 2 * 8
+            first = instruction * 32 + register // 2 * 16 + lane % 4 * 4
+            for byte in range(4):
+                nibble = words[register // 2 * 4 + byte] >> (0 if register % 2 else 4) & 15
+                step[swizzled(row * 64 + first + byte, 64)] = nibble << 4 | (words[8 + byte] >> two_bits & 3) << 2
+        metadata_at = 4096 + (instruction * 128 + thread) * 4
+        step[metadata_at : metadata_at + 4] = words[12:]
+    return step
 
 
 def metadata(memory: np.ndarray, row: int, window: int, instruction: int, itemsize: int) -> int:

@@ -32,13 +32,14 @@ def program(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     field: int = 0,
+    width: int = 8,
     grouped: bool = False,
     source: bytes | None = None,
 ) -> Program:
     """Return the PTX of a variant, which NVRTC writes; ``source`` replaces the package's."""
     from cuda.bindings import nvrtc
 
-    given = options(tile, dtype, out_dtype, grouped, field)
+    given = options(tile, dtype, out_dtype, grouped, field, width)
     opts = [option.replace("sm_90a", "compute_90a").encode() for option in given]
     _, made = nvrtc.nvrtcCreateProgram(source or SOURCE.read_bytes(), SOURCE.name.encode(), 0, [], [])
     (status,) = nvrtc.nvrtcCompileProgram(made, len(opts), opts)
@@ -58,6 +59,7 @@ class EmulatedKernel:
         tile: Its geometry.
         types: Of the operands and of the results.
         field: Bits of a count, for weights in bundles.
+        width: Bits of a kept value.
         grouped: Whether it multiplies by the weights of many experts.
         source: Replaces the package's source.
         seed: Of the order in which its warps run.
@@ -69,12 +71,14 @@ class EmulatedKernel:
         tile: Tile,
         types: tuple[torch.dtype, torch.dtype],
         field: int = 0,
+        width: int = 8,
         grouped: bool = False,
         source: bytes | None = None,
         seed: int = 0,
     ) -> None:
-        self.memory, self.tile, self.types, self.field, self.seed = memory, tile, types, field, seed
-        self.program = program(tile, *types, field, grouped, source)
+        self.memory, self.tile, self.types, self.seed = memory, tile, types, seed
+        self.shared_bytes = tile.shared_bytes(types[0].itemsize, field, width)
+        self.program = program(tile, *types, field, width, grouped, source)
 
     def grid(self, tiles: int) -> int:
         """See :meth:`slidesparse.gemm.hopper.launch.Kernel.grid`."""
@@ -87,7 +91,7 @@ class EmulatedKernel:
             bytes(arguments),
             self.memory,
             threads=self.tile.threads,
-            shared_bytes=self.tile.shared_bytes(self.types[0].itemsize, self.field),
+            shared_bytes=self.shared_bytes,
             grid=grid,
             cluster=self.tile.split,
             seed=self.seed,
@@ -117,8 +121,10 @@ def run_product(
         0 if bias is None else BIAS_TYPES[bias.dtype],
     )
 
-    def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> EmulatedKernel:
-        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, source=source, seed=seed)
+    def load(
+        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int
+    ) -> EmulatedKernel:
+        return EmulatedKernel(memory, tile, (dtype, out_dtype), field, width, source=source, seed=seed)
 
     with patch.object(launch, "load_kernel", load), patch.object(launch, "current_stream", lambda device: 0):
         sizes = x.values.shape, x.values.dtype, operand.dense.shape, operand.sparse.shape, channels, out_dtype

@@ -30,6 +30,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "smoothing a rotation": ([*WANDA, "--smooth", "--rotate", "9"], "--rotate and --smooth; needed one of them"),
     "smoothing floats": ([*WANDA, "--smooth", "--dtype", "bf16"], "smoothing helps rounding to 8 bits; got --dtype bf"),
     "ternary in FP8": ([*PRUNE, "--recipe", "ternary", "--dtype", "fp8"], "the ternary recipe ends in INT8 storage"),
+    "six bits in FP8": ([*PRUNE, "--recipe", "6bit", "--dtype", "fp8"], "the 6bit recipe ends in INT8 storage"),
     "ternary and wanda": ([*WANDA, "--recipe", "ternary"], "the ternary recipe cannot be calibrated; got wanda"),
     "no pattern": ([*PRUNE, "--pattern", "6_8"], "not a pattern; got '6_8'"),
     "no pattern of a layer": ([*PRUNE, "--layer", "re:.*=6_8"], "not a pattern; got '6_8'"),

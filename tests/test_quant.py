@@ -12,14 +12,17 @@ from slidesparse import InputError
 from slidesparse.quant import (
     DTYPES,
     FP8_MIN_SCALE,
+    check_rounding,
     dequantize,
     dtype_name,
     parse_dtype,
     quantize_rows,
+    quantize_rows_to_six_bits,
     quantize_weight,
     ternary_scale,
     ternary_weight,
 )
+from slidesparse.support import value_bits
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 ROWS = {
@@ -205,3 +208,35 @@ def test_a_weight_is_quantised_as_its_rows_are(dtype: torch.dtype, storage: torc
     assert torch.equal(weight, before)
     halved = quantize_weight(weight, storage, first=lambda rows: rows[:, :250].repeat(1, 2))
     assert torch.equal(halved.scale, quantize_rows(weight[:, :250], storage).scale)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_six_bits_are_int8_multiples_of_four(dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 64).to(dtype)
+    weight[::7], weight[:, 5] = 0, 0
+    values, scale = quantize_weight(weight, torch.int8, six_bits=True)
+    assert (value_bits(values), values.min(), values.max()) == (6, -124, 124)
+    assert not values[::7].any()
+    assert not values[:, 5].any()
+    step = weight.float().abs().amax(1, keepdim=True) / 31
+    assert torch.equal(scale, step / 4)
+    assert bool(((dequantize(values, scale) - weight.float()).abs() <= step * 0.5001).all())
+
+
+def test_bits_of_values() -> None:
+    assert value_bits(torch.tensor([[-128, 124, 0, 4]], dtype=torch.int8)) == 6
+    assert value_bits(torch.tensor([[-128, 124, 0, 6]], dtype=torch.int8)) == 8
+    assert [value_bits(torch.zeros(1, 2, dtype=dtype)) for dtype in (torch.float8_e4m3fn, torch.bfloat16)] == [8, 16]
+
+
+def test_a_faulty_row_of_six_bits_stays_visible() -> None:
+    values, scale = quantize_rows_to_six_bits(torch.tensor([[1.0, float("nan")], [1.0, -1.0], [1e-45, 0]]))
+    assert scale[0].isnan()
+    assert values[1].tolist() == [124, -124]
+    assert bool(values[2].abs().le(124).all())
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("6bits", torch.int8), (6, torch.int8), ("6bit", torch.float8_e4m3fn)])
+def test_roundings_that_there_are_not(recipe: object, dtype: torch.dtype) -> None:
+    with pytest.raises(InputError, match="recipe"):
+        check_rounding(recipe, dtype)

@@ -20,7 +20,16 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, get_pruner
-from slidesparse.quant import FLOATS, QUANTISED, dequantize, dtype_name, parse_dtype, quantize_weight
+from slidesparse.quant import (
+    FLOATS,
+    QUANTISED,
+    Rounding,
+    check_rounding,
+    dequantize,
+    dtype_name,
+    parse_dtype,
+    quantize_weight,
+)
 from slidesparse.read_back import read_back
 from slidesparse.support import following_groups, require_dense
 from slidesparse.weight_form import WeightForm
@@ -100,6 +109,7 @@ class SlideLinear(nn.Module):
         method: str | None = None,
         backend: str = "auto",
         fallback: Fallback = "dense",
+        recipe: Rounding = "absmax",
         name: str = "weight",
     ) -> SlideLinear:
         """Make a SlideLinear of a linear layer.
@@ -111,6 +121,7 @@ class SlideLinear(nn.Module):
             method: A pruning method to apply first; None when the weight satisfies the pattern already.
             backend: ``auto`` or a backend's name.
             fallback: Chooses what ``auto`` does where no accelerated backend can run: :mod:`slidesparse.gemm.select`.
+            recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU.
             name: The weight's name in error messages.
 
         Raises:
@@ -122,7 +133,7 @@ class SlideLinear(nn.Module):
         weight = linear.weight.detach()
         if method is not None:
             weight = get_pruner(method).prune(Linears({name: weight}, pattern))[name]
-        packed = pack_weight(weight, pattern, storage, name=name)
+        packed = pack_weight(weight, pattern, storage, recipe, name=name)
         layer = cls(packed, linear.bias, backend=backend, fallback=fallback, dense_dtype=linear.weight.dtype)
         return layer.train(linear.training)
 
@@ -302,7 +313,7 @@ class SlideLinear(nn.Module):
 def packed_problem(packed: PackedWeight) -> Problem:
     """Return a packed weight as the problem by which its backends are chosen."""
     slid = any(segment.kind == "2:4" for segment in packed.segments)
-    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid)
+    return Problem(packed.pattern, packed.dtype, *packed.shape, packed.device, slid, packed.bits)
 
 
 def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -319,9 +330,16 @@ def checked_bias(bias: torch.Tensor, out_features: int) -> torch.Tensor:
     return bias.detach().contiguous()  # kernels read it by address
 
 
-def pack_weight(weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, *, name: str = "weight") -> PackedWeight:
-    """Quantise or cast a float weight [out, in] that satisfies its pattern, and pack it."""
+def pack_weight(
+    weight: torch.Tensor, pattern: Pattern, dtype: torch.dtype, recipe: Rounding = "absmax", *, name: str = "weight"
+) -> PackedWeight:
+    """Quantise or cast a float weight [out, in] that satisfies its pattern, and pack it.
+
+    Raises:
+        InputError: There is no such recipe for the type.
+    """
+    check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name)
+        values, scale = quantize_weight(weight, dtype, name=name, six_bits=recipe == "6bit")
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

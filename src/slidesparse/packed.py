@@ -29,6 +29,7 @@ from slidesparse.support import (
     grouped,
     is_nonzero,
     require_dense,
+    value_bits,
 )
 
 MAX_MULTIPLE = 2**31
@@ -87,6 +88,11 @@ class PackedWeight:
     def device(self) -> torch.device:
         """The device of the values."""
         return self.segments[0].values.device
+
+    @property
+    def bits(self) -> int:
+        """Bits in which every value can be kept: see :func:`slidesparse.support.value_bits`."""
+        return max(value_bits(segment.values) for segment in self.segments)
 
     @property
     def n_bytes(self) -> int:

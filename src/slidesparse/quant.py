@@ -14,7 +14,7 @@ Rounding is to nearest, ties to even. A zero row gives zeros. Weights use the sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ INT8_MAX = 127.0
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 TERNARY_MIN_SCALE = 1e-5
+SIX_BIT_MAX = 31.0
 
 QuantName = Literal["int8", "fp8"]
 QUANT_NAMES: tuple[QuantName, ...] = ("int8", "fp8")
@@ -46,6 +47,10 @@ QUANTISED = frozenset({torch.int8, torch.float8_e4m3fn})
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that are not quantised."""
+
+
+Rounding = Literal["absmax", "6bit"]
+"""How weights are rounded, one scale a channel: to all values of their type, or INT8 to those that have six bits."""
 
 
 class Quantised(NamedTuple):
@@ -69,6 +74,18 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
             needed=f"one of {', '.join(DTYPES)}",
         )
     return dtype
+
+
+def check_rounding(recipe: object, dtype: torch.dtype) -> None:
+    """Refuse what is no :data:`Rounding`, or none for a type.
+
+    Raises:
+        InputError: With what is known, or needed.
+    """
+    if recipe not in get_args(Rounding):
+        raise InputError("unknown recipe", got=shown(recipe), needed=" or ".join(get_args(Rounding)))
+    if recipe == "6bit" and dtype != torch.int8:
+        raise InputError("the 6bit recipe ends in INT8 storage", got=dtype_name(dtype), needed="int8")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -108,6 +125,23 @@ def _int8_factors(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(absmax == 0, 0.0, limit / absmax), absmax / limit
 
 
+def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
+    """Quantise every row with its own scale to integers of six bits, stored as INT8 multiples of 4.
+
+    Stores ``absmax / 31 / 4`` as float32 and ``4 * rint(x * (31 / absmax))``: any program that reads INT8 weights reads
+    these. With multiples of 4 the kept values can be held in six bits (:func:`slidesparse.support.value_bits`).
+
+    Args:
+        x: [..., K], as for :func:`quantize_rows`.
+    """
+    wide = x.to(torch.float32)
+    absmax = wide.abs().amax(-1, keepdim=True)
+    limit = torch.full_like(absmax, SIX_BIT_MAX)
+    inverse = torch.where(absmax == 0, 0.0, limit / absmax)
+    values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-SIX_BIT_MAX - 1, SIX_BIT_MAX)
+    return Quantised((4 * values).to(torch.int8), absmax / (4 * limit))
+
+
 def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the numbers and scales of :func:`quantize_rows`, the numbers in any type.
 
@@ -129,6 +163,7 @@ def quantize_weight(
     *,
     name: str = "weight",
     first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    six_bits: bool = False,
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 
@@ -137,6 +172,7 @@ def quantize_weight(
         dtype: torch.int8 or torch.float8_e4m3fn.
         name: The weight's name in error messages.
         first: What is done to rows before they are quantised, as pruning; it returns as many, in a float type.
+        six_bits: Round INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
 
     Raises:
         InputError: When the weight holds NaN or Inf, or is no float matrix.
@@ -148,7 +184,7 @@ def quantize_weight(
     values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
     for rows in row_blocks(weight):
         block = weight[rows] if first is None else first(weight[rows])
-        values[rows], scale[rows] = _quantize_block(block, dtype)
+        values[rows], scale[rows] = quantize_rows_to_six_bits(block) if six_bits else _quantize_block(block, dtype)
     return Quantised(values, scale)
 
 

@@ -36,7 +36,7 @@ from slidesparse.linear import SlideLinear
 from slidesparse.models.config_keys import MARKER_KEY
 from slidesparse.pattern import Pattern
 from slidesparse.quant import dequantize
-from slidesparse.support import check_pattern, following_groups
+from slidesparse.support import check_pattern, following_groups, value_bits
 
 INT8 = PruneOptions("6:8", "int8")
 
@@ -252,6 +252,22 @@ def test_a_quantised_source_keeps_its_numbers(tmp_path: Path, dtype: str) -> Non
     slidesparse.load(tmp_path / "s")
 
 
+@pytest.mark.parametrize("pattern", ["6:8", "4:6@50%"])
+def test_six_bits_are_int8_that_everything_loads(tmp_path: Path, pattern: str) -> None:
+    make_checkpoint(tmp_path / "m", "llama")
+    prune_checkpoint(tmp_path / "m", tmp_path / "s", PruneOptions(pattern, "int8", recipe="6bit"))
+    prune_checkpoint(tmp_path / "m", tmp_path / "e", PruneOptions(pattern, "int8"))
+    six, eight = Checkpoint(tmp_path / "s"), Checkpoint(tmp_path / "e")
+    assert six.config["quantization_config"] == eight.config["quantization_config"]
+    name = "model.layers.0.self_attn.q_proj"
+    values, scale = six.tensor(f"{name}.weight"), six.tensor(f"{name}.weight_scale")
+    assert value_bits(values) == 6
+    check_pattern(values, pattern)
+    exact = dequantize(eight.tensor(f"{name}.weight"), eight.tensor(f"{name}.weight_scale"))
+    assert bool(((dequantize(values, scale) - exact).abs() <= 2.5 * scale).all())  # half a step of each
+    slidesparse.load(tmp_path / "s")
+
+
 def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "m", "bitnet")
     with pytest.raises(InputError, match="--recipe ternary"):
@@ -408,6 +424,8 @@ def test_what_was_trained_on_is_pruned_once_its_mark_is_gone(tmp_path: Path) -> 
         (PruneOptions("6:8", "int4"), "int4"),
         (PruneOptions("6:8", "fp16"), "keeps the type"),
         (PruneOptions("6:8", "fp8", recipe="ternary"), "INT8"),
+        (PruneOptions("6:8", "fp8", recipe="6bit"), "the 6bit recipe ends in INT8"),
+        (PruneOptions("6:8", "int8", recipe="4bit"), "absmax or ternary or 6bit"),  # type: ignore[arg-type] # a user's
         (PruneOptions("6:8", "int8", method="magic"), "magic"),
         (PruneOptions("6:8", "int8", ignore=("o_proj",)), "matches no linear"),
         (PruneOptions("6:8", "int8", layers={"o_proj": "4:6"}), "matches no treated layer"),

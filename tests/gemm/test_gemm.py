@@ -233,6 +233,28 @@ def test_the_table_that_ships_is_a_prior_for_other_gpus_that_run_the_same_kernel
     assert choose(problem).reason == NOT_MEASURED
 
 
+def test_weights_of_six_bits_have_a_backend_of_their_own_and_times_of_eight_are_its_prior(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _use_gpu(monkeypatch, "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(CuSparseLt, "why_not", lambda *_: None)
+    eight = Problem(Pattern(6, 8), torch.int8, 4608, 3584, torch.device("cuda"))
+    six = replace(eight, bits=6)
+    assert backends_to_compare(eight) == ["dense", "hopper"]
+    assert backends_to_compare(six) == ["dense", "hopper-6bit"]
+    choice = choose(six)
+    assert "hopper-6bit" in choice.backends
+    assert [route.from_tokens for route in choice.routes] == [route.from_tokens for route in choose(eight).routes]
+    assert "; prior: measured at 4608x3584 with " in choice.reason
+    assert " and hopper; this is " in choice.reason
+    assert choice.measured is not None
+    assert choose(six, "hopper").backends == ("hopper",)  # as asked for
+    with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
+        choose(eight, "hopper-6bit")
+
+
 def test_times_are_asked_for_where_only_they_can_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     _know_only(monkeypatch, reference=Reference, dense=Dense, fast=_Fast, slow=_Slow)
     _use_gpu(monkeypatch, "Test GPU")

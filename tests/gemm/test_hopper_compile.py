@@ -21,13 +21,14 @@ MULTIPROCESSOR_BYTES, BLOCK_BYTES = 233472, 1024
 """Shared memory of a multiprocessor, and the part of it that the system takes for each block (ibid.: 228 KB, 1 KB)."""
 
 
-PLAIN = [(dtype, out_dtype, 0) for dtype in TYPES for out_dtype in OUTPUTS]
+PLAIN = [(dtype, out_dtype, 0, 8) for dtype in TYPES for out_dtype in OUTPUTS]
 BUNDLES = [
-    (dtype, torch.bfloat16, field) for dtype, field in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
+    (dtype, torch.bfloat16, field, 8) for dtype, field in ((torch.int8, 3), (torch.int8, 4), (torch.float8_e4m3fn, 3))
 ]
+SIX_BITS = [(torch.int8, out_dtype, 0, 6) for out_dtype in OUTPUTS]
 
 
-def sizes_of(tile: Tile, itemsize: int, field: int) -> bytes:
+def sizes_of(tile: Tile, itemsize: int, field: int, width: int) -> bytes:
     """Assertions for the end of the source: what the host takes its sizes to be."""
     barriers = "(2 * STAGES + 1) * 8"
     memory = "1024 + STAGES * STAGE_BYTES + SLOTS * SLOT_BYTES + WARPGROUPS * RESULT_BYTES + APART_BYTES"
@@ -36,16 +37,18 @@ def sizes_of(tile: Tile, itemsize: int, field: int) -> bytes:
         "TILE_BLOCKS * ROWS": tile.channels,
         "SHARE": tile.share,
         "SLOTS": tile.slots(field),
-        f"{memory} + {barriers}": tile.shared_bytes(itemsize, field),
+        f"{memory} + {barriers}": tile.shared_bytes(itemsize, field, width),
     }
     return "".join(f'static_assert({name} == {value}, "");\n' for name, value in facts.items()).encode()
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype", "field"), PLAIN + BUNDLES, ids=str)
+@pytest.mark.parametrize(("dtype", "out_dtype", "field", "width"), PLAIN + BUNDLES + SIX_BITS, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int) -> None:
-    opts = options(tile, dtype, out_dtype, field=field)
-    source = SOURCE.read_bytes() + sizes_of(tile, dtype.itemsize, field)
+def test_every_variant_compiles_well(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, field: int, width: int
+) -> None:
+    opts = options(tile, dtype, out_dtype, field=field, width=width)
+    source = SOURCE.read_bytes() + sizes_of(tile, dtype.itemsize, field, width)
     code, log = compile_source(source, [*opts, "--ptxas-options=-v"])
     assert code[:4] == b"\x7fELF"
     assert "0 bytes spill stores, 0 bytes spill loads" in log
@@ -53,10 +56,10 @@ def test_every_variant_compiles_well(tile: Tile, dtype: torch.dtype, out_dtype: 
     assert "warning" not in log, log
 
 
-@pytest.mark.parametrize(("itemsize", "field"), [(1, 0), (2, 0), (1, 3), (1, 4)])
+@pytest.mark.parametrize(("itemsize", "field", "width"), [(1, 0, 8), (2, 0, 8), (1, 3, 8), (1, 4, 8), (1, 0, 6)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_shared_memory_fits(tile: Tile, itemsize: int, field: int) -> None:
-    n_bytes = tile.shared_bytes(itemsize, field)
+def test_shared_memory_fits(tile: Tile, itemsize: int, field: int, width: int) -> None:
+    n_bytes = tile.shared_bytes(itemsize, field, width)
     assert n_bytes <= SHARED_BYTES
     assert tile.blocks * (n_bytes + BLOCK_BYTES) <= MULTIPROCESSOR_BYTES
 

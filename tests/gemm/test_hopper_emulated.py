@@ -12,7 +12,7 @@ from tolerances import assert_product
 
 from slidesparse.expert_order import arrange
 from slidesparse.gemm.hopper import grouped
-from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.gemm.hopper.backend import Hopper, HopperSixBits
 from slidesparse.gemm.hopper.compile import SOURCE
 from slidesparse.gemm.hopper.grouped import HopperExperts
 from slidesparse.gemm.hopper.tiles import TILES, WHOLE, Band, Tile
@@ -40,6 +40,7 @@ def problem(
     torch.manual_seed(tokens)
     weight = torch.randn(OUT, COLUMNS) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)
+    weight = weight & -4 if backend is HopperSixBits else weight
     packed = pack_segments(weight, pattern, scale=torch.rand(OUT) if dtype.itemsize == 1 else None)
     x = torch.randn(tokens, COLUMNS).to(dtype if dtype.itemsize == 2 else FP32)
     values, scale = quantize_lift(x, backend.layout.column_map(packed), dtype, "hopper")
@@ -52,7 +53,7 @@ def expected(x: torch.Tensor, packed: PackedWeight, out_dtype: torch.dtype, bias
     return apply_scales(product(values, packed.unpack()), scale, packed.scale, bias, out_dtype)
 
 
-@pytest.mark.parametrize(("pattern", "backend"), [("6:8", Bundles), ("2:4@30%", Hopper)])
+@pytest.mark.parametrize(("pattern", "backend"), [("6:8", Bundles), ("2:4@30%", Hopper), ("6:8@50%", HopperSixBits)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[Hopper]) -> None:
     lifted, packed, x = problem(pattern, INT8, tile.tokens + 9, backend)
@@ -64,6 +65,7 @@ def test_every_tile_multiplies_exactly(tile: Tile, pattern: str, backend: type[H
     [
         *((pattern, Hopper) for pattern in ("2:4", "4:6", "dense")),
         *((pattern, Bundles) for pattern in ("4:6", "8:10", "14:16", "4:6@50%")),
+        *((pattern, HopperSixBits) for pattern in ("2:4", "4:6", "8:10", "2:4@30%")),
     ],
 )
 @pytest.mark.parametrize("tile", [SMALL, SPLIT], ids=str)
@@ -78,6 +80,7 @@ def test_every_pattern_is_multiplied_exactly(tile: Tile, pattern: str, backend: 
         ("6:8", INT8, BF16, Hopper),
         ("4:6@50%", INT8, FP32, Hopper),
         ("4:6", INT8, FP16, Bundles),
+        ("6:8", INT8, BF16, HopperSixBits),
         ("6:8", BF16, BF16, Hopper),
     ],
 )
@@ -138,8 +141,10 @@ def test_experts_are_multiplied_where_tokens_chose_them(
         memory.add(y)
         return y
 
-    def load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> EmulatedKernel:
-        assert field == bits
+    def load(
+        tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int
+    ) -> EmulatedKernel:
+        assert (field, width) == (bits, 8)
         return EmulatedKernel(memory, tile, (dtype, out_dtype), field, grouped=True)
 
     for tensor in (slab_view(values, SLABS), scale_x, operand, scale, at.experts, at.used):
@@ -178,14 +183,17 @@ WRONG_OF_BUNDLES = {
 }
 
 
+WRONG_OF_SIX_BITS = {"a step is given back too early": ("mma_wait<IN_FLIGHT - 1>();", ";", "a register changed while")}
+
+
 WRONG_OF_HALVES = {"sums are sent while others read": ("if (SUMS_IN_RING) {", "if (false) {", "metadata")}
 
 
-@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES, *WRONG_OF_HALVES])
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_OF_BUNDLES, *WRONG_OF_SIX_BITS, *WRONG_OF_HALVES])
 def test_the_emulator_finds_what_is_wrong_with_a_kernel(wrong: str) -> None:
-    backend = Bundles if wrong in WRONG_OF_BUNDLES else Hopper
+    backend = Bundles if wrong in WRONG_OF_BUNDLES else HopperSixBits if wrong in WRONG_OF_SIX_BITS else Hopper
     tile, seed = (HALF, 1) if wrong in WRONG_OF_HALVES else (SMALL, 0)
-    right, broken, message = (WRONG | WRONG_OF_BUNDLES | WRONG_OF_HALVES)[wrong]
+    right, broken, message = (WRONG | WRONG_OF_BUNDLES | WRONG_OF_SIX_BITS | WRONG_OF_HALVES)[wrong]
     source = SOURCE.read_text()
     assert right in source
     lifted, packed, _ = problem("6:8", INT8, 20, backend)

@@ -254,7 +254,7 @@ def test_a_launch_is_found_by_its_sizes(monkeypatch: pytest.MonkeyPatch, tile: T
     launch = find_launch(*sizes, tile)
     assert find_launch(*sizes, tile) is launch
     chosen = cheapest(70, OUT, 4) if tile is None else tile
-    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0)]
+    assert loaded == [(chosen, torch.int8, torch.bfloat16, 5, 0, 8)]
     assert launch.slab_bytes == 3 * 72 * 128
     launch.launch(1, 2, WeightAddresses(3, 4, None, None, 0), 8)
     ((arguments, grid, _),) = told.launches
@@ -278,7 +278,7 @@ def test_a_launch_of_bundles_knows_their_windows(monkeypatch: pytest.MonkeyPatch
         arguments = told.launches.pop()[0]
         numbers = {"tokens": tokens, "channels": OUT, "dense_slabs": 0, "sparse_slabs": 6, "windows": 3}
         assert {name: arguments[name] for name in numbers} == numbers
-    assert loaded == [(cheapest(m, OUT, 6), torch.int8, torch.bfloat16, 5, 3) for m in (70, 900)]
+    assert loaded == [(cheapest(m, OUT, 6), torch.int8, torch.bfloat16, 5, 3, 8) for m in (70, 900)]
     hopper_launch._launch.cache_clear()
 
 
@@ -349,15 +349,15 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
     return told
 
 
-VARIANT = SMALL, torch.int8, torch.bfloat16, 1, 3
-"""A tile, the types, a device, and the bits of a count."""
+VARIANT = SMALL, torch.int8, torch.bfloat16, 1, 3, 8
+"""A tile, the types, a device, and the bits of a count and of a value."""
 
 
 def test_a_variant_is_loaded_with_the_memory_that_it_needs(loading: Any) -> None:
     loaded, shared = hopper_launch._load(*VARIANT, False), SMALL.shared_bytes(1, 3)
     retain, current, load, find, attribute = loading.calls
     assert (retain, current) == (("cuDevicePrimaryCtxRetain", 1), ("cuCtxSetCurrent", "of cuDevicePrimaryCtxRetain"))
-    assert load == ("cuModuleLoadData", (SMALL, torch.int8, torch.bfloat16, False, 3))
+    assert load == ("cuModuleLoadData", (SMALL, torch.int8, torch.bfloat16, False, 3, 8))
     assert find == ("cuModuleGetFunction", "of cuModuleLoadData", b"sparse_gemm")
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert attribute == ("cuFuncSetAttribute", "of cuModuleGetFunction", most, shared)
@@ -402,7 +402,7 @@ def test_what_a_warm_up_loads_is_loaded_for_launches(monkeypatch: pytest.MonkeyP
     load = hopper_launch.load_grouped if grouped else hopper_launch.load_kernel
     monkeypatch.setattr(hopper_launch, "cubin", lambda *_: b"")
     monkeypatch.setattr(hopper_launch, "_load", lambda *given: loaded.append(given) or kernel(PLAIN))
-    given = PLAIN, torch.int8, torch.bfloat16, 99, 3  # a device that no other test has
+    given = PLAIN, torch.int8, torch.bfloat16, 99, 3, 8  # a device that no other test has
     try:
         hopper_launch.load_kernels([PLAIN], *given[1:], grouped=grouped)
         assert loaded == [(*given, grouped)]

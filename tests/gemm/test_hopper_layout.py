@@ -10,7 +10,8 @@ import pytest
 import torch
 from hopper_forms import Bundles
 
-from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
+from slidesparse.errors import InputError
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBits
 from slidesparse.gemm.hopper.weights import SLABS, SparseForm, bundle_of, field_bits, step_shapes
 from slidesparse.layout import BUNDLE, ColumnOrder, slab_view
 from slidesparse.ops import quantize_lift
@@ -26,9 +27,12 @@ PATTERNS = ("2:4", "4:6", "6:8", "8:10", "14:16", "4:6@50%", "2:4@30%", "dense")
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
-def _packed(pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: int = 0) -> PackedWeight:
+def _packed(
+    pattern: str, dtype: torch.dtype, out: int, columns: int, k_offset: int = 0, six_bits: bool = False
+) -> PackedWeight:
     weight = torch.randn(out, k_offset + columns) * 30
     weight = (weight * prune_mask(weight, pattern)).to(dtype)[:, k_offset:].contiguous()
+    weight = weight & -4 if six_bits else weight
     groups = following_groups(weight, Pattern.parse(pattern), k_offset) if k_offset else None
     scale = torch.rand(out) if dtype.itemsize == 1 else None
     return pack_segments(weight, pattern, scale=scale, k_offset=k_offset, groups=groups)
@@ -53,6 +57,28 @@ def test_the_hardware_reads_the_weight_by_the_column_map(pattern: str, dtype: to
 @pytest.mark.parametrize("pattern", BUNDLED)
 def test_the_hardware_reads_bundles_by_the_column_map(pattern: str, dtype: torch.dtype) -> None:
     _assert_it_is_the_weight(_packed(pattern, dtype, 70, 333), Bundles)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_hardware_reads_six_bits_by_the_column_map(pattern: str) -> None:
+    _assert_it_is_the_weight(_packed(pattern, torch.int8, 70, 333, six_bits=True), HopperSixBits)
+
+
+def test_six_bits_take_four_fifths_of_the_memory() -> None:
+    packed = _packed("6:8", torch.int8, 512, 1024, six_bits=True)
+    eight, six = (backend().prepare(packed).sparse for backend in (Hopper, HopperSixBits))
+    assert six.nbytes * 5 == eight.nbytes * 4
+    form = SparseForm.of(six.shape)
+    assert (form.slabs, form.windows, form.width) == (12, 0, 6)
+    order = HopperSixBits.layout.order(packed)
+    assert order is not None
+    assert step_shapes(order, 1, 512, 6)[1] == six.shape
+
+
+def test_values_of_more_bits_are_refused() -> None:
+    packed = _packed("6:8", torch.int8, 64, 128)
+    with pytest.raises(InputError, match=r"values of a weight for hopper-6bit; got 8 bits.*use backend='auto'"):
+        HopperSixBits().prepare(packed)
 
 
 def _assert_it_is_the_weight(packed: PackedWeight, backend: type[Hopper]) -> None:

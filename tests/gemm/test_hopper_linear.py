@@ -154,7 +154,7 @@ def test_a_tile_that_is_asked_for_is_the_one_that_is_found(monkeypatch: pytest.M
     by_parts: Any = launches
     tile = next(iter(TILES))
     for given in (None, tile):
-        HopperLinear(launches.lift, by_parts, given)
+        HopperLinear(launches.lift, by_parts, tile=given)
     shapes = (torch.Size((TOKENS, ORDER.width)), torch.int8, *step_shapes(ORDER, 1, OUT), OUT, BF16, 0)
     assert asked == [(*shapes, None), (*shapes, tile)]
 

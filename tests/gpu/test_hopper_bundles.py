@@ -39,8 +39,8 @@ TOKENS = (1, 7, 64, 193, 1000)
 def _compiled() -> None:
     """Compile all tiles at once, in parallel."""
     for field in (3, 4):
-        load_kernels(TILES, INT8, BF16, 0, field)
-    load_kernels(TILES, FP8, BF16, 0, 3)
+        load_kernels(TILES, INT8, BF16, 0, field, 8)
+    load_kernels(TILES, FP8, BF16, 0, 3, 8)
 
 
 @pytest.fixture(autouse=True)

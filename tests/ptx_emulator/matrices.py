@@ -95,6 +95,29 @@ class Operand:
             raise Fault("an operand changed while a matrix instruction was in flight")
 
 
+class Fragment:
+    """The rows of a warp in registers (PTX ISA, "Register Fragments for wgmma"): four of a thread, of four bytes each.
+
+    Register r has row lane / 4 + r % 2 * 8, from byte lane % 4 * 4 + r / 2 * 16 on, of kept values alone.
+    """
+
+    def __init__(self, warp: Warp, names: Sequence[str]) -> None:
+        self.warp, self.names = warp, names
+        self.registers = self._read()
+        self.data = np.zeros((16, 32), np.uint8)
+        for r, register in enumerate(self.registers):
+            for lane in range(LANES):
+                start = lane % 4 * 4 + r // 2 * 16
+                self.data[lane // 4 + r % 2 * 8, start : start + 4] = register[lane : lane + 1].view(np.uint8)
+
+    def _read(self) -> list[np.ndarray]:
+        return [self.warp.read(name, "u32").copy() for name in self.names]
+
+    def check(self) -> None:
+        if any((now != before).any() for now, before in zip(self._read(), self.registers, strict=True)):
+            raise Fault("a register changed while a matrix instruction read it")
+
+
 def _expand(kept: np.ndarray, registers: Lanes, selector: int, wide: bool) -> np.ndarray:
     """Put the kept values of a warp's 16 rows where the metadata say: [16, 2 * kept] elements."""
     rows, count = kept.shape
@@ -115,7 +138,7 @@ def _expand(kept: np.ndarray, registers: Lanes, selector: int, wide: bool) -> np
 
 
 def multiply(machine: Machine, statement: Statement) -> Step:
-    """wgmma.mma_async: a warp computes 16 of the 64 rows. Both matrices are in shared memory."""
+    """wgmma.mma_async: a warp computes 16 of the 64 rows. The weights are in shared memory or in registers."""
     shape = re.search(r"m64n(\d+)k(\d+)\.(\w+)\.(\w+)", statement.name)
     assert shape, statement.name
     tokens, total, kind = int(shape[1]), shape[3], shape[4]
@@ -125,7 +148,9 @@ def multiply(machine: Machine, statement: Statement) -> Step:
     if total == "f32":
         assert rest[3 if sparse else 1 :][:2] == ["1", "1"], "neither matrix is negated"
     names, result_type = names_of(result), "s32" if total == "s32" else "f32"
-    a_of, b_of, accumulate = value_of(a, "u64"), value_of(b, "u64"), value_of(scale, "pred")
+    fragment = names_of(a) if a.startswith("{") else None
+    a_of = None if fragment else value_of(a, "u64")
+    b_of, accumulate = value_of(b, "u64"), value_of(scale, "pred")
     k_bytes = int(shape[2]) * (2 if wide else 1)
 
     def round_sum(exact: Lanes) -> Lanes:
@@ -134,7 +159,12 @@ def multiply(machine: Machine, statement: Statement) -> Step:
     def multiply(warp: Warp, group: Group) -> None:
         together(warp, group)
         first = warp.number % 4 * 16
-        weights = Operand(machine, warp.block, int(a_of(warp)[0]), range(first, first + 16), k_bytes // (1 + sparse))
+        weights: Operand | Fragment
+        if a_of is None:
+            weights = Fragment(warp, fragment or ())
+        else:
+            rows = range(first, first + 16)
+            weights = Operand(machine, warp.block, int(a_of(warp)[0]), rows, k_bytes // (1 + sparse))
         activations = Operand(machine, warp.block, int(b_of(warp)[0]), range(tokens), k_bytes)
         left, right = (DECODE[kind](operand.data) for operand in (weights, activations))
         if sparse:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from slidesparse.base.arguments import require_kind
-from slidesparse.commands.prune_options import PruneOptions
+from slidesparse.commands.prune_options import RECIPES, PruneOptions
 from slidesparse.errors import InputError
 from slidesparse.pattern import Pattern
 from slidesparse.prune import get_pruner
@@ -96,11 +96,12 @@ def _require_text(options: PruneOptions) -> None:
 
 def _require_type(options: PruneOptions, dtype: torch.dtype | None) -> None:
     """Refuse a recipe or a step that does not go with the type; None: that of the source, which is not known yet."""
-    if options.recipe not in ("absmax", "ternary"):
-        raise InputError("unknown recipe", got=repr(options.recipe), needed="absmax or ternary")
+    if options.recipe not in RECIPES:
+        raise InputError("unknown recipe", got=repr(options.recipe), needed=" or ".join(RECIPES))
     if dtype is None:
         return
-    if options.recipe == "ternary" and dtype != torch.int8:
-        raise InputError("the ternary recipe ends in INT8 storage", got=dtype_name(dtype), needed="--dtype int8")
+    if options.recipe != "absmax" and dtype != torch.int8:
+        what = f"the {options.recipe} recipe ends in INT8 storage"
+        raise InputError(what, got=dtype_name(dtype), needed="--dtype int8")
     if options.smooth and dtype not in QUANTISED:
         raise InputError("smoothing helps rounding to 8 bits", got=f"--dtype {dtype_name(dtype)}", needed="int8 or fp8")

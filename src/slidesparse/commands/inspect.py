@@ -36,6 +36,7 @@ from slidesparse.support import (
     is_finite,
     is_nonzero,
     tightest_pattern,
+    value_bits,
 )
 
 
@@ -252,7 +253,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         problem = str(error)
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
-    bits = 8 * weight.element_size()
+    bits = value_bits(weight)
     following = None
     choice, kept = _what_runs(pattern, weight) if problem is None else (None, {})
     if marked is not None and marked != DENSE:
@@ -279,7 +280,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
 def _what_runs(pattern: Pattern, weight: torch.Tensor) -> tuple[Choice, dict[str, int]]:
     """Return the choice of ``auto`` on this machine, and the bytes that each kept form of the weight takes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device)
+    problem = Problem(pattern, weight.dtype, weight.shape[0], weight.shape[1], device, bits=value_bits(weight))
     groups = pattern.groups(weight.shape[1])
     slid = groups if pattern.is_uniform else 0 if pattern == DENSE else len(following_groups(weight, pattern))
     choice = choose(problem)

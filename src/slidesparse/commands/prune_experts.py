@@ -105,8 +105,9 @@ class ExpertJob:
         """
         if not self.layers:
             return
-        if options.recipe == "ternary":
-            raise InputError("the ternary recipe is not for experts", got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
+        if options.recipe != "absmax":
+            what = f"the {options.recipe} recipe is not for experts"
+            raise InputError(what, got=self.layers[0], remedy=f"add {LEAVE_DENSE}")
         for name, tensor in self._treated():
             self._check_tensor(name, tensor)
         if self.dtype in QUANTISED:

@@ -239,7 +239,11 @@ class PruneJob:
         pruner, pattern = cast("RowPruner", self.pruner), self.patterns[name]
         weight = self.float_weight(name)
         values, scale = quantize_weight(
-            weight, self.dtype, name=tensor, first=lambda rows: pruner.prune_rows(rows, pattern)
+            weight,
+            self.dtype,
+            name=tensor,
+            first=lambda rows: pruner.prune_rows(rows, pattern),
+            six_bits=self.recipe == "6bit",
         )
         return {tensor: values, f"{tensor}_scale": scale}
 
@@ -303,7 +307,7 @@ class PruneJob:
         if self.recipe == "ternary":
             absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
             return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
-        return quantize_weight(weight, self.dtype, name=tensor)
+        return quantize_weight(weight, self.dtype, name=tensor, six_bits=self.recipe == "6bit")
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's own names of linears, where they are others than transformers' names.

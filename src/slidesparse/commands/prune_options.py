@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,7 +18,8 @@ from slidesparse.models.config_keys import MARKER_KEY, QUANTIZATION_KEY
 from slidesparse.models.parts import Part
 from slidesparse.quant import dtype_name, parse_dtype
 
-Recipe = Literal["absmax", "ternary"]
+Recipe = Literal["absmax", "ternary", "6bit"]
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class PruneOptions:
             source that is quantised already.
         method: Pruning method.
         calibration: Text for methods that need it.
-        recipe: How INT8 weights are rounded: ``absmax`` per channel, or ``ternary`` (BitNet b1.58).
+        recipe: How INT8 weights are rounded: ``absmax`` per channel, ``ternary`` (BitNet b1.58), or ``6bit``, per
+            channel to multiples of 4 (:func:`slidesparse.quant.quantize_rows_to_six_bits`).
         ignore: Linears to leave alone: exact names or ``re:`` expressions.
         layers: Exceptions to the common pattern: name or ``re:`` expression -> pattern.
         lm_head: Treat the output embedding too.
@@ -84,7 +86,7 @@ def resolve_dtypes(checkpoint: Checkpoint, options: PruneOptions) -> tuple[torch
         if options.recipe != "ternary":
             raise InputError("a BitNet master means its weights to be ternary", remedy="pass --recipe ternary")
     source = None if bitnet else quantisation_dtype(config)
-    if source is not None and (options.recipe == "ternary" or wanted not in (None, source)):
+    if source is not None and (options.recipe != "absmax" or wanted not in (None, source)):
         raise InputError(
             "the source is quantised already and is not rounded twice",
             got=f"--dtype {options.dtype}, --recipe {options.recipe}",

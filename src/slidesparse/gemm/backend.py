@@ -50,6 +50,7 @@ class Problem:
         in_features: Columns of the weight, before lifting.
         device: The device on which it runs.
         slid: Some group is slid. A shard of a partial pattern may have no such group: its packed weight is dense.
+        bits: Bits in which every value of the weight can be kept (:func:`slidesparse.support.value_bits`).
     """
 
     pattern: Pattern
@@ -58,6 +59,7 @@ class Problem:
     in_features: int
     device: torch.device
     slid: bool = True
+    bits: int = 8
 
 
 def gpu_of(x: torch.Tensor, backend: str) -> int:
@@ -202,11 +204,13 @@ class Backend(ABC):
         name: The name that users write.
         accelerated: ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
+        stand_in: The backend whose times are a prior for this one where it was never measured; None for none.
     """
 
     name: str
     accelerated: bool
     layout: Layout
+    stand_in: str | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """Return the backend that was faster at every size where both were measured, and how much; None for none.

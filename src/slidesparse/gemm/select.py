@@ -33,7 +33,7 @@ from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.backend import Backend, Problem
 from slidesparse.gemm.cusparselt.backend import CuSparseLt
 from slidesparse.gemm.dense import Dense
-from slidesparse.gemm.hopper.backend import Hopper, HopperCounts
+from slidesparse.gemm.hopper.backend import Hopper, HopperCounts, HopperSixBits
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.spec import Route, describe_routes
 from slidesparse.gemm.speed import (
@@ -59,6 +59,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "dense": Dense,
     "hopper": Hopper,
     "hopper-counts": HopperCounts,
+    "hopper-6bit": HopperSixBits,
     "cusparselt": CuSparseLt,
     "cusparselt-bf16": lambda: CuSparseLt(intermediate="bf16"),
 }
@@ -179,10 +180,12 @@ def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     known = [backend for backend in map(get_backend, BACKENDS) if backend.accelerated]
     answers = {backend.name: backend.why_not(problem) for backend in known}
     able = [name for name, why_not in answers.items() if why_not is None]
-    answers |= dict.fromkeys(_wrong_among(able, problem), WRONG_HERE)
+    wrong = _wrong_among(able, problem)
+    answers |= dict.fromkeys(wrong, WRONG_HERE)
+    able = [name for name in able if name not in wrong]
     for backend in known:
         faster = backend.yields_to(problem)
-        if answers[backend.name] is None and faster is not None and answers.get(faster[0], "unknown") is None:
+        if answers[backend.name] is None and faster is not None and faster[0] in able:
             answers[backend.name] = faster[1]
     return answers
 
@@ -213,7 +216,12 @@ def find_measured(problem: Problem, names: Sequence[str]) -> MeasuredLayer | Non
     here = installation(problem.device)
     compared = replace(here, libraries={name: here.libraries[name] for name in names})
     size = problem.out_features, problem.in_features
-    return find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    found = find_nearest(tables_for(here), compared, dtype_name(problem.dtype), str(problem.pattern), *size)
+    others = {name: other for name in names if (other := get_backend(name).stand_in) is not None}
+    if found is not None or not others:
+        return found
+    prior = find_measured(problem, [others.get(name, name) for name in names])
+    return None if prior is None else prior.stands_in(others)
 
 
 def can_be_timed(device: torch.device) -> bool:

@@ -195,6 +195,13 @@ class MeasuredLayer:
         foreign = self.gpu != gpu
         return not self.here, foreign, 0 if foreign else len(self.others), self.layer.distance(out, columns)
 
+    def stands_in(self, others: Mapping[str, str]) -> MeasuredLayer:
+        """Return it as a prior for other backends: of each the backend whose times these are."""
+        names = {other: name for name, other in others.items()}
+        us = {names.get(name, name): times for name, times in self.layer.us.items()}
+        pairs = [(other, name) for name, other in others.items() if other in self.layer.us]
+        return MeasuredLayer(replace(self.layer, us=us), (), (*self.others, *pairs), self.gpu)
+
     def describe(self) -> str:
         """Return ``measured here``, or ``prior: measured at 64x64 with torch 2.11; this is torch 2.14``."""
         if self.here == self.layer.tokens:

@@ -35,7 +35,7 @@ from slidesparse.models.targets import (
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import FLOATS, QUANTISED, dtype_name, parse_dtype
+from slidesparse.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype
 from slidesparse.support import check_pattern, check_weight
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
@@ -199,6 +199,7 @@ def sparsify_(
     method: str | None = "magnitude",
     backend: str = "auto",
     fallback: Fallback = "dense",
+    recipe: Rounding = "absmax",
     run: Callable[[], object] | None = None,
 ) -> nn.Module:
     """Prune, quantise and replace the linears of a model, in place. Experts of a mixture stay as they are.
@@ -222,6 +223,7 @@ def sparsify_(
         method: Pruning method, or None when the weights satisfy their patterns already.
         backend: ``auto`` or a backend's name.
         fallback: How ``auto`` runs layers that no accelerated backend can run.
+        recipe: How ``int8`` rounds: ``6bit`` to six bits, which take 0.8 of the memory on a Hopper GPU.
         run: Runs the model once, on any input. It is needed for partial patterns, to find the linears that read the
             same input; transformers models need none.
 
@@ -236,6 +238,7 @@ def sparsify_(
     if run is not None and not callable(run):
         raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
+    check_rounding(recipe, storage)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
@@ -267,7 +270,7 @@ def sparsify_(
         if pruner is not None and patterns[names[0]] != DENSE:
             weights = pruner.prune(Linears(weights, patterns[names[0]]))
         for name, weight in weights.items():
-            packed = pack_weight(weight, patterns[name], storage, name=name)
+            packed = pack_weight(weight, patterns[name], storage, recipe, name=name)
             linear = targets.linears[name]
             options: Any = {"backend": backend, "fallback": fallback, "dense_dtype": linear.weight.dtype}
             layer = SlideLinear(packed, linear.bias, **options).train(linear.training)

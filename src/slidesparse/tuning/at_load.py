@@ -94,7 +94,7 @@ class LoadTuner:
 
     def wants(self, problem: Problem, backend: str = "auto", fallback: Fallback = "dense") -> bool:
         """Return whether a layer is the first one of a kind that is to be measured now."""
-        kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern)
+        kind = problem.dtype, problem.out_features, problem.in_features, str(problem.pattern), problem.bits
         if kind in self._seen:
             return False
         backends = backends_to_compare(problem, backend, fallback)

@@ -54,6 +54,8 @@ class Hopper(Backend):
     name = "hopper"
     accelerated = True
     layout = METADATA
+    width = 8
+    """Bits of a kept value in memory."""
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -72,6 +74,10 @@ class Hopper(Backend):
             return f"NVRTC {compiler[0]} makes code that this driver, of CUDA {driver}, cannot load; update the driver"
         return None
 
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """See :class:`slidesparse.gemm.backend.Backend`; the other one reads 0.8 of the bytes of such a weight."""
+        return ("hopper-6bit", "hopper-6bit reads fewer bytes") if problem.bits == 6 else None
+
     def library(self) -> str:
         """See :class:`slidesparse.gemm.backend.Backend`."""
         return f"slidesparse {REVISION}"
@@ -82,7 +88,9 @@ class Hopper(Backend):
         Waits for the device: a product may fetch weights while the kernel before it still runs, so the kernels that
         write them must have ended.
         """
-        operand = weights.HopperOperand(dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed)))
+        operand = weights.HopperOperand(
+            dense_steps(packed), sparse_steps(packed, self.layout.bundle(packed), self.width)
+        )
         if operand.sparse.is_cuda:
             torch.cuda.current_stream(operand.sparse.device).synchronize()
         return operand
@@ -93,7 +101,7 @@ class Hopper(Backend):
         if isinstance(lift, TorchLift) or not out_features:
             return by_parts
         kernel_lift = cast("KernelLift", lift)
-        return HopperLinear(kernel_lift, by_parts) if kernel_lift.tokens else by_parts
+        return HopperLinear(kernel_lift, by_parts, self.width) if kernel_lift.tokens else by_parts
 
     def runner_for_tokens(self, runner: Runner, tokens: int) -> Runner | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -108,7 +116,7 @@ class Hopper(Backend):
         """See :class:`slidesparse.gemm.backend.Backend`; it loads every tile."""
         index = torch.cuda.current_device() if device.index is None else device.index
         field = SparseForm.of_order(ColumnOrder(*order), dtype.itemsize).field  # type: ignore[arg-type] # their number
-        load_kernels(TILES, dtype, out_dtype, index, field)
+        load_kernels(TILES, dtype, out_dtype, index, field, self.width)
 
     def matmul(
         self,
@@ -155,3 +163,33 @@ class HopperCounts(Hopper):
     name = "hopper-counts"
     accelerated = False
     layout = COUNTS
+
+
+class HopperSixBits(Hopper):
+    """The same for INT8 weights whose values are all multiples of 4: they have six bits in memory.
+
+    ``slidesparse prune --weight-bits 6`` makes such weights.
+    """
+
+    name = "hopper-6bit"
+    width = 6
+    stand_in = Hopper.name
+
+    def why_not(self, problem: Problem) -> str | None:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        return super().why_not(problem) if problem.bits == self.width else "a value of its weight has more than 6 bits"
+
+    def yields_to(self, problem: Problem) -> tuple[str, str] | None:
+        """See :class:`slidesparse.gemm.backend.Backend`."""
+        return None
+
+    def prepare(self, packed: PackedWeight) -> weights.HopperOperand:
+        """See :meth:`Hopper.prepare`.
+
+        Raises:
+            InputError: A value needs more bits: other weights were loaded into a layer.
+        """
+        if packed.bits != self.width:
+            what = "values of a weight for hopper-6bit"
+            raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
+        return super().prepare(packed)

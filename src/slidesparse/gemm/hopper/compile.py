@@ -31,7 +31,9 @@ TYPES = {
 OUTPUTS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0) -> list[str]:
+def options(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0, width: int = 8
+) -> list[str]:
     """Return the options for NVRTC, which the top of the source lists.
 
     Args:
@@ -40,12 +42,13 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: boo
         out_dtype: Type of the product.
         grouped: For the weights of many experts.
         field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        width: Bits of a kept value in memory: 6, or 8 for all others.
     """
     registers = tile.tokens // 2
     constraint = "r" if dtype == torch.int8 else "f"
     names = ", ".join(f"%{i}" for i in range(registers))
     operands = ", ".join(f'"+{constraint}"(d[{i}])' for i in range(registers))
-    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(5)]
+    after = [f'-DOPERAND_{i}="%{registers + i}"' for i in range(8)]
     geometry = {
         "TOKENS": tile.tokens,
         "WARPGROUPS": tile.warpgroups,
@@ -55,6 +58,7 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: boo
         "BLOCKS": tile.blocks,
         "GROUPED": int(grouped),
         "FIELD": field,
+        "WIDTH": width,
     }
     return [
         f"--gpu-architecture={ARCH}",
@@ -68,13 +72,15 @@ def options(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: boo
     ]
 
 
-def cubin(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0) -> bytes:
+def cubin(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, grouped: bool = False, field: int = 0, width: int = 8
+) -> bytes:
     """Return the machine code of a variant, from the cache or the compiler; see :func:`options`.
 
     Raises:
         UnsupportedError: When there is no NVRTC, or it refuses the source.
     """
-    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped, field)
+    source, opts = SOURCE.read_bytes(), options(tile, dtype, out_dtype, grouped, field, width)
     major, minor = nvrtc_version()
     key = hashlib.sha256(b"\0".join([source, *(option.encode() for option in opts), b"%d.%d" % (major, minor)]))
     path = cache_folder() / "hopper" / f"{key.hexdigest()[:32]}.cubin"

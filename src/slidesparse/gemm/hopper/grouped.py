@@ -50,7 +50,7 @@ class HopperExperts:
             UnsupportedError: See :func:`slidesparse.gemm.hopper.launch.load_kernel`.
         """
         for field in {SparseForm.of(operand.shape[1:]).field for operand in operands}:
-            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), field, grouped=True)
+            load_kernels(WHOLE, dtype, out_dtype, operands[0].get_device(), field, 8, grouped=True)
 
     def multiply(
         self,
@@ -95,7 +95,7 @@ class HopperExperts:
             windows=form.windows,
             row=out,
         )
-        kernel = load_grouped(tile, dtype, out_dtype, device, field)
+        kernel = load_grouped(tile, dtype, out_dtype, device, field, form.width)
         kernel.launch(arguments, kernel.grid(tile.count(rows, out)), current_stream(device))
         return y
 

@@ -15,7 +15,7 @@ from slidesparse.base.torch_private import current_stream
 from slidesparse.errors import InputError, UnsupportedError
 from slidesparse.gemm.hopper.compile import OUTPUTS, cubin
 from slidesparse.gemm.hopper.tiles import GROUP, Band, Tile, choose_bands
-from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, SparseForm
+from slidesparse.gemm.hopper.weights import SLABS, TILE_ROWS, VALUE_BYTES, SparseForm
 from slidesparse.layout import SLAB_BYTES
 
 INVALID_CONTEXT = 201
@@ -180,7 +180,7 @@ class GemmLaunch:
     def __init__(
         self,
         bands: Sequence[Band],
-        types: tuple[torch.dtype, torch.dtype, int, int],
+        types: tuple[torch.dtype, torch.dtype, int, int, int],
         sizes: Arguments,
         slab_bytes: int,
         row_bytes: tuple[int, int],
@@ -276,6 +276,7 @@ def _launch(
         raise InputError("output type of the Hopper kernel", got=out_dtype, needed="bfloat16, float16 or float32")
     columns = SLAB_BYTES // dtype.itemsize * (form.slabs + dense_slabs)
     fits = activations[1] == columns and sparse[1:] == form.shape(out_features, dtype.itemsize)[1:]
+    fits &= dense[3] == VALUE_BYTES  # of the other segment it has another length, but for values of six bits
     if not fits or out_features > TILE_ROWS * sparse[0]:
         raise InputError(
             f"activations {list(activations)} {dtype} for {out_features} outputs",
@@ -285,7 +286,7 @@ def _launch(
     slab_bytes = math.prod(SLABS.shape(tokens, columns, dtype.itemsize)) * dtype.itemsize
     numbers = {"dense_slabs": dense_slabs, "sparse_slabs": form.slabs, "windows": form.windows}
     sizes = Arguments(tokens=tokens, channels=out_features, group=GROUP, **numbers)
-    types = dtype, out_dtype, device, form.field
+    types = dtype, out_dtype, device, form.field, form.width
     row_bytes = math.prod(dense[1:]), math.prod(sparse[1:])
     return GemmLaunch(bands if tokens and out_features else (), types, sizes, slab_bytes, row_bytes)
 
@@ -298,7 +299,7 @@ def multiprocessors(device: int) -> int:
 
 
 @cache
-def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> Kernel:
+def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int) -> Kernel:
     """Return the variant, loaded on a device for the life of the process.
 
     Args:
@@ -307,26 +308,29 @@ def load_kernel(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: 
         out_dtype: Type of the product.
         device: Index of the CUDA device.
         field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+        width: Bits of a kept value in memory.
 
     Raises:
         UnsupportedError: No compiler, no driver, or a CUDA graph is being captured: loading code may synchronise.
     """
-    return _load(tile, dtype, out_dtype, device, field, False)
+    return _load(tile, dtype, out_dtype, device, field, width, False)
 
 
 @cache
-def load_grouped(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int) -> Kernel:
+def load_grouped(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int) -> Kernel:
     """Return the variant for the weights of many experts; see :func:`load_kernel`."""
-    return _load(tile, dtype, out_dtype, device, field, True)
+    return _load(tile, dtype, out_dtype, device, field, width, True)
 
 
-def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, grouped: bool) -> Kernel:
+def _load(
+    tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, width: int, grouped: bool
+) -> Kernel:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "the Hopper kernel is not loaded yet and cannot be while a CUDA graph is captured",
             remedy="run the layer once with as many tokens before the capture",
         )
-    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped, field)
+    driver, code = _driver(), cubin(tile, dtype, out_dtype, grouped, field, width)
     with torch.cuda.device(device):
         status, context = driver.cuDevicePrimaryCtxRetain(device)
         _check(status, "cuDevicePrimaryCtxRetain")
@@ -335,7 +339,7 @@ def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, f
         _check(status, "cuModuleLoadData")
         status, function = driver.cuModuleGetFunction(module, b"sparse_gemm")
         _check(status, "cuModuleGetFunction")
-        shared = tile.shared_bytes(dtype.itemsize, field)
+        shared = tile.shared_bytes(dtype.itemsize, field, width)
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         (status,) = driver.cuFuncSetAttribute(function, attribute, shared)
         _check(status, "cuFuncSetAttribute")
@@ -343,7 +347,13 @@ def _load(tile: Tile, dtype: torch.dtype, out_dtype: torch.dtype, device: int, f
 
 
 def load_kernels(
-    tiles: Iterable[Tile], dtype: torch.dtype, out_dtype: torch.dtype, device: int, field: int, grouped: bool = False
+    tiles: Iterable[Tile],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: int,
+    field: int,
+    width: int,
+    grouped: bool = False,
 ) -> None:
     """Load the variants of many tiles; those that no cache holds are compiled in parallel. See :func:`load_kernel`.
 
@@ -352,10 +362,10 @@ def load_kernels(
     """
     tiles = list(tiles)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, field), tiles))
+        list(pool.map(lambda tile: cubin(tile, dtype, out_dtype, grouped, field, width), tiles))
     load = load_grouped if grouped else load_kernel  # called as launches call them, or the caches would not know it
     for tile in tiles:
-        load(tile, dtype, out_dtype, device, field)
+        load(tile, dtype, out_dtype, device, field, width)
 
 
 @lru_cache(maxsize=1)

@@ -33,6 +33,7 @@ class HopperLinear:
     Args:
         lift: Quantises and lifts the tokens.
         by_parts: The runner of the cases that this one cannot run.
+        width: Bits of a kept value in memory.
         tile: The tile of the product; None for the fastest, or the fastest two.
 
     Raises:
@@ -47,9 +48,9 @@ class HopperLinear:
 
     __slots__ = ("_by_parts", "_dense", "_gemm", "_scales_start", "_sparse", "kind", "lift", "out", "workspace_bytes")
 
-    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, tile: Tile | None = None) -> None:
+    def __init__(self, lift: KernelLift, by_parts: LiftThenMultiply, width: int = 8, tile: Tile | None = None) -> None:
         self.out = by_parts.out_features
-        self._dense, self._sparse = step_shapes(lift.order, lift.target.itemsize, self.out)
+        self._dense, self._sparse = step_shapes(lift.order, lift.target.itemsize, self.out, width)
         self.kind = lift.order, lift.source, lift.target, lift.prologue, lift.device, self.out
         activations = torch.Size((lift.tokens, lift.width))
         sizes = activations, lift.target, self._dense, self._sparse, self.out

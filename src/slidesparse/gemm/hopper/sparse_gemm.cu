@@ -27,6 +27,9 @@
 //
 //     bundle       FIELD words a thread and row block | step 0: values | step 1: values | ... | step windows - 1: values
 //
+// WIDTH = 6: kept values of an INT8 weight that are all multiples of 4 have six bits in memory. A thread loads those that it
+// gives to wgmma, which takes A from registers then, and makes eight bits of each (see "values of six bits").
+//
 // Every operand lies in memory in the order that shared memory needs (gemm/hopper/weights.py), so a step is two 1-D bulk
 // copies, without tensor maps. A ring of STAGES stages, each with the memory of one step, joins producer and consumers:
 //
@@ -52,9 +55,9 @@
 // the expert before it. Which expert, and how many tiles have work, only the device knows; the other blocks leave at once.
 //
 // The compiler's options (gemm/hopper/compile.py) define TYPE_S8 / E4M3 / BF16 / F16, OUT_BF16 / F16 / F32, TOKENS,
-// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor), GROUPED and FIELD. Since a preprocessor cannot count, they
-// define the accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the
-// constraints "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_4).
+// WARPGROUPS, ROW_BLOCKS, STAGES, SPLIT, BLOCKS (of a multiprocessor), GROUPED, FIELD and WIDTH. Since a preprocessor cannot count,
+// they define the accumulator operands of wgmma, too: ACC_NAMES is the string "%0, %1, ..." of TOKENS / 2 registers, ACC(d) the
+// constraints "+r"(d[0]), ..., and OPERAND(n) the string of the n-th operand after them (options define OPERAND_0 ... OPERAND_7).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -112,8 +115,9 @@ constexpr int TILE_BLOCKS = WARPGROUPS * ROW_BLOCKS;
 constexpr int X_BYTES = TOKENS * SLAB;
 constexpr int VALUE_BYTES = ROWS * HALF;
 constexpr int META_BYTES = FIELD == 0 ? META_WORDS * 512 : 0;
-constexpr int SPARSE_BYTES = VALUE_BYTES + META_BYTES;   // of a row block in a 2:4 step; in a dense step VALUE_BYTES
-constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * SPARSE_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
+constexpr int SPARSE_BYTES = VALUE_BYTES / 8 * WIDTH + META_BYTES;  // of a row block in a 2:4 step; in a dense step VALUE_BYTES
+constexpr int WEIGHT_BYTES = SPARSE_BYTES > VALUE_BYTES ? SPARSE_BYTES : VALUE_BYTES;
+constexpr int STAGE_BYTES = (X_BYTES + TILE_BLOCKS * WEIGHT_BYTES + 1023) / 1024 * 1024;  // X's swizzle repeats after 1024
 
 // A bundle's words have a slot from its first step on. It is filled again for the first step of the bundle SLOTS later, when
 // consumers have given back the step STAGES before that. The old bundle's last step is (SLOTS - 1) * windows + 1 >= STAGES
@@ -151,6 +155,12 @@ static_assert(TOKENS % 16 == 0 && W_TILE % TILE_BLOCKS == 0, "tokens go in sixte
 static_assert(X_BYTES % 512 == 0 && SPARSE_BYTES % 512 == 0, "the swizzle of weights repeats every 512 bytes");
 static_assert(STAGES >= 3, "a dense slab holds two stages while the next step is awaited");
 static_assert(FIELD == 0 || (META_WORDS == 2 && (FIELD == 3 || FIELD == 4)), "counts of groups of 6 to 16 columns, 8-bit types");
+#if WIDTH == 6
+#if !defined(TYPE_S8)
+#error "values of six bits are INT8"
+#endif
+static_assert(FIELD == 0, "values of six bits stand with their metadata");
+#endif
 static_assert(!SUMS_IN_RING || EXCHANGE_BYTES <= STAGES * STAGE_BYTES, "the ring holds the sums");
 static_assert(!GROUPED || SPLIT == 1, "the blocks of a cluster must all have work, or none");
 
@@ -158,6 +168,7 @@ struct Arguments {
     const u8* x;          // [slabs][tokens padded to 8][SLAB], 128-byte swizzle
     const u8* dense;      // [row tiles][2 * dense slabs][W_TILE][64][HALF], 64-byte swizzle
     const u8* sparse;     // [row tiles][sparse slabs][W_TILE]{[64][HALF] values, 64-byte swizzle; metadata}
+                          // WIDTH = 6: [row tiles][sparse slabs][W_TILE][2 instructions][128 threads]{3 words of values; metadata}
                           // FIELD > 0: [row tiles][bundles]{[W_TILE][FIELD][128] words; [windows][W_TILE][64][HALF] values}
     const float* scale_x; // [tokens] or null
     const float* scale_w; // [channels] or null
@@ -436,6 +447,17 @@ __device__ __forceinline__ void mma_sparse(acc_t* d, u64 a, u64 b, u32 meta, int
         : ACC(d) : "l"(a), "l"(b), "r"(meta), "r"(accumulate), "n"(SELECTOR));
 }
 
+#if WIDTH == 6
+// The same with the kept values in registers. They must not be written before the instruction has ended.
+__device__ __forceinline__ void mma_sparse(acc_t* d, const u32* a, u64 b, u32 meta, int accumulate) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, " OPERAND(6) ", 0;\n"
+        "wgmma.mma_async.sp.sync.aligned.m64n" TEXT(TOKENS) K_SPARSE "." MMA_TYPES " {" ACC_NAMES "}, {" OPERAND(0) ", "
+        OPERAND(1) ", " OPERAND(2) ", " OPERAND(3) "}, " OPERAND(4) ", " OPERAND(5) ", " OPERAND(7) ", p" MMA_TAIL "; }"
+        : ACC(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(meta), "r"(accumulate), "n"(0));
+}
+#endif
+
 __device__ __forceinline__ void mma_dense(acc_t* d, u64 a, u64 b, int accumulate) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, " OPERAND(2) ", 0;\n"
@@ -497,7 +519,48 @@ __device__ __forceinline__ void metadata_of(const u32* words, int window, u32* m
 }
 #endif
 
+// ---- values of six bits ----------------------------------------------------------------------------------------------
+
+#if WIDTH == 6
+// What a thread gives to one instruction: the kept values of its rows lane / 4 and lane / 4 + 8, four a register (PTX ISA,
+// "Register Fragments for sparse wgmma.mma_async.m64nNk64"), and metadata. In memory these are four words. Byte i of the four
+// registers has its upper four bits in the nibbles of byte i of the first two words, and the next two in byte i of the third:
+//
+//     byte of    word 0: register 0 | register 1    word 1: register 2 | register 3    word 2: of registers 3 | 2 | 0 | 1
+//     its bits           7654       | 3210                  7654       | 3210                              76  54  32  10
+//
+// The lowest two bits of every value are zeros.
+struct Words {
+    u32 high0, high1, low, meta;
+    __device__ __forceinline__ void load(u32 from) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(high0), "=r"(high1), "=r"(low), "=r"(meta) : "r"(from));
+    }
+};
+
+struct Fragment {
+    u32 values[4], meta;
+
+    __device__ __forceinline__ void take(const Words& from) {
+        values[0] = join(from.high0, from.low);
+        values[1] = join(from.high0 << 4, from.low << 2);
+        values[2] = join(from.high1, from.low >> 2);
+        values[3] = join(from.high1 << 4, from.low >> 4);
+        meta = from.meta;
+        asm volatile("" : "+r"(values[0]), "+r"(values[1]), "+r"(values[2]), "+r"(values[3]), "+r"(meta));  // now, not later
+    }
+
+    __device__ __forceinline__ static u32 join(u32 high, u32 low) { return high & 0xF0F0F0F0 | low & 0x0C0C0C0C; }
+};
+#endif
+
 // ---- consumer --------------------------------------------------------------------------------------------------------
+
+#if WIDTH == 6
+// Groups in flight while values are made, and instructions of a step whose words are loaded at once: as registers allow. With
+// one of each less the compiler would have the largest tile spill, or wait for every instruction.
+constexpr int IN_FLIGHT = ROW_BLOCKS * TOKENS <= 352 ? 2 : 1;
+constexpr int AHEAD = ROW_BLOCKS * TOKENS <= 320 ? 2 * ROW_BLOCKS : IN_FLIGHT == 2 ? 1 : 2;
+#endif
 
 struct Consumer {
     const Ring& ring;
@@ -514,9 +577,16 @@ struct Consumer {
         oldest.next();
     }
 
-#if FIELD == 0
+    // What a thread holds of a 2:4 step.
+#if WIDTH == 6
+    using Held = Fragment[2][ROW_BLOCKS];
+#else
+    using Held = u32[ROW_BLOCKS][META_WORDS];
+#endif
+
+#if WIDTH == 8 && FIELD == 0
     // Load the metadata registers of a step whose weights are at `w`.
-    __device__ __forceinline__ void load_metadata(u32 w, u32 (*meta)[META_WORDS]) const {
+    __device__ __forceinline__ void load_metadata(u32 w, Held& meta) const {
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
 #pragma unroll
@@ -524,10 +594,10 @@ struct Consumer {
                 asm volatile("ld.shared.b32 %0, [%1];" : "=r"(meta[j][i])
                              : "r"(w + j * SPARSE_BYTES + VALUE_BYTES + i * 512 + (threadIdx.x % 128) * 4));
     }
-#else
+#elif FIELD > 0
     // Make the metadata registers of the next step from the words of its bundle. They came with the bundle's first step, so
     // only that one has to be waited for.
-    __device__ __forceinline__ void make_metadata(u32 (*meta)[META_WORDS]) {
+    __device__ __forceinline__ void make_metadata(Held& meta) {
         const u32 own = ring.slot(bundle) + warpgroup * ROW_BLOCKS * COUNT_BYTES + (threadIdx.x % 128) * 4;
         if (bundle.window == 0) barrier_wait(ring.full_of(place), place.phase);
 #pragma unroll
@@ -543,27 +613,48 @@ struct Consumer {
     }
 #endif
 
-    // Multiply one 2:4 step. `meta` must not be written again before the group after this one has been waited for.
-    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int accumulate) {
+    // Multiply one 2:4 step. `held` must not be written again before the group after this one has been waited for.
+    __device__ __forceinline__ void sparse_step(acc_t (*d)[TOKENS / 2], Held& held, int accumulate) {
 #if FIELD > 0
-        make_metadata(meta);
+        make_metadata(held);
 #endif
         barrier_wait(ring.full_of(place), place.phase);
         const u32 x = ring.stage(place), w = weights(x, SPARSE_BYTES);
+#if WIDTH == 6
+        // Each instruction is a group. While others multiply, the values of the next one are made of words loaded before.
+        auto load = [&](Words& words, int q) {
+            words.load(w + q % ROW_BLOCKS * SPARSE_BYTES + (q / ROW_BLOCKS * 128 + threadIdx.x % 128) * 16);
+        };
+        Words words[AHEAD];
+#pragma unroll
+        for (int q = 0; q < AHEAD; q++) load(words[q], q);
+#pragma unroll
+        for (int q = 0; q < 2 * ROW_BLOCKS; q++) {
+            const int i = q / ROW_BLOCKS, j = q % ROW_BLOCKS;
+            held[i][j].take(words[q % AHEAD]);
+            if (q + AHEAD < 2 * ROW_BLOCKS) load(words[q % AHEAD], q + AHEAD);
+            mma_wait<IN_FLIGHT - 1>();
+            mma_fence();
+            mma_sparse(d[j], held[i][j].values, describe(x + i * 64, SLAB), held[i][j].meta, i > 0 || accumulate);
+            mma_commit();
+        }
+        place.next();
+#else
 #if FIELD == 0
-        load_metadata(w, meta);
+        load_metadata(w, held);
 #endif
         mma_fence();
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
-            mma_sparse<0>(d[j], describe(w + j * SPARSE_BYTES, HALF), describe(x, SLAB), meta[j][0], accumulate);
+            mma_sparse<0>(d[j], describe(w + j * SPARSE_BYTES, HALF), describe(x, SLAB), held[j][0], accumulate);
 #pragma unroll
         for (int j = 0; j < ROW_BLOCKS; j++)
             mma_sparse<META_WORDS == 1>(d[j], describe(w + j * SPARSE_BYTES + 32, HALF), describe(x + 64, SLAB),
-                                        meta[j][META_WORDS - 1], 1);
+                                        held[j][META_WORDS - 1], 1);
         mma_commit();
         place.next();
         mma_wait<1>();
+#endif
     }
 
     // Multiply half a slab of dense weights by the bytes at `x` of every X row.
@@ -583,8 +674,8 @@ struct Consumer {
     }
 
     // Multiply a 2:4 step that may be the first of the range, or follow a dense slab.
-    __device__ __forceinline__ void first_sparse_step(acc_t (*d)[TOKENS / 2], u32 (*meta)[META_WORDS], int dense, int slab) {
-        sparse_step(d, meta, dense + slab > 0);
+    __device__ __forceinline__ void first_sparse_step(acc_t (*d)[TOKENS / 2], Held& held, int dense, int slab) {
+        sparse_step(d, held, dense + slab > 0);
         if (dense + slab > 0) release();
         if (dense > 0 && slab == 0) release();
     }
@@ -599,8 +690,8 @@ struct Consumer {
             if (slab > 0) release(), release();
             dense_step(d, x + HALF, 1);
         }
-        // There are two sets of metadata registers: a group in flight still reads its own.
-        u32 even[ROW_BLOCKS][META_WORDS], odd[ROW_BLOCKS][META_WORDS];
+        // There are two sets of registers: a group in flight still reads its own.
+        Held even, odd;
         if (FIELD > 0 && bundle.window > 0) barrier_wait(ring.full_of(place), place.phase);  // its words came with it
         int slab = 0;
         for (; slab + 1 < sparse; slab += 2) {

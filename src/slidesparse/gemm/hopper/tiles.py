@@ -111,15 +111,16 @@ class Tile:
         fewest_windows = {3: 2, 4: 4}
         return 1 + -(-(self.stages - 1) // fewest_windows[field]) if field else 0
 
-    def shared_bytes(self, itemsize: int, field: int = 0) -> int:
+    def shared_bytes(self, itemsize: int, field: int = 0, width: int = 8) -> int:
         """Return the bytes of shared memory of a block, as the source lays it out.
 
         Args:
             itemsize: Bytes of a weight.
             field: Bits of a count, for weights in bundles (:mod:`slidesparse.gemm.hopper.weights`); 0 for all others.
+            width: Bits of a kept value: 6, or 8 for all others.
         """
         blocks = self.warpgroups * self.row_blocks
-        step = VALUE_BYTES if field else step_bytes(itemsize)
+        step = VALUE_BYTES if field else max(VALUE_BYTES, step_bytes(itemsize, width))  # the first is a dense one's
         stage = -(-(self.tokens * SLAB_BYTES + blocks * step) // 1024) * 1024
         counts = self.slots(field) * blocks * field * PLANE_BYTES
         channels = self.row_blocks * 64

@@ -13,6 +13,9 @@ each. The slabs of a bundle (:func:`slidesparse.layout.in_bundles`) have the sam
 bundle, before its steps: 0.84 bytes a weight at 6:8, in place of 0.94. A thread finds its metadata in them with some 13
 instructions.
 
+**Six bits** (:func:`slidesparse.support.value_bits`). INT8 values that are all multiples of 4 have six bits in memory:
+0.75 bytes a weight at 6:8. A thread loads the values that it gives to an instruction, with their metadata, as 16 bytes.
+
 Rows of 64 bytes are swizzled as ``wgmma`` expects of a shared-memory operand (PTX ISA, "Matrix descriptor", 64-byte
 swizzling): 16-byte chunk ``c`` of row ``r`` is at ``c ^ (r / 2 % 4)``. ``gemm/hopper/sparse_gemm.cu`` reads this.
 """
@@ -51,9 +54,14 @@ PADDING = Fraction(51, 50)
 """Most slabs of bundles for each slab without them; where whole bundles would need more, they cost time."""
 
 
-def step_bytes(itemsize: int) -> int:
-    """Return the bytes of a row block in a 2:4 step: values, then metadata, 1024 bytes for 8-bit types, else 512."""
-    return VALUE_BYTES + 1024 // itemsize
+def step_bytes(itemsize: int, width: int = 8) -> int:
+    """Return the bytes of a row block in a 2:4 step: values, and metadata, 1024 bytes for 8-bit types, else 512.
+
+    Args:
+        itemsize: Bytes of a weight.
+        width: Bits of a kept value in memory: 6, or 8 for all others.
+    """
+    return VALUE_BYTES // 8 * width + 1024 // itemsize
 
 
 def bundle_of(packed: PackedWeight) -> int:
@@ -82,24 +90,27 @@ class SparseForm(NamedTuple):
 
     Attributes:
         slabs: Its slabs.
-        windows: Slabs of a bundle; 0 where metadata follow the values of every step.
+        windows: Slabs of a bundle; 0 where metadata stand with the values of every step.
+        width: Bits of a kept value in memory: 6, or 8 for all others.
     """
 
     slabs: int
     windows: int
+    width: int = 8
 
     @classmethod
     def of(cls, shape: torch.Size) -> SparseForm:
         """Return the form of a tensor of :func:`sparse_steps`."""
         if len(shape) == 4:
-            return cls(shape[1], 0)
+            return cls(shape[1], 0, 6 if shape[3] == step_bytes(1, 6) else 8)
         windows = shape[2] // (BLOCKS * VALUE_BYTES)  # the counts of a bundle have less than the values of a step
         return cls(shape[1] * windows, windows)
 
     @classmethod
-    def of_order(cls, order: ColumnOrder, itemsize: int) -> SparseForm:
+    def of_order(cls, order: ColumnOrder, itemsize: int, width: int = 8) -> SparseForm:
         """Return the form of the weight whose activations have this order in slabs."""
-        return cls(order.slid_columns * itemsize // SLAB_BYTES, order.group // 2 - 1 if order.bundle > 1 else 0)
+        windows = order.group // 2 - 1 if order.bundle > 1 else 0
+        return cls(order.slid_columns * itemsize // SLAB_BYTES, windows, width)
 
     @property
     def field(self) -> int:
@@ -110,7 +121,7 @@ class SparseForm(NamedTuple):
         """Return the shape of the tensor of a weight with this many rows."""
         tiles = -(-out_features // TILE_ROWS)
         if not self.windows:
-            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize)))
+            return torch.Size((tiles, self.slabs, BLOCKS, step_bytes(itemsize, self.width)))
         bundle_bytes = BLOCKS * (self.field * PLANE_BYTES + self.windows * VALUE_BYTES)
         return torch.Size((tiles, self.slabs // self.windows, bundle_bytes))
 
@@ -136,42 +147,46 @@ class HopperOperand(NamedTuple):
     sparse: torch.Tensor
 
 
-def step_shapes(order: ColumnOrder, itemsize: int, out_features: int) -> tuple[torch.Size, torch.Size]:
+def step_shapes(order: ColumnOrder, itemsize: int, out_features: int, width: int = 8) -> tuple[torch.Size, torch.Size]:
     """Return the shapes of an :class:`HopperOperand`, dense first.
 
     Args:
         order: The packed column order in slabs.
         itemsize: Bytes of a weight.
         out_features: Rows of the weight.
+        width: Bits of a kept value in memory.
     """
     slab = SLAB_BYTES // itemsize
     dense = (-(-out_features // TILE_ROWS), 2 * (order.dense_columns // slab), BLOCKS, VALUE_BYTES)
-    return torch.Size(dense), SparseForm.of_order(order, itemsize).shape(out_features, itemsize)
+    return torch.Size(dense), SparseForm.of_order(order, itemsize, width).shape(out_features, itemsize)
 
 
-def sparse_steps(packed: PackedWeight, bundle: int) -> torch.Tensor:
+def sparse_steps(packed: PackedWeight, bundle: int, width: int = 8) -> torch.Tensor:
     """Return the 2:4 segment in steps.
 
     Args:
         packed: The weight.
         bundle: Groups of a bundle of its activations, as its layout says.
+        width: Bits of a kept value in memory: 6, or 8 for all others.
 
     Returns:
-        uint8 [row tiles, slabs, 4, 4096 + metadata], no slabs without such a segment; or in bundles
+        uint8 [row tiles, slabs, 4, bytes of a step], no slabs without such a segment; or in bundles
         [row tiles, bundles, 4 * (512 * bits of a count + 4096 * windows of a group)].
     """
     out, itemsize = packed.shape[0], packed.dtype.itemsize
     segment = _segment(packed, "2:4")
     if segment is None or segment.code is None:
-        return torch.empty(SparseForm(0, 0).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
+        return torch.empty(SparseForm(0, 0, width).shape(out, itemsize), dtype=torch.uint8, device=packed.device)
     if bundle > 1:
         return _bundles(segment.values, segment.code, packed.pattern)
-    values = _row_steps(segment.values)
+    values = _row_steps(segment.values) if width == 8 else _six_bits(segment.values)
     windows = SLAB_BYTES // itemsize // 4
     nibbles = metadata(segment.code, packed.pattern)
     missing = values.shape[1] * windows - nibbles.shape[1]
     nibbles = F.pad(nibbles, (0, missing, 0, -out % TILE_ROWS), value=ZERO_NIBBLE)
     words = _metadata_words(nibbles, windows) if itemsize == 1 else _metadata_words_16(nibbles, windows)
+    if width == 6:  # of each thread: three words of values, one of metadata
+        return _row_tiles(torch.cat([values, words.unflatten(-1, (-1, 4))], -1).flatten(2))
     return _row_tiles(torch.cat([values, words], -1))
 
 
@@ -226,12 +241,33 @@ def _row_tiles(steps: torch.Tensor) -> torch.Tensor:
     return tiles.transpose(1, 2).contiguous()
 
 
-def _row_steps(values: torch.Tensor) -> torch.Tensor:
-    """Cut rows [out, columns] into steps of 64 bytes and swizzle them: uint8 [row blocks, steps, 4096]."""
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """Pad rows [out, columns] to whole row tiles and steps: uint8 [row blocks, 64, bytes]."""
     data = as_bits(values).contiguous().view(torch.uint8)
     data = F.pad(data, (0, -data.shape[1] % STEP_BYTES, 0, -data.shape[0] % TILE_ROWS))
-    chunks = data.view(-1, ROWS, data.shape[1] // STEP_BYTES, STEP_BYTES // CHUNK_BYTES, CHUNK_BYTES).transpose(1, 2)
-    return swizzled(chunks, torch.arange(ROWS, device=data.device) // 2 % 4).flatten(2)
+    blocks: torch.Tensor = data.unflatten(0, (-1, ROWS))
+    return blocks
+
+
+def _row_steps(values: torch.Tensor) -> torch.Tensor:
+    """Cut rows [out, columns] into steps of 64 bytes and swizzle them: uint8 [row blocks, steps, 4096]."""
+    chunks = _padded(values).unflatten(2, (-1, STEP_BYTES // CHUNK_BYTES, CHUNK_BYTES)).transpose(1, 2)
+    return swizzled(chunks, torch.arange(ROWS, device=values.device) // 2 % 4).flatten(2)
+
+
+def _six_bits(values: torch.Tensor) -> torch.Tensor:
+    """Arrange rows [out, columns] of INT8 as threads read them: uint8 [row blocks, steps, 2 instructions * 128, 12].
+
+    Of an instruction a thread has four registers (PTX ISA, "Register Fragments for sparse wgmma.mma_async.m64nNk64"):
+    register r has row lane / 4 + r % 2 * 8 of its warp's, from kept value lane % 4 * 4 + r / 2 * 16 on. Upper nibbles
+    of registers 0 and 1, and of 2 and 3, share a word; the next two bits of all four share the third.
+    """
+    # block, warp, +8, row, step, instruction, second half, lane % 4, byte
+    by_lane = _padded(values).view(-1, 4, 2, 8, -(-values.shape[1] // STEP_BYTES), 2, 2, 4, 4)
+    # the four registers first, then block, step, instruction, warp, row, lane % 4, byte
+    r0, r1, r2, r3 = by_lane.permute(6, 2, 0, 4, 5, 1, 3, 7, 8).flatten(0, 1)
+    words = r0 & 0xF0 | r1 >> 4, r2 & 0xF0 | r3 >> 4, (r3 & 12) << 4 | (r2 & 12) << 2 | r0 & 12 | r1 >> 2 & 3
+    return torch.cat(words, -1).flatten(2, 5)
 
 
 def _metadata_words(nibbles: torch.Tensor, windows: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.linear import SlideLinear
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
-from slidesparse.support import check_groups, following_groups
+from slidesparse.support import check_groups, following_groups, value_bits
 
 SUBMODULE = "slide"
 """The attribute of a converted layer that holds its SlideLinear."""
@@ -97,7 +97,7 @@ class SGLangScheme(CompressedTensorsLinearScheme):
         if groups is not None and not len(groups):
             self._say(f"dense, no column group of this shard follows {pattern}")
             return None
-        problem = Problem(pattern, weight.dtype, out, columns, weight.device)
+        problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
         choice = choose(problem, self.options.backend, self.options.fallback)
         if choice.backends == ("dense",):
             self._say(f"dense, {pattern}; {choice.reason}")

@@ -33,7 +33,14 @@ from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.quant import QUANTISED
-from slidesparse.support import UNIFORM_PATTERNS, check_groups, check_weight, following_groups, satisfies
+from slidesparse.support import (
+    UNIFORM_PATTERNS,
+    check_groups,
+    check_weight,
+    following_groups,
+    satisfies,
+    value_bits,
+)
 from slidesparse.tuning.at_load import LoadTuner
 
 LEAST_CAPABILITY = 80
@@ -253,7 +260,7 @@ def pack_shard(
     if groups is not None and not len(groups):
         return _stay_dense(weight, scale, named, options, f"no column group of this shard follows {pattern}")
     out, columns = weight.shape
-    problem = Problem(pattern, weight.dtype, out, columns, weight.device)
+    problem = Problem(pattern, weight.dtype, out, columns, weight.device, bits=value_bits(weight))
     if tuner is not None and tuner.wants(problem, options.backend, options.fallback):
         packed = pack(weight, pattern, scale=scale, k_offset=k_offset, groups=groups, name=named.name)
         tuner.measure(problem, packed, options.fallback)

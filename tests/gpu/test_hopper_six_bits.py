@@ -1,0 +1,102 @@
+"""INT8 weights of six bits on a Hopper GPU: products are those of the reference, for every pattern, tile and size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slidesparse.gemm.hopper.backend import HopperSixBits
+from slidesparse.gemm.hopper.launch import load_kernels
+from slidesparse.gemm.hopper.tiles import TILES, Band, Tile
+from slidesparse.gemm.hopper.weights import SLABS
+from slidesparse.gemm.reference import apply_scales, product
+from slidesparse.packed import PackedWeight, pack_segments
+from slidesparse.prune import prune_mask
+from slidesparse.slide import gather
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+INT8, BF16 = torch.int8, torch.bfloat16
+PATTERNS = ("2:4", "4:6", "6:8", "8:10", "dense", "2:4@30%", "6:8@50%")
+TOKENS = (1, 7, 64, 193, 1000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compile all tiles at once, in parallel."""
+    load_kernels(TILES, INT8, BF16, 0, 0, 6)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=TILES, ids=str)
+def tile(request: pytest.FixtureRequest) -> Tile:
+    """Every tile in turn, whatever the sizes would choose."""
+    chosen: Tile = request.param
+    return chosen
+
+
+def packed_weight(pattern: str, out: int, columns: int) -> PackedWeight:
+    whole = torch.randint(-32, 32, (out, columns), device="cuda").to(torch.float32) * 4
+    weight = (whole * prune_mask(whole, pattern)).to(INT8)
+    return pack_segments(weight, pattern, scale=torch.rand(out, device="cuda") * 1e-3)
+
+
+def lifted(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """In slabs; what stands past the tokens is poison, which must not reach a result."""
+    rows, tokens = gather(x, HopperSixBits.layout.column_map(packed)), x.shape[0]
+    padded = rows.new_full((SLABS.padded(tokens), rows.shape[1]), 0x7F)
+    padded[:tokens] = rows
+    return SLABS.arrange(padded).view(padded.shape)[:tokens]
+
+
+def assert_exact(packed: PackedWeight, tile: Tile | tuple[Band, ...], tokens: tuple[int, ...] = TOKENS) -> None:
+    backend, (out, columns) = HopperSixBits(), packed.shape
+    operand, weight, bias = backend.prepare(packed), packed.unpack(), torch.randn(out, device="cuda")
+    for m in tokens:
+        x = torch.randint(-128, 128, (m, columns), dtype=INT8, device="cuda")
+        scale_x = torch.rand(m, 1, device="cuda")
+        y = backend.matmul(lifted(x, packed), scale_x, operand, packed.scale, bias, out, BF16, tile)
+        assert torch.equal(y, apply_scales(product(x, weight), scale_x, packed.scale, bias, BF16)), m
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_product_has_the_bits_of_the_reference(pattern: str, tile: Tile) -> None:
+    assert_exact(packed_weight(pattern, 300, 1000), tile)
+
+
+def test_long_rows_use_every_stage_again_and_again(tile: Tile) -> None:
+    assert_exact(packed_weight("6:8", 320, 18944), tile, (16, 200))
+
+
+def test_blocks_walk_over_many_tiles(tile: Tile) -> None:
+    assert_exact(packed_weight("6:8", 1500, 500), tile, (3000,))
+
+
+@pytest.mark.parametrize("out", [1, 63, 257, 320])
+def test_any_number_of_channels(out: int, tile: Tile) -> None:
+    assert_exact(packed_weight("6:8", out, 256), tile, (200,))
+
+
+@pytest.mark.parametrize("rest", TILES, ids=str)
+def test_two_bands_are_one_product(rest: Tile) -> None:
+    large = next(iter(TILES))
+    assert_exact(packed_weight("6:8", 1300, 1000), (Band(large, 512), Band(rest, 788)), (200,))
+
+
+def test_ten_thousand_launches_give_the_same_bits() -> None:
+    packed = packed_weight("6:8", 3584, 3584)
+    backend, x = HopperSixBits(), torch.randint(-128, 128, (64, 3584), dtype=INT8, device="cuda")
+    given = lifted(x, packed), torch.rand(64, 1, device="cuda"), backend.prepare(packed), packed.scale, None, 3584, BF16
+    first, different = backend.matmul(*given), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        different += (backend.matmul(*given) != first).any()
+    assert int(different) == 0
