@@ -82,7 +82,13 @@ class Pretender:
 
 
 def write_nothing(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype, pattern: Any, device: object, layers: Mapping[str, Any]
+    folder: Path,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    pattern: Any,
+    device: object,
+    layers: Mapping[str, Any],
+    six_bits: bool,
 ) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
@@ -631,3 +637,19 @@ def test_workloads_are_named_once() -> None:
     assert len({workload.name for workload in FULL}) == len(FULL)
     assert [workload.kind for workload in FULL].count(DECODE) == 6
     assert MIXED in QUICK
+
+
+def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: dict[str, bool] = {}
+
+    def write(folder: Path, *given: Any) -> None:
+        folder.mkdir()
+        written[folder.name] = given[-1]
+
+    monkeypatch.setattr(serve_checkpoints, "write_checkpoint", write)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    profile = adapt(dtypes=["int8"], patterns=["6:8"], backends=["auto", "hopper-6bit"])
+    keys = {key.engine: key for key in profile.keys("Qwen2.5-7B", "int8")}
+    folders = [serve_checkpoints.ready_checkpoint(tmp_path, keys[f"6:8{name}"], []) for name in ("", " hopper-6bit")]
+    assert [folder.name.rpartition("int8-")[2] for folder in folders] == ["6of8", "6of8-6bit"]
+    assert list(written.values()) == [False, True]

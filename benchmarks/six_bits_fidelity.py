@@ -1,0 +1,51 @@
+"""Measure what rounding to six bits costs a trained sentence encoder, beside pruning and INT8.
+
+    python benchmarks/six_bits_fidelity.py OUT.json
+
+Needs the extra ``demo``, and no GPU. The encoder and the measure are those of ``slidesparse demo``: Spearman's
+correlation of the similarities of 120 sentences with those of the dense float32 model. Pruning is by magnitude.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from slidesparse.bench import environment
+from slidesparse.demo.run import IGNORE, embed, load_encoder, pair_similarities, prune_, read_sentences, spearman
+from slidesparse.models.sparsify import sparsify_
+from slidesparse.pattern import DENSE, Pattern
+from slidesparse.quant import Rounding
+
+PATTERNS = ("dense", "6:8", "4:6", "2:4")
+RECIPES: tuple[Rounding, ...] = ("absmax", "6bit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    model, batches = load_encoder(read_sentences(), torch.device("cpu"))
+    exact = pair_similarities(embed(model, batches))
+    rows = []
+    for pattern in map(Pattern.parse, PATTERNS):
+        pruned = copy.deepcopy(model)
+        pruned = pruned if pattern == DENSE else prune_(pruned, pattern, batches)
+        row = {"pattern": str(pattern), "float": spearman(exact, pair_similarities(embed(pruned, batches)))}
+        for recipe in RECIPES:
+            given = copy.deepcopy(pruned)
+            treated = sparsify_(given, pattern, ignore=IGNORE, method=None, backend="dense", recipe=recipe)
+            row[recipe] = spearman(exact, pair_similarities(embed(treated, batches)))
+        rows.append({name: value if isinstance(value, str) else round(value, 4) for name, value in row.items()})
+        print(rows[-1], flush=True)
+    head = {"what": __doc__.splitlines()[0], "commit": environment.commit(), "date": str(date.today())}
+    options.file.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
