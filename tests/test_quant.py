@@ -161,8 +161,9 @@ def test_ternary_is_bitnets_absmean() -> None:
     assert abs(scale.item() - absmean) <= 2.0**-20 * absmean
     values, channel_scale = ternary_weight(weight, scale)
     assert values.dtype == torch.int8
-    assert np.array_equal(values.numpy(), np.clip(np.rint(wide / np.float32(scale.item())), -1, 1))
-    assert torch.equal(channel_scale, scale.expand(16, 1))
+    assert np.array_equal(values.numpy(), 4 * np.clip(np.rint(wide / np.float32(scale.item())), -1, 1))
+    assert torch.equal(channel_scale, scale.expand(16, 1) / 4)
+    assert value_bits(values) == 6
 
 
 def test_ternary_of_nothing() -> None:

@@ -211,9 +211,11 @@ def ternary_scale(weight: torch.Tensor) -> torch.Tensor:
 def ternary_weight(
     weight: torch.Tensor, absmean: torch.Tensor, dtype: torch.dtype = torch.int8, *, name: str = "weight"
 ) -> Quantised:
-    """Round a weight to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8.
+    """Round a weight to {-1, 0, 1} times one scale (BitNet b1.58, "absmean"), stored as INT8 {-4, 0, 4}.
 
-    ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. The scale is that of the
+    ``q = clamp(rint(w / absmean), -1, 1)``, the formula of transformers' ``BitLinear``. Products are those of q and
+    absmean, bit for bit: ``4 q`` and ``absmean / 4`` are stored, since such values can be kept in six bits
+    (:func:`slidesparse.support.value_bits`). The scale is that of the
     *trained* weight (:func:`ternary_scale`): take it before pruning, which would shift the mean.
 
     Args:
@@ -225,8 +227,8 @@ def ternary_weight(
     check_weight(weight, name)
     if dtype != torch.int8:
         raise InputError("the ternary recipe ends in INT8 storage", got=dtype, needed="int8")
-    values = (weight.to(torch.float32) / absmean).round().clamp(-1, 1).to(torch.int8)
-    return Quantised(values, absmean.to(torch.float32).expand(weight.shape[0], 1).contiguous())
+    values = 4 * (weight.to(torch.float32) / absmean).round().clamp(-1, 1).to(torch.int8)
+    return Quantised(values, (absmean.to(torch.float32) / 4).expand(weight.shape[0], 1).contiguous())
 
 
 def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

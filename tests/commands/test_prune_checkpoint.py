@@ -276,11 +276,11 @@ def test_bitnet_master_becomes_ternary(tmp_path: Path) -> None:
     source, out = Checkpoint(tmp_path / "m"), Checkpoint(tmp_path / "s")
     name = "model.layers.0.self_attn.q_proj"
     weight, scale = out.tensor(f"{name}.weight"), out.tensor(f"{name}.weight_scale")
-    assert set(weight.unique().tolist()) == {-1, 0, 1}
+    assert set(weight.unique().tolist()) == {-4, 0, 4}
     check_pattern(weight, "6:8")
     master = source.tensor(f"{name}.weight").float()
-    assert torch.equal(scale, master.abs().mean().expand(len(weight), 1))
-    ternary = (master / master.abs().mean()).round().clamp(-1, 1)
+    assert torch.equal(scale, master.abs().mean().expand(len(weight), 1) / 4)
+    ternary = 4 * (master / master.abs().mean()).round().clamp(-1, 1)
     assert torch.equal(weight.float()[weight != 0], ternary[weight != 0])
     assert out.config["quantization_config"]["quant_method"] == "compressed-tensors"
     slidesparse.load(tmp_path / "s")
