@@ -17,7 +17,7 @@ import pytest
 import torch
 from bench_records import IDLE, LOADED, MACHINE, case, too_old
 
-from slidesparse.bench import environment, gemm, problems, runner
+from slidesparse.bench import environment, gemm, operands, problems, runner
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.kernels import any_weight
 from slidesparse.bench.problems import PATTERNS, PROFILES, Profile
@@ -577,3 +577,13 @@ def test_the_command_measures(
         assert json.loads(out)["records"] == len(read_records([path]))
     else:
         assert out.endswith(f"{path}\n")
+
+
+def test_a_backend_of_six_bits_is_measured_with_such_weights() -> None:
+    size = ("6:8", "int8", 64, 128, torch.device("cpu"))
+    assert operands.packed_weight(*size, operands.recipe_for("hopper-6bit", "int8")).bits == 6
+    eight, six = (operands.operand(name, *size)[1] for name in ("hopper", "hopper-6bit"))
+    assert six.nbytes * 5 == eight.nbytes * 4
+    asked = [operands.problem_of(case(), "6:8", size[-1], name).bits for name in ("hopper", "hopper-6bit")]
+    assert asked == [8, 6]
+    assert operands.recipe_for("hopper-6bit", "fp8") == "absmax"  # which the backend refuses

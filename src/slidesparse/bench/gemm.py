@@ -19,6 +19,7 @@ from slidesparse.bench.operands import (
     operand,
     packed_weight,
     problem_of,
+    recipe_for,
     weight_bytes,
 )
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
@@ -79,7 +80,7 @@ def measure(session: Session, case: Case) -> list[Record]:
 
 def _alone(session: Session, case: Case, name: str) -> list[Subject]:
     """Return a backend's product without scales, by its own choice of algorithm and by the library's fastest ones."""
-    backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device)
+    backend, problem = get_backend(name), problem_of(case, HEADLINE, session.device, name)
     if not (backend.accelerated and isinstance(backend, Bare) and isinstance(backend, Ranked)):
         return []
     ranked = [] if backend.why_not(problem) else backend.finalists(problem, case.tokens, FINALISTS)
@@ -145,13 +146,13 @@ def dense_subjects(session: Session, case: Case) -> list[Subject]:
 
 
 def _backend_subject(session: Session, case: Case, label: str, variant: str, name: str) -> Subject | Refusal:
-    backend, problem = get_backend(name), problem_of(case, variant, session.device)
+    backend, problem = get_backend(name), problem_of(case, variant, session.device, name)
     reason = backend.why_not(problem)
     if reason is not None:
         return Refusal(label, name, reason)
     x = activations(case, variant, session.device)
     weight = (variant, case.dtype, case.out_features, case.in_features, session.device)
-    packed, multiplied = packed_weight(*weight), operand(name, *weight)
+    packed, multiplied = packed_weight(*weight, recipe_for(name, case.dtype)), operand(name, *weight)
     values, scale = lifted(x, packed, backend.layout, name)
     out_dtype = float_type(case.dtype)
     bare = isinstance(backend, Bare) and not case.scaled

@@ -14,7 +14,7 @@ from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
 from slidesparse.bench.dense import DenseKernel, kernels, vllm_ops, vllm_quantize
 from slidesparse.bench.gemm import error_against, searched, variants_of
-from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of, weight_bytes
+from slidesparse.bench.operands import activations, float_type, packed_weight, problem_of, recipe_for, weight_bytes
 from slidesparse.bench.problems import HEADLINE, ideal_speedup
 from slidesparse.errors import UnsupportedError
 from slidesparse.gemm import get_backend
@@ -54,7 +54,8 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
     Raises:
         UnsupportedError: The backend cannot run it.
     """
-    packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device)
+    recipe = recipe_for(name, case.dtype)
+    packed = packed_weight(variant, case.dtype, case.out_features, case.in_features, session.device, recipe)
     layer = SlideLinear(packed, backend=name)
     x = activations(case, variant, session.device)
     chosen = layer.choice.at(case.tokens)
@@ -68,7 +69,7 @@ def layer_subject(session: Session, case: Case, label: str, variant: str, name: 
         n_bytes=_bytes(case, weight_bytes(packed, form.operand), x),
         check=error_against(x, packed, True),
         ideal_speedup=ideal_speedup(variant),
-        searched=partial(searched, chosen, problem_of(case, variant, session.device), case.tokens),
+        searched=partial(searched, chosen, problem_of(case, variant, session.device, name), case.tokens),
     )
 
 

@@ -14,12 +14,13 @@ import torch
 from slidesparse import ops
 from slidesparse.bench.problems import pattern_and_columns
 from slidesparse.gemm import Operand, Problem, get_backend
+from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.gemm.reference import apply_scales, product
 from slidesparse.layout import Layout
 from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
-from slidesparse.quant import DTYPES, QUANTISED, parse_dtype, quantize_rows
+from slidesparse.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows
 from slidesparse.records import DENSE_VARIANT, Case
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
@@ -52,16 +53,24 @@ def weight_of(variant: str, dtype: str, out: int, columns: int, device: torch.de
 
 
 @lru_cache(maxsize=KEPT)
-def packed_weight(variant: str, dtype: str, out: int, columns: int, device: torch.device) -> PackedWeight:
+def packed_weight(
+    variant: str, dtype: str, out: int, columns: int, device: torch.device, recipe: Rounding = "absmax"
+) -> PackedWeight:
     """Return :func:`weight_of` quantised and packed."""
     pattern, _ = pattern_and_columns(variant, columns)
-    return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype))
+    return pack_weight(weight_of(variant, dtype, out, columns, device), pattern, parse_dtype(dtype), recipe)
+
+
+def recipe_for(backend: str, dtype: str) -> Rounding:
+    """Return how the weights are rounded that a backend is measured with."""
+    return "6bit" if backend == HopperSixBits.name and dtype == "int8" else "absmax"
 
 
 @lru_cache(maxsize=KEPT)
 def operand(backend: str, variant: str, dtype: str, out: int, columns: int, device: torch.device) -> Operand:
     """Return a backend's form of :func:`packed_weight`."""
-    return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device))
+    recipe = recipe_for(backend, dtype)
+    return get_backend(backend).prepare(packed_weight(variant, dtype, out, columns, device, recipe))
 
 
 def weight_bytes(packed: PackedWeight, form: Sequence[torch.Tensor]) -> int:
@@ -69,10 +78,11 @@ def weight_bytes(packed: PackedWeight, form: Sequence[torch.Tensor]) -> int:
     return min(packed.n_bytes, sum(tensor.nbytes for tensor in form))
 
 
-def problem_of(case: Case, variant: str, device: torch.device) -> Problem:
-    """Return the case as a problem of backends."""
+def problem_of(case: Case, variant: str, device: torch.device, backend: str) -> Problem:
+    """Return the case as a problem of backends, with the weights that one of them is measured with."""
     pattern, columns = pattern_and_columns(variant, case.in_features)
-    return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device)
+    bits = 6 if recipe_for(backend, case.dtype) == "6bit" else 8
+    return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device, bits=bits)
 
 
 def lifted(

@@ -8,7 +8,7 @@ import torch
 
 from slidesparse import ops
 from slidesparse.bench.comparison import Refusal, Session, Subject, compare
-from slidesparse.bench.operands import expected, float_type, lifted, packed_weight, problem_of
+from slidesparse.bench.operands import expected, float_type, lifted, packed_weight, problem_of, recipe_for
 from slidesparse.gemm import Operand, get_backend
 from slidesparse.packed import PackedWeight
 from slidesparse.packing import pack
@@ -46,19 +46,21 @@ def measure(session: Session, case: Case) -> list[Record]:
             backend = get_backend(name)
             if not (backend.layout.lifted and backend.accelerated):
                 continue
-            reason = backend.why_not(problem_of(case, variant, session.device))
+            reason = backend.why_not(problem_of(case, variant, session.device, name))
             if reason is not None:
                 refusals.append(Refusal(f"prepare {variant}", name, reason))
                 continue
+            size = (case.dtype, case.out_features, case.in_features, session.device)
+            own = packed_weight(variant, *size, recipe_for(name, case.dtype))
             subjects.append(
                 Subject(
                     variant=f"prepare {variant}",
                     backend=name,
                     algorithm="",
                     run=backend.prepare,
-                    operands=(packed,),
-                    n_bytes=2 * packed.n_bytes,
-                    check=partial(_multiplies, packed, name, case),
+                    operands=(own,),
+                    n_bytes=2 * own.n_bytes,
+                    check=partial(_multiplies, own, name, case),
                     capture=False,
                 )
             )
