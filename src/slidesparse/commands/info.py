@@ -32,7 +32,7 @@ def collect() -> dict[str, Any]:
     """
     why = why_no_cuda()
     device = torch.device("cuda" if why is None else "cpu")
-    problem = Problem(Pattern(6, 8), torch.int8, out_features=4096, in_features=4096, device=device)
+    problem = Problem(Pattern(6, 8), torch.int8, out_features=4096, in_features=4096, device=device, bits=6)  # for all
     return {
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in LIBRARIES},

@@ -205,12 +205,15 @@ class Backend(ABC):
         accelerated: ``auto`` may choose it for its speed.
         layout: The layout in which it reads activations.
         stand_in: The backend whose times are a prior for this one where it was never measured; None for none.
+        bits: The only bits of values that it reads (:attr:`Problem.bits`); ``auto`` does not ask it about others. None:
+            it reads all.
     """
 
     name: str
     accelerated: bool
     layout: Layout
     stand_in: str | None = None
+    bits: int | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """Return the backend that was faster at every size where both were measured, and how much; None for none.

@@ -177,7 +177,11 @@ def check_fallback(value: object, where: str) -> None:
 
 def _ask_accelerated(problem: Problem) -> dict[str, str | None]:
     """Return why each accelerated backend is not to run a problem; None for one that may."""
-    known = [backend for backend in map(get_backend, BACKENDS) if backend.accelerated]
+    known = [
+        backend
+        for backend in map(get_backend, BACKENDS)
+        if backend.accelerated and backend.bits in (None, problem.bits)
+    ]
     answers = {backend.name: backend.why_not(problem) for backend in known}
     able = [name for name, why_not in answers.items() if why_not is None]
     wrong = _wrong_among(able, problem)

@@ -172,12 +172,13 @@ class HopperSixBits(Hopper):
     """
 
     name = "hopper-6bit"
-    width = 6
+    width = bits = 6
     stand_in = Hopper.name
 
     def why_not(self, problem: Problem) -> str | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
-        return super().why_not(problem) if problem.bits == self.width else "a value of its weight has more than 6 bits"
+        needs_more = "a value of its weight has more than 6 bits" if problem.bits != self.bits else None
+        return super().why_not(problem) or needs_more
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
         """See :class:`slidesparse.gemm.backend.Backend`."""
@@ -189,7 +190,7 @@ class HopperSixBits(Hopper):
         Raises:
             InputError: A value needs more bits: other weights were loaded into a layer.
         """
-        if packed.bits != self.width:
+        if packed.bits != self.bits:
             what = "values of a weight for hopper-6bit"
             raise InputError(what, got="8 bits", needed="INT8 multiples of 4", remedy="use backend='auto'")
         return super().prepare(packed)
