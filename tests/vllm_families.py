@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from slidesparse.commands.prune import PruneOptions, prune_checkpoint
+from slidesparse.commands.prune_options import Recipe
 
 SMALL: dict[str, Any] = {
     "vocab_size": 1024,
@@ -124,9 +125,11 @@ def _talk_of_more_than_the_last_token(model: torch.nn.Module) -> None:
             parameter.fill_(-1 + SMALL["hidden_size"] ** -0.5)
 
 
-def write_pruned(folder: Path, name: str, pattern: str = "6:8", dtype: str = "int8", seed: int = 0) -> Path:
+def write_pruned(
+    folder: Path, name: str, pattern: str = "6:8", dtype: str = "int8", seed: int = 0, recipe: Recipe = "absmax"
+) -> Path:
     """Write a random model of a family and prune its language part into ``folder/pruned``."""
     source, pruned = folder / "source", folder / "pruned"
     write_model(source, name, seed)
-    prune_checkpoint(source, pruned, PruneOptions(pattern, dtype), progress=False)
+    prune_checkpoint(source, pruned, PruneOptions(pattern, dtype, recipe=recipe), progress=False)
     return pruned

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from vllm_families import SMALL, VISION_MODEL, write_pruned
 
 from slidesparse.bench.vllm_engine import ENVIRONMENT, EngineOptions, answer_calls
+from slidesparse.commands.prune_options import Recipe
 from slidesparse.errors import SlideSparseError
 
 PROMPTS, TOKENS, LIKELIEST = 4, 32, 20
@@ -118,15 +119,17 @@ class Server:
     def path(self, family: str, dtype: str, what: str) -> Path:
         """Return a checkpoint, made on the first call.
 
-        ``first`` and ``second`` have other weights; ``unmarked`` are the first ones, which stock vLLM and the plugin
-        serve dense; ``nudged`` have slightly other scales; ``unpruned`` breaks the pattern; ``adapter`` is one.
+        ``first`` and ``second`` have other weights; ``six bits`` are the first ones rounded so; ``unmarked`` are the
+        first ones, which stock vLLM and the plugin serve dense; ``nudged`` have slightly other scales; ``unpruned``
+        breaks the pattern; ``adapter`` is one.
         """
         path = self.folder / f"{family}-{dtype}-{what}"
         if path.exists():
             return path
-        if what in ("first", "second"):
+        if what in ("first", "second", "six bits"):
             folder = self.folder / f"{family}-{dtype}-{what}-made"
-            write_pruned(folder, family, "6:8", dtype, seed=int(what == "second")).rename(path)
+            recipe: Recipe = "6bit" if what == "six bits" else "absmax"
+            write_pruned(folder, family, "6:8", dtype, int(what == "second"), recipe).rename(path)
         elif what == "adapter":
             write_adapter(path)
         else:
@@ -258,7 +261,7 @@ def gather_facts(llm: Any) -> dict[str, Any]:
 
 def count_sparse(model: torch.nn.Module) -> int:
     slides = [vars(module)["slide"] for module in model.modules() if "slide" in vars(module)]
-    return sum(slide.choice.backends == ("hopper",) for slide in slides)
+    return sum(slide.choice.backends in (("hopper",), ("hopper-6bit",)) for slide in slides)
 
 
 def count_experts(model: torch.nn.Module) -> int:

@@ -20,6 +20,7 @@ from slidesparse.integrations.vllm.warmup import WarmUp
 from slidesparse.kernels import lift
 from slidesparse.linear import SlideLinear
 from slidesparse.ops.resolve import _made_before, resolve_chain, resolve_lift, resolve_linear
+from slidesparse.quant import Rounding
 from slidesparse.support import as_bits
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,8 @@ def weights(pattern: str, dtype: str, dense: tuple[int, ...] = (), sparse: str =
     found = []
     for i, (out, columns) in enumerate(SIZES):
         linear, backend = nn.Linear(columns, out, bias=i == 3).to(BF16).cuda(), "dense" if i in dense else sparse
-        layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend)
+        recipe: Rounding = "6bit" if backend == "hopper-6bit" else "absmax"
+        layer = SlideLinear.from_linear(linear, pattern, dtype, method="magnitude", backend=backend, recipe=recipe)
         tensors = [tensor for form in layer.forms for tensor in form.tensors]
         found.append((tensors, layer.weight_scale, layer.bias, layer.spec))
     return found
@@ -63,10 +65,13 @@ def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> b
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 700, 5000])
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize(
-    ("pattern", "backend"),
-    [*((pattern, "hopper") for pattern in ("2:4", "6:8", "4:6@50%")), ("6:8", "hopper-counts")],
+    ("pattern", "backend", "dtype"),
+    [
+        *((pattern, "hopper", dtype) for pattern in ("2:4", "6:8", "4:6@50%") for dtype in ("int8", "fp8")),
+        *(("6:8", "hopper-counts", dtype) for dtype in ("int8", "fp8")),
+        *((pattern, "hopper-6bit", "int8") for pattern in ("2:4", "6:8", "4:6@50%")),
+    ],
 )
 def test_a_chain_has_the_bits_of_its_linears(
     pattern: str, backend: str, dtype: str, tokens: int, answers: list[bool]

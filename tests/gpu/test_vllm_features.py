@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, rea
 COMPILED = {"enforce_eager": False}
 JOINED = COMPILED | {"additional_config": {"slidesparse": {"backend": "dense"}}}
 """Every linear dense, and joined with the norm or the activation before it, as a plan's dense linears are."""
+SIX_BITS = {"additional_config": {"slidesparse": {"backend": "hopper-6bit"}}}
+MODES = {"eager": {}, "compiled": COMPILED}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 ADAPTED = ("ask", "ask with adapter")
 NGRAM = "ngram" if find_spec("numba") else "ngram_gpu"
@@ -75,6 +77,9 @@ GROUPS: list[dict[str, Case]] = [
         "joined, second weights": Case(True, JOINED, model="second"),
         "joined, sleep": Case(True, JOINED | SLEEPS, ("ask", "sleep deeply")),
     },
+    {"six bits, stock": Case(False, model="six bits")}
+    | {f"six bits, {name}": Case(True, SIX_BITS | more, model="six bits") for name, more in MODES.items()}
+    | {"six bits, reloaded": Case(True, SIX_BITS, ("ask", "reload"), model="six bits")},
     both("LoRA", LORA, ADAPTED),
     both("compiled LoRA", LORA | COMPILED, ADAPTED),
 ]
@@ -136,6 +141,16 @@ def test_every_feature_gives_the_tokens_of_stock_vllm(outcomes: dict[str, Served
     for facts in (stock.facts, ours.facts):
         assert_on(name, facts)
     assert_same(ours.answers[0], stock.answers[0])
+
+
+def test_weights_of_six_bits_give_the_tokens_of_stock_vllm(outcomes: dict[str, Served]) -> None:
+    stock, eager = served(outcomes, "six bits, stock"), served(outcomes, "six bits, eager")
+    assert_sparse(eager.facts)
+    assert_same(eager.answers[0], stock.answers[0])
+    assert_sparse(served(outcomes, "six bits, compiled").facts)
+    error = outcomes["six bits, reloaded"].error  # the second weights have eight
+    assert error is not None
+    assert "a value of its weight has more than 6 bits" in error
 
 
 def assert_on(name: str, facts: dict[str, Any]) -> None:

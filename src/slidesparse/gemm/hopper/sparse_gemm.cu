@@ -556,8 +556,8 @@ struct Fragment {
 // ---- consumer --------------------------------------------------------------------------------------------------------
 
 #if WIDTH == 6
-// Groups in flight while values are made, and instructions of a step whose words are loaded at once: as registers allow. With
-// one of each less the compiler would have the largest tile spill, or wait for every instruction.
+// Groups in flight while values are made, and instructions of a step whose words are loaded at once: as many as registers
+// allow. With more of either the compiler would let each instruction of the largest tiles wait for the one before.
 constexpr int IN_FLIGHT = ROW_BLOCKS * TOKENS <= 352 ? 2 : 1;
 constexpr int AHEAD = ROW_BLOCKS * TOKENS <= 320 ? 2 * ROW_BLOCKS : IN_FLIGHT == 2 ? 1 : 2;
 #endif
