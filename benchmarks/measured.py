@@ -29,7 +29,7 @@ from slidesparse.expert_sizes import DOWN, GATE_UP, LAYER
 from slidesparse.fp4 import MXFP4, NVFP4, pack_pairs, quantize_fp4, span
 from slidesparse.gemm.speed_files import file_name
 from slidesparse.pattern import Pattern
-from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, PLAIN, Record, read_records
+from slidesparse.records import COPY, DENSE_VARIANT, ENGINE, LAYERS, PLAIN, Record, read_records
 from slidesparse.report.experts import MEMORY_RATE, operations, share
 from slidesparse.report.numbers import Comparison, comparisons, median_us, points
 from slidesparse.report.serve_numbers import Group, groups, timeline_bins
@@ -41,9 +41,8 @@ H100 = RESULTS / "h100"
 H200 = RESULTS / "h200"
 HISTORY = RESULTS / "history/h200"
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/measured.md", "docs/hopper-kernel.md", "docs/serving.md"))
-PAGES += tuple(
-    ROOT / f"docs/{name}.md" for name in ("cards", "fp4", "quantise-lift-kernel", "quickstart", "log/served-models")
-)
+DRAWN = ("cards", "fp4", "pruning", "quantise-lift-kernel", "quickstart", "log/served-models")
+PAGES += tuple(ROOT / f"docs/{name}.md" for name in DRAWN)
 MARKED = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 PATTERNS = ("2:4", "4:6", "6:8", "4:6@50%")
@@ -317,6 +316,18 @@ def over_control() -> str:
     return markdown(("over the control", "pattern", *head), rows, 2)
 
 
+def served_six_bits() -> str:
+    """Two engines of a machine, beside the faster stock one of another."""
+    (group,) = groups(read(ServeRecord, [H100 / "serve/qwen2.5-7b-int8-6bit.jsonl"]))
+    (other,) = groups(read(ServeRecord, [H100 / "serve/qwen2.5-7b-int8-control.jsonl"]))
+    rows = []
+    for load, words in LOADS.items():
+        ms = [1e3 * (other.seconds(engine, load) or 0.0) for engine in (STOCK, AGAIN)]
+        ms += [1e3 * (group.seconds(engine, load) or 0.0) for engine in ("6:8", "6:8 hopper-6bit")]
+        rows.append([f"{words}, ms", *map(_ms, (min(ms[:2]), *ms[2:]))])
+    return markdown(("7B in INT8 at 6:8", "stock, another machine", "eight bits", "six bits"), rows)
+
+
 def _stock_first(path: Path) -> tuple[Group, list[str], int]:
     """The engines of a record, stock ones first, and how many these are."""
     (group,) = groups(read(ServeRecord, [path]))
@@ -462,6 +473,32 @@ def _share(found: Sequence[dict[str, Any]], name: str, tokens: int) -> str:
         return "-"
     dense, ours = ([one["us"][key][one["tokens"].index(tokens)] for one in found] for key in (DENSE_VARIANT, name))
     return "-" if None in dense or None in ours else f"{sum(dense) / sum(ours):.2f}"
+
+
+SIX_BITS_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def six_bits() -> str:
+    """What values of six bits take of the time of eight, each by its fastest tile."""
+    found = [json.loads(line) for line in (H100 / "hopper-six-bits.jsonl").read_text().splitlines()[1:]]
+    best: dict[tuple[str, int], tuple[float, float]] = {}
+    for case in (one for one in found if one["pattern"] == "6:8"):
+        six = [us for tile, us in case["us"].items() if tile.endswith(" 6 bits")]
+        eight = [us for tile, us in case["us"].items() if not tile.endswith(" 6 bits")]
+        best[case["layer"], case["tokens"]] = min(six), min(eight)
+    layers = {"gate and up": ("gate_up",), "down": ("down",), "all four linears": LAYERS}
+    rows = []
+    for words, names in layers.items():
+        pairs = [[best[name, tokens] for name in names] for tokens in SIX_BITS_TOKENS]
+        rows.append([words, *(f"{sum(six for six, _ in one) / sum(eight for _, eight in one):.2f}" for one in pairs)])
+    return markdown(("Qwen2.5-7B, INT8, 6:8", *(f"{m}" for m in SIX_BITS_TOKENS)), rows)
+
+
+def six_bits_encoder() -> str:
+    """What rounding to six bits costs the encoder of the demo."""
+    found = json.loads((RESULTS / "accuracy/six-bits-encoder.json").read_text())["rows"]
+    rows = [[one["pattern"], *(f"{one[name]:.3f}" for name in ("float", "absmax", "6bit"))] for one in found]
+    return markdown(("pattern", "pruned, float32", "INT8", "INT8, six bits"), rows)
 
 
 def decoding_us(name: str) -> dict[tuple[str, int, str], float]:
@@ -676,6 +713,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "served-h100-slow-host": partial(served_models, ON_SLOW_HOST, "slow host, `hopper-4`", OURS, "burst"),
     "served-h100-halves": partial(served_models, WITH_HALVES, "slow host, `hopper-6`", ("6:8",), "burst"),
     "served-h100-control": over_control,
+    "served-h100-6bit": served_six_bits,
     "served-plan": partial(served_quick, H200 / "serve/qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-plan-first": partial(served_quick, HISTORY / "serve-qwen2.5-7b-int8-plan.jsonl", "Qwen2.5-7B, INT8"),
     "served-http": served_http,
@@ -687,6 +725,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "mixed-steps": mixed_steps,
     "layers": partial(layers, GPUS["H200"], TUNED),
     "layers-h100": partial(layers, GPUS["H100"], TUNED_H100),
+    "six-bits": six_bits,
+    "six-bits-encoder": six_bits_encoder,
     "decoding": decoding,
     "decoding-anchors": decoding_anchors,
     "gemm": gemm,

@@ -35,16 +35,6 @@ def test_info_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert info["backends"]["reference"] is None
 
 
-def test_six_bits_are_inspected_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "m")
-    given = ["--pattern", "6:8", "--dtype", "int8", "--recipe", "6bit"]
-    assert main(["prune", str(tmp_path / "m"), str(tmp_path / "s"), *given]) == 0
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "s"), "--json"]) == 0
-    layers = {layer["name"]: layer for layer in json.loads(capsys.readouterr().out)["layers"]}
-    assert layers["model.layers.0.self_attn.q_proj"]["packed_bytes"] == 64 * 64 * 0.75
-
-
 def test_prune_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path / "m")
     capsys.readouterr()

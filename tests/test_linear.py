@@ -14,6 +14,7 @@ from torch import nn
 from slidesparse import InputError, Pattern, PatternViolation, SlideLinear, UnsupportedError, ops, pack, prune_mask
 from slidesparse.base.log import log_once
 from slidesparse.gemm.dense import Dense
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.gemm.reference import Reference
 from slidesparse.gemm.select import Choice
 from slidesparse.gemm.spec import Route, WeightSpec
@@ -593,3 +594,32 @@ def test_a_layer_of_a_quantised_parameter_is_copied_and_its_outputs_require_no_g
     layer, x = SlideLinear(pack(values, "6:8", scale=scale)), torch.randn(3, K)
     assert not layer(x).requires_grad
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_a_layer_of_six_bits_takes_a_state_dict_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    linear = nn.Linear(64, 32, bias=False)
+    layer, eight = (
+        SlideLinear.from_linear(linear, "6:8", method="magnitude", fallback="none", recipe=recipe)
+        for recipe in ("6bit", "absmax")
+    )
+    assert (layer.choice.backends, eight.choice.backends) == (("hopper-6bit",), ("hopper",))
+    pruned = linear.weight.detach() * prune_mask(linear.weight.detach(), "6:8")
+    values, scale = quantize_weight(pruned, torch.int8)
+    packed = pack(values, "6:8", scale=scale)
+    assert not layer.holds_bits(packed)
+    assert not layer.refill(packed)
+    layer.load_state_dict({"weight": values, "weight_scale": scale})
+    assert layer.choice.backends == ("hopper",)
+    assert layer.operand_bytes == eight.operand_bytes
+
+
+def test_a_backend_that_was_asked_for_does_not_change_with_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    linear = nn.Linear(64, 32, bias=False)
+    layer = SlideLinear.from_linear(linear, "6:8", method="magnitude", backend="hopper-6bit", recipe="6bit")
+    pruned = linear.weight.detach() * prune_mask(linear.weight.detach(), "6:8")
+    values, scale = quantize_weight(pruned, torch.int8)
+    with pytest.raises(RuntimeError, match="a value of its weight has more than 6 bits"):
+        layer.load_state_dict({"weight": values, "weight_scale": scale})
+    assert layer.choice.backends == ("hopper-6bit",)

@@ -13,7 +13,7 @@ from slidesparse.base.arguments import require_kind
 from slidesparse.base.log import log_once
 from slidesparse.dense_weight import DenseWeight
 from slidesparse.errors import InputError, SlideSparseError
-from slidesparse.gemm import Problem, choose
+from slidesparse.gemm import Problem, choose, get_backend
 from slidesparse.gemm.select import Fallback
 from slidesparse.gemm.spec import WeightSpec
 from slidesparse.packed import PackedWeight
@@ -83,6 +83,7 @@ class SlideLinear(nn.Module):
         self.weight_dtype = packed.dtype
         named = dense_dtype or getattr(bias, "dtype", None) or torch.get_default_dtype()
         self.dense_dtype: torch.dtype = packed.dtype if packed.dtype in FLOATS else named
+        self._asked: tuple[str, Fallback] = backend, fallback
         self.choice = choose(packed_problem(packed), backend, fallback)
         self._set_forms(packed)
         # Not persistent: the state dict has it in a checkpoint's shape (_save_to_state_dict).
@@ -264,18 +265,27 @@ class SlideLinear(nn.Module):
         scale = None if scale is None else scale.detach().to(self.device)
         packed = pack(weight, self.pattern, scale=scale, k_offset=self.k_offset, groups=groups, name=name)
         if not self.refill(packed):
+            if not self.holds_bits(packed):
+                self.choice = choose(packed_problem(packed), *self._asked)
             self._set_forms(packed)
             if self.weight_scale is not None and packed.scale is not None:
                 self.weight_scale.copy_(packed.scale)
+
+    def holds_bits(self, packed: PackedWeight) -> bool:
+        """Return whether the backends of this layer can hold the values of another weight."""
+        bits = (get_backend(name).bits for name in self.choice.backends)
+        return all(known in (None, packed.bits) for known in bits)
 
     @torch.no_grad()
     def refill(self, packed: PackedWeight) -> bool:
         """Copy another packed weight into this layer's tensors, whose addresses captured CUDA graphs hold.
 
         Returns:
-            False, with nothing changed, for a weight of other sizes or with other numbers of groups that follow the
-            pattern: its tensors do not fit, or compiled graphs would read them in the wrong order.
+            False, with nothing changed, for a weight of other sizes, with other numbers of groups that follow the
+            pattern, or with more bits: its tensors do not fit, or compiled graphs would read them in the wrong order.
         """
+        if not self.holds_bits(packed):
+            return False
         forms = [WeightForm(packed, name) for name in self.choice.backends]
         new = [tensor for form in forms for tensor in form.tensors]
         own = self._tensors()
@@ -340,6 +350,6 @@ def pack_weight(
     """
     check_rounding(recipe, dtype)
     if dtype in QUANTISED:
-        values, scale = quantize_weight(weight, dtype, name=name, six_bits=recipe == "6bit")
+        values, scale = quantize_weight(weight, dtype, name=name, recipe=recipe)
         return pack(values, pattern, scale=scale, name=name)
     return pack(weight.to(dtype), pattern, name=name)

@@ -163,7 +163,7 @@ def quantize_weight(
     *,
     name: str = "weight",
     first: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    six_bits: bool = False,
+    recipe: Rounding = "absmax",
 ) -> Quantised:
     """Quantise a weight per output channel; zeros stay zeros.
 
@@ -172,11 +172,12 @@ def quantize_weight(
         dtype: torch.int8 or torch.float8_e4m3fn.
         name: The weight's name in error messages.
         first: What is done to rows before they are quantised, as pruning; it returns as many, in a float type.
-        six_bits: Round INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
+        recipe: ``6bit`` rounds INT8 weights to six bits: :func:`quantize_rows_to_six_bits`.
 
     Raises:
-        InputError: When the weight holds NaN or Inf, or is no float matrix.
+        InputError: When the weight holds NaN or Inf, or is no float matrix; when the type has no such recipe.
     """
+    check_rounding(recipe, dtype)
     check_weight(weight, name)
     if weight.dtype in QUANTISED:
         raise InputError(f"{name} is quantised already", got=weight.dtype, needed="bf16, fp16 or fp32")
@@ -184,7 +185,9 @@ def quantize_weight(
     values, scale = torch.empty_like(weight, dtype=dtype), weight.new_empty(len(weight), 1, dtype=torch.float32)
     for rows in row_blocks(weight):
         block = weight[rows] if first is None else first(weight[rows])
-        values[rows], scale[rows] = quantize_rows_to_six_bits(block) if six_bits else _quantize_block(block, dtype)
+        values[rows], scale[rows] = (
+            quantize_rows_to_six_bits(block) if recipe == "6bit" else _quantize_block(block, dtype)
+        )
     return Quantised(values, scale)
 
 

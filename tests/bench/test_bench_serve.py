@@ -88,7 +88,7 @@ def write_nothing(
     pattern: Any,
     device: object,
     layers: Mapping[str, Any],
-    six_bits: bool,
+    recipe: str,
 ) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"pattern": str(pattern), "exceptions": len(layers)}))
@@ -640,7 +640,7 @@ def test_workloads_are_named_once() -> None:
 
 
 def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written: dict[str, bool] = {}
+    written: dict[str, str] = {}
 
     def write(folder: Path, *given: Any) -> None:
         folder.mkdir()
@@ -652,4 +652,4 @@ def test_an_engine_of_six_bits_has_a_checkpoint_of_its_own(monkeypatch: pytest.M
     keys = {key.engine: key for key in profile.keys("Qwen2.5-7B", "int8")}
     folders = [serve_checkpoints.ready_checkpoint(tmp_path, keys[f"6:8{name}"], []) for name in ("", " hopper-6bit")]
     assert [folder.name.rpartition("int8-")[2] for folder in folders] == ["6of8", "6of8-6bit"]
-    assert list(written.values()) == [False, True]
+    assert list(written.values()) == ["absmax", "6bit"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from vllm_models import REFERENCE, configured, loaded
 import slidesparse as ss
 from slidesparse.errors import UnsupportedError
 from slidesparse.files.checkpoint import Checkpoint
+from slidesparse.gemm.hopper.backend import Hopper
+from slidesparse.integrations.vllm.names import NamedLayer
+from slidesparse.integrations.vllm.reload import pack_again
 
 pytestmark = pytest.mark.usefixtures("vllm_on_cpu")
 
@@ -159,6 +163,22 @@ def test_weights_that_do_not_fit_are_refused(checkpoints: Any, pattern: str, cha
     assert "\n" not in str(error.value)
     name = str(error.value).split()[3]
     assert torch.equal(outputs(model)[name], before[name])
+
+
+def test_values_of_eight_bits_are_not_loaded_into_a_layer_of_six(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    linear = torch.nn.Linear(64, 32, bias=False)
+    given: Any = {"method": "magnitude", "fallback": "none"}
+    slide, eight = (ss.SlideLinear.from_linear(linear, "6:8", **given, recipe=recipe) for recipe in ("6bit", "absmax"))
+    scale = eight.weight_scale
+    assert scale is not None
+    pruned = linear.weight.detach() * ss.prune_mask(linear.weight.detach(), "6:8")
+    values = (pruned / scale[:, None]).round().to(torch.int8)
+    layer = SimpleNamespace(weight=torch.nn.Parameter(values, False), weight_scale=torch.nn.Parameter(scale[:, None]))
+    told = "got values of more than six bits; needed six, as when the engine started; start vLLM again"
+    with pytest.raises(UnsupportedError, match=told):
+        pack_again(layer, slide, NamedLayer("a", ss.Pattern(6, 8)), 64)
+    assert slide.choice.backends == ("hopper-6bit",)
 
 
 def test_compiled_code_reads_new_weights(checkpoints: Any) -> None:

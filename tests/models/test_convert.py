@@ -21,6 +21,7 @@ from slidesparse import (
     prune_mask,
     sparsify_,
 )
+from slidesparse.gemm.hopper.backend import Hopper
 from slidesparse.models.sparsify import layer_patterns, run_once
 from slidesparse.models.targets import OFFLOADED, find_targets, input_sets
 from slidesparse.support import following_groups
@@ -546,3 +547,12 @@ def test_backward_is_refused() -> None:
     y = layer(torch.randn(3, 64, requires_grad=True))
     with pytest.raises(UnsupportedError, match="for inference"):
         y.sum().backward()
+
+
+def test_six_bits_on_a_backend_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hopper, "why_not", lambda *_: None)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+    sparsify_(model, "6:8", recipe="6bit", backend="hopper-6bit")
+    assert [layer.choice.backends for layer in (model[0], model[2])] == [("hopper-6bit",)] * 2
+    with pytest.raises(UnsupportedError, match="a value of its weight has more than 6 bits"):
+        sparsify_(nn.Sequential(nn.Linear(64, 32)), "6:8", backend="hopper-6bit")

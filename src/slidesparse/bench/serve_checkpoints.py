@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from slidesparse.base.file_lock import file_lock
+from slidesparse.bench.operands import recipe_for
 from slidesparse.bench.serve_plan import DTYPES, PLAN, ServedPlan, ServeProfile
 from slidesparse.bench.vllm_checkpoint import ARCHITECTURES, model_config, write_checkpoint
 from slidesparse.errors import InputError, UnsupportedError, system_words
-from slidesparse.gemm.hopper.backend import HopperSixBits
 from slidesparse.pattern import Pattern
 from slidesparse.quant import parse_dtype
 from slidesparse.served_records import EngineKey
@@ -50,12 +50,8 @@ def scratch_folder(folder: Path | None) -> Iterator[Path]:
 def checkpoint_folder(scratch: Path, key: EngineKey) -> Path:
     """Where an engine's checkpoint lies; engines of one pattern, and as many bits, share it."""
     pattern = key.pattern.replace(":", "of").replace(" ", "-")
-    return scratch / f"{key.model}-{key.layers}-{key.dtype}-{pattern}{'-6bit' if _has_six_bits(key) else ''}"
-
-
-def _has_six_bits(key: EngineKey) -> bool:
-    """Whether the backend reads no other weights."""
-    return key.backend == HopperSixBits.name
+    recipe = recipe_for(key.backend, key.dtype)
+    return scratch / f"{key.model}-{key.layers}-{key.dtype}-{pattern}{'' if recipe == 'absmax' else f'-{recipe}'}"
 
 
 def checkpoint_bytes(key: EngineKey) -> int:
@@ -125,6 +121,8 @@ def _write(folder: Path, key: EngineKey, plan: ServedPlan | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(key.model, key.layers)
     common, layers = (Pattern.parse(key.pattern), {}) if plan is None else (plan.common, plan.exceptions)
-    write_checkpoint(partial, config, parse_dtype(key.dtype), common, device, layers, _has_six_bits(key))
+    write_checkpoint(
+        partial, config, parse_dtype(key.dtype), common, device, layers, recipe_for(key.backend, key.dtype)
+    )
     torch.cuda.empty_cache()
     partial.rename(folder)

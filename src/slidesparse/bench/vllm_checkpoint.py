@@ -21,7 +21,7 @@ from slidesparse.files.marker import Marker
 from slidesparse.models.config_keys import MARKER_KEY, quantization_config
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import prune_mask
-from slidesparse.quant import quantize_weight
+from slidesparse.quant import Rounding, quantize_weight
 
 HEAD = 128
 
@@ -141,7 +141,7 @@ def write_checkpoint(
     pattern: Pattern,
     device: torch.device,
     layers: Mapping[str, Pattern] | None = None,
-    six_bits: bool = False,
+    recipe: Rounding = "absmax",
 ) -> None:
     """Write a checkpoint that vLLM loads, the same weights on every call.
 
@@ -152,11 +152,11 @@ def write_checkpoint(
         pattern: The pattern; with ``DENSE`` nothing is pruned or marked.
         device: Device on which the weights are drawn.
         layers: Linear -> pattern, where it is not the common one.
-        six_bits: Round INT8 weights to six bits.
+        recipe: How weights are rounded.
     """
     folder.mkdir(parents=True)
     exceptions = layers or {}
-    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, six_bits)
+    writer = _Writer(folder, dtype, pattern, torch.Generator(device).manual_seed(0), exceptions, recipe)
     for index in range(config["num_hidden_layers"]):
         writer.save(f"layer-{index:03d}.safetensors", _layer(writer, config, f"model.layers.{index}"))
     hidden, rows, experts = config["hidden_size"], config["vocab_size"], config.get("num_experts", 0)
@@ -206,7 +206,7 @@ class _Writer:
     pattern: Pattern
     generator: torch.Generator
     exceptions: Mapping[str, Pattern]
-    six_bits: bool
+    recipe: Rounding
 
     def __post_init__(self) -> None:
         self.files: dict[str, str] = {}
@@ -230,7 +230,7 @@ class _Writer:
             if self.dtype == torch.bfloat16:
                 tensors[f"{prefix}.{name}.weight"] = part
             else:
-                values, scale = quantize_weight(part, self.dtype, six_bits=self.six_bits)
+                values, scale = quantize_weight(part, self.dtype, recipe=self.recipe)
                 tensors[f"{prefix}.{name}.weight"] = values
                 tensors[f"{prefix}.{name}.weight_scale"] = scale.reshape(-1, 1)
             if bias:

@@ -253,7 +253,7 @@ def _inspect_layer(name: str, weight: torch.Tensor, marked: Pattern | None) -> L
         problem = str(error)
     tightest = (tightest_pattern(weight) or DENSE) if is_finite(weight) else None
     pattern = marked or tightest or DENSE
-    bits = value_bits(weight)
+    bits = 8 * weight.element_size()
     following = None
     choice, kept = _what_runs(pattern, weight) if problem is None else (None, {})
     if marked is not None and marked != DENSE:

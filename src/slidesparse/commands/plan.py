@@ -202,7 +202,9 @@ def _require_backend(
     backend = get_backend(options.backend)
     for pattern in patterns:
         for layer, shape in shapes.items():
-            reason = backend.why_not(Problem(pattern, parse_dtype(options.dtype), *shape, device))
+            reason = backend.why_not(
+                Problem(pattern, parse_dtype(options.dtype), *shape, device, bits=backend.bits or 8)
+            )
             if reason is not None:
                 raise InputError(
                     f"{options.backend} cannot run {pattern} at {layer} in {options.dtype}: {reason}",

@@ -38,6 +38,7 @@ from slidesparse.quant import (
     FLOATS,
     QUANTISED,
     Quantised,
+    Rounding,
     dequantize,
     dtype_name,
     quantize_weight,
@@ -66,6 +67,7 @@ class PruneJob:
         self, checkpoint: Checkpoint, options: PruneOptions, device: torch.device, followed: StoredPlan | None = None
     ) -> None:
         self.checkpoint, self.recipe, self.device = checkpoint, options.recipe, device
+        self.rounding: Rounding = "6bit" if options.recipe == "6bit" else "absmax"
         self.source_dtype, self.dtype = resolve_dtypes(checkpoint, options)
         self.pattern = Pattern.parse(options.pattern)
         self.meta = build_meta_model(checkpoint)
@@ -243,7 +245,7 @@ class PruneJob:
             self.dtype,
             name=tensor,
             first=lambda rows: pruner.prune_rows(rows, pattern),
-            six_bits=self.recipe == "6bit",
+            recipe=self.rounding,
         )
         return {tensor: values, f"{tensor}_scale": scale}
 
@@ -307,7 +309,7 @@ class PruneJob:
         if self.recipe == "ternary":
             absmean = ternary_scale(self.checkpoint.tensor(tensor))  # on the CPU: a sum depends on its order
             return ternary_weight(weight, absmean.to(self.device), self.dtype, name=tensor)
-        return quantize_weight(weight, self.dtype, name=tensor, six_bits=self.recipe == "6bit")
+        return quantize_weight(weight, self.dtype, name=tensor, recipe=self.rounding)
 
     def _hub_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's own names of linears, where they are others than transformers' names.

@@ -216,9 +216,10 @@ class Backend(ABC):
     bits: int | None = None
 
     def yields_to(self, problem: Problem) -> tuple[str, str] | None:
-        """Return the backend that was faster at every size where both were measured, and how much; None for none.
+        """Return the backend that ``auto`` takes instead, and why; None for none.
 
-        ``auto`` does not consider this backend where that one can run, and no time is spent on measuring it.
+        It was faster at every size where both were measured, or reads fewer bytes. Where it can run, ``auto`` does not
+        consider this backend, and no time is spent on measuring it.
         """
         return None
 

@@ -239,6 +239,7 @@ def sparsify_(
         raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
     check_rounding(recipe, storage)
+    bits = 6 if recipe == "6bit" else 8 * storage.itemsize
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}
@@ -253,9 +254,8 @@ def sparsify_(
             checked_bias(linear.bias, linear.out_features)
         if method is None:
             check_pattern(weight, patterns[name], name=name)
-        choose(
-            Problem(patterns[name], storage, linear.out_features, linear.in_features, weight.device), backend, fallback
-        )
+        size = linear.out_features, linear.in_features
+        choose(Problem(patterns[name], storage, *size, weight.device, bits=bits), backend, fallback)
     pruner = None if method is None else get_pruner(method)
     sets = [[name] for name in targets.linears]
     if pruner is not None:

@@ -168,7 +168,7 @@ class HopperCounts(Hopper):
 class HopperSixBits(Hopper):
     """The same for INT8 weights whose values are all multiples of 4: they have six bits in memory.
 
-    ``slidesparse prune --weight-bits 6`` makes such weights.
+    ``slidesparse prune --recipe 6bit`` makes such weights.
     """
 
     name = "hopper-6bit"

@@ -56,7 +56,8 @@ def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: i
         in_features: ``in`` of the whole weight.
 
     Raises:
-        UnsupportedError: The weight does not satisfy the layer's pattern, or another number of its groups follows it.
+        UnsupportedError: The weight does not satisfy the layer's pattern, another number of its groups follows it, or
+            its values have more bits than the layer's backend reads.
     """
     weight = layer.weight.data
     scale = layer.weight_scale.data if hasattr(layer, "weight_scale") else None
@@ -68,6 +69,8 @@ def pack_again(layer: Any, slide: SlideLinear, named: NamedLayer, in_features: i
     else:
         start = shard_start(weight.shape[1], in_features, getattr(layer, "tp_rank", 0))
         packed = _pack_checked(weight, scale, slide.pattern, named, start)
+    if not slide.holds_bits(packed):
+        raise _refusal(named, "values of more than six bits", "six, as when the engine started")
     if not slide.refill(packed):
         needed = "as many as when the engine started, for which CUDA graphs were captured"
         raise _refusal(named, "another number of column groups that follow the pattern", needed)
