@@ -76,6 +76,11 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
+def rounded_bits(recipe: Rounding, dtype: torch.dtype) -> int:
+    """Return the bits in which values of a type can be kept after they were rounded so."""
+    return 6 if recipe == "6bit" else 8 * dtype.itemsize
+
+
 def check_rounding(recipe: object, dtype: torch.dtype) -> None:
     """Refuse what is no :data:`Rounding`, or none for a type.
 
@@ -109,9 +114,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     # Both sides of a division are tensors: torch computes 127 / t as 127 * (1 / t), and t / 127 on a GPU as
     # t * (1 / 127). That rounds twice, and values at half of absmax would round to the other neighbour.
     if dtype == torch.int8:
-        inverse, scale = _int8_factors(absmax)
-        # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
-        values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-INT8_MAX - 1, INT8_MAX)
+        values, scale = _to_integers(wide, absmax, INT8_MAX)
         return Quantised(values.to(torch.int8), scale)
     if dtype == torch.float8_e4m3fn:
         scale = (absmax / torch.full_like(absmax, FP8_MAX)).clamp(min=FP8_MIN_SCALE)
@@ -119,10 +122,17 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> Quantised:
     raise InputError("cannot quantise to this type", got=dtype, needed="torch.int8 or torch.float8_e4m3fn")
 
 
-def _int8_factors(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return by what rows are multiplied to become INT8, and their scales."""
-    limit = torch.full_like(absmax, INT8_MAX)
+def _integer_factors(absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by what rows are multiplied to become integers up to ``most``, and their scales."""
+    limit = torch.full_like(absmax, most)
     return torch.where(absmax == 0, 0.0, limit / absmax), absmax / limit
+
+
+def _to_integers(wide: torch.Tensor, absmax: torch.Tensor, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers of float32 rows, ``-most - 1`` to ``most``, as floats, and the scales of the rows."""
+    inverse, scale = _integer_factors(absmax, most)
+    # 127 / absmax overflows for absmax < 3.8e-37: 0 * inf must stay 0, and inf saturates, as in the GPU's cvt.sat.
+    return torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-most - 1, most), scale
 
 
 def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
@@ -136,10 +146,8 @@ def quantize_rows_to_six_bits(x: torch.Tensor) -> Quantised:
     """
     wide = x.to(torch.float32)
     absmax = wide.abs().amax(-1, keepdim=True)
-    limit = torch.full_like(absmax, SIX_BIT_MAX)
-    inverse = torch.where(absmax == 0, 0.0, limit / absmax)
-    values = torch.nan_to_num(wide * inverse, nan=0.0).round().clamp(-SIX_BIT_MAX - 1, SIX_BIT_MAX)
-    return Quantised((4 * values).to(torch.int8), absmax / (4 * limit))
+    values, scale = _to_integers(wide, absmax, SIX_BIT_MAX)
+    return Quantised((4 * values).to(torch.int8), scale / 4)
 
 
 def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +159,7 @@ def _quantize_block(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     """
     if dtype == torch.int8 and rows.element_size() == 2 and rows.device.type == "cpu":
         absmax = (as_bits(rows) & 0x7FFF).amax(-1, keepdim=True).view(rows.dtype).to(torch.float32)
-        inverse, scale = _int8_factors(absmax)
+        inverse, scale = _integer_factors(absmax, INT8_MAX)
         if bool((torch.isfinite(inverse) & torch.isfinite(absmax)).all()):
             return rows.to(torch.float32).mul_(inverse).round_(), scale
     return quantize_rows(rows, dtype)

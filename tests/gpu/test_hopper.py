@@ -52,13 +52,6 @@ def _can_run() -> None:
     assert get_backend("hopper").why_not(problem) is None
 
 
-@pytest.fixture(params=TILES, ids=str)
-def tile(request: pytest.FixtureRequest) -> Tile:
-    """Every tile in turn, whatever the sizes would choose."""
-    chosen: Tile = request.param
-    return chosen
-
-
 @pytest.fixture(params=[tile for tile in TILES if tile.split > 1], ids=str)
 def split_tile(request: pytest.FixtureRequest) -> Tile:
     """Every tile whose steps several blocks share."""

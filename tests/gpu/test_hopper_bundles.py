@@ -48,13 +48,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=TILES, ids=str)
-def tile(request: pytest.FixtureRequest) -> Tile:
-    """Every tile in turn, whatever the sizes would choose."""
-    chosen: Tile = request.param
-    return chosen
-
-
 def packed_weight(dtype: torch.dtype, pattern: str, out: int, columns: int, k_offset: int = 0) -> PackedWeight:
     whole = torch.randint(-128, 128, (out, k_offset + columns), device="cuda").to(torch.float32)
     whole = whole / (1 if dtype == INT8 else 64)

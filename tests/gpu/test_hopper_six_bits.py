@@ -37,13 +37,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=TILES, ids=str)
-def tile(request: pytest.FixtureRequest) -> Tile:
-    """Every tile in turn, whatever the sizes would choose."""
-    chosen: Tile = request.param
-    return chosen
-
-
 def packed_weight(pattern: str, out: int, columns: int) -> PackedWeight:
     whole = torch.randint(-32, 32, (out, columns), device="cuda").to(torch.float32) * 4
     weight = (whole * prune_mask(whole, pattern)).to(INT8)

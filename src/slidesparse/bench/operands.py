@@ -20,7 +20,7 @@ from slidesparse.layout import Layout
 from slidesparse.linear import pack_weight
 from slidesparse.packed import PackedWeight
 from slidesparse.prune import prune_mask
-from slidesparse.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows
+from slidesparse.quant import DTYPES, QUANTISED, Rounding, parse_dtype, quantize_rows, rounded_bits
 from slidesparse.records import DENSE_VARIANT, Case
 from slidesparse.tuning.checking import ends
 from slidesparse.tuning.measure import gaussian
@@ -81,8 +81,9 @@ def weight_bytes(packed: PackedWeight, form: Sequence[torch.Tensor]) -> int:
 def problem_of(case: Case, variant: str, device: torch.device, backend: str) -> Problem:
     """Return the case as a problem of backends, with the weights that one of them is measured with."""
     pattern, columns = pattern_and_columns(variant, case.in_features)
-    bits = 6 if recipe_for(backend, case.dtype) == "6bit" else 8
-    return Problem(pattern, parse_dtype(case.dtype), case.out_features, columns, device, bits=bits)
+    dtype = parse_dtype(case.dtype)
+    bits = rounded_bits(recipe_for(backend, case.dtype), dtype)
+    return Problem(pattern, dtype, case.out_features, columns, device, bits=bits)
 
 
 def lifted(

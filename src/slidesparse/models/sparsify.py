@@ -35,7 +35,7 @@ from slidesparse.models.targets import (
 from slidesparse.models.weight_reads import read_without_calling, without_weights
 from slidesparse.pattern import DENSE, Pattern
 from slidesparse.prune import Linears, Pruner, get_pruner
-from slidesparse.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype
+from slidesparse.quant import FLOATS, QUANTISED, Rounding, check_rounding, dtype_name, parse_dtype, rounded_bits
 from slidesparse.support import check_pattern, check_weight
 
 OUTSIDE = "outside of the transformers model, whose checkpoint alone has scales"
@@ -239,7 +239,7 @@ def sparsify_(
         raise InputError("run", got=shown(run), needed="a function that runs the model once")
     storage = parse_dtype(dtype)
     check_rounding(recipe, storage)
-    bits = 6 if recipe == "6bit" else 8 * storage.itemsize
+    bits = rounded_bits(recipe, storage)
     experts = find_experts(model)
     inside = linears_inside(model, experts)
     keep = {**_stay_dense(model, storage, lm_head), **find_routers(model, experts)}

@@ -1,0 +1,14 @@
+"""What tests of the Hopper kernel share."""
+
+from __future__ import annotations
+
+import pytest
+
+from slidesparse.gemm.hopper.tiles import TILES, Tile
+
+
+@pytest.fixture(params=TILES, ids=str)
+def tile(request: pytest.FixtureRequest) -> Tile:
+    """Every tile in turn, whatever the sizes would choose."""
+    chosen: Tile = request.param
+    return chosen
